@@ -1,0 +1,34 @@
+"""What is said when a schedule, or a number that makes one, is wrong?
+
+    wrong input  --refused at the edge-->  ScheduleError: what was wrong, the value, what to do
+
+A fault inside a schedule also has a place, so `faults.py` adds the grid with the failing cells marked.
+"""
+
+__all__ = ["ScheduleError", "refuse_unless_whole"]
+
+
+class ScheduleError(ValueError):
+    """A schedule, or a number that one is made from, that cannot be right."""
+
+
+def refuse_unless_whole(what: str, value: object, least: int) -> None:
+    """Refuses a count that is no whole number, or too small a one.
+
+    Args:
+        what: the name that the caller knows the number by
+        value: the number
+        least: the smallest value that makes sense
+
+    Raises:
+        ScheduleError: `value` is no int (True and False are none either), or is below `least`.
+
+    >>> refuse_unless_whole("chunks", 0, least=1)
+    Traceback (most recent call last):
+        ...
+    scheduler.errors.ScheduleError: chunks is 0, but must be a whole number of at least 1. Use chunks=1 or more.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ScheduleError(
+            f"{what} is {value!r}, but must be a whole number of at least {least}. Use {what}={least} or more."
+        )

@@ -1,0 +1,74 @@
+"""What is wrong with a schedule, and where? From faults to one error that shows them.
+
+    Fault(words, lane, position) ...  --refusal-->  ScheduleError: every fault in words, then the grid
+
+The columns of this grid are positions in the orders, not time: a wrong schedule may have no times. A failing cell ends
+with "!".
+
+    >>> schedule = Schedule.parse('''
+    ...     schedule mine, chunks 1, stages on lanes 0 1
+    ...     lane 0: 0F0 0B0
+    ...     lane 1: 1B0 1F0
+    ... ''')
+    >>> print(refusal(schedule, [Fault("lane 1 waits at 1B0", lane=1, position=0)]))
+    schedule mine (lanes=2, chunks=1) has 1 fault:
+      lane 1 waits at 1B0
+    lane 0 |F0  B0
+    lane 1 |B0! F0
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scheduler.errors import ScheduleError
+from scheduler.grid import grid, label_for
+from scheduler.schedule import Schedule
+
+__all__ = ["Fault", "refusal"]
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong.
+
+    Args:
+        words: what is wrong, the value, what to do
+        lane: the lane whose cell is marked, None where nothing that is there is wrong
+        position: the cell's place in the order of that lane
+    """
+
+    words: str
+    lane: int | None = None
+    position: int = 0
+
+
+def refusal(schedule: Schedule, faults: Sequence[Fault]) -> ScheduleError:
+    """The error that names all of `faults` and shows them in the grid.
+
+    Args:
+        schedule: the schedule that is refused
+        faults: at least one
+    """
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    head = f"schedule {schedule.name} (lanes={schedule.lanes}, chunks={schedule.chunks}) has {count}:"
+    return ScheduleError("\n".join([head, *(f"  {fault.words}" for fault in faults), _picture(schedule, faults)]))
+
+
+def _picture(schedule: Schedule, faults: Sequence[Fault]) -> str:
+    marked = {(fault.lane, fault.position) for fault in faults if fault.lane is not None}
+    longest = max(map(len, schedule.orders))
+    first = max(0, min((position for _, position in marked), default=0) - _BEFORE) if longest > _COLUMNS else 0
+    label = label_for(schedule.orders)
+    rows = [
+        [
+            label(action) + "!" * ((lane, position) in marked)
+            for position, action in enumerate(order[first : first + _COLUMNS], first)
+        ]
+        for lane, order in enumerate(schedule.orders)
+    ]
+    shown = [f"(actions {first} to {min(first + _COLUMNS, longest) - 1} of {longest})"] if longest > _COLUMNS else []
+    return "\n".join([grid(rows), *shown])
+
+
+# A grid wider than a screen hides what it should show: beyond this, only what is around the first failing cell.
+_COLUMNS = 32
+_BEFORE = 8

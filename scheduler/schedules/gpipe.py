@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+
+    >>> from scheduler import by_name, draw
+    >>> print(draw(by_name("gpipe", lanes=3, chunks=3)))
+    lane 0 |F0 F1 F2 .  .  .  .  .  .  B0 == B1 == B2 ==
+    lane 1 |.  F0 F1 F2 .  .  .  B0 == B1 == B2 == .  .
+    lane 2 |.  .  F0 F1 F2 B0 == B1 == B2 == .  .  .  .
+    makespan 15 slots, bubble 40.0%, peak in flight 3 3 3
+
+Every lane holds all chunks in flight. The paper's figure sends the last chunk back first; here chunks go backward in
+ascending order, as in every schedule, so that gradients are bitwise the same (verification.py).
+"""
+
+from scheduler.action import Action, Kind
+from scheduler.placement import Placement
+from scheduler.schedule import Order, Schedule
+
+__all__ = ["BUILDERS", "build"]
+
+
+def build(lanes: int, chunks: int) -> Schedule:
+    """GPipe with one stage a lane."""
+    orders = tuple(_order(stage, chunks) for stage in range(lanes))
+    return Schedule("gpipe", Placement.linear(lanes), chunks, orders)
+
+
+def _order(stage: int, chunks: int) -> Order:
+    return tuple(Action(stage, kind, chunk) for kind in (Kind.F, Kind.B) for chunk in range(chunks))
+
+
+BUILDERS = {"gpipe": build}

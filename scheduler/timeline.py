@@ -1,0 +1,153 @@
+"""What ran when, and what does that say about a schedule?
+
+    simulate(schedule, costs) ──► unit "slots" ─┐
+                                                ├─►  Timeline: makespan, busy, bubble, peak in flight  ──►  draw
+    clocks of a real step ──────► unit "s" ─────┘
+
+Simulated and measured timelines are the same thing, so what one can ask of one, one can ask of the other.
+
+    >>> from scheduler import by_name, draw, simulate
+    >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=2))
+    >>> print(draw(timeline))
+    lane 0 |F0 F1 .  .  B0 == .  B1 ==
+    lane 1 |.  F0 B0 == F1 B1 == .  .
+    makespan 9 slots, bubble 33.3%, peak in flight 2 1
+    >>> timeline.busy
+    (6, 6)
+
+bubble: idle share until the last lane is done. span: a lane's first start to its last end. in flight: F done, B (or
+W) not; an F counts from its start, a B or W until its end.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from operator import attrgetter
+from typing import Literal, NamedTuple
+
+from scheduler.action import Action, Kind
+from scheduler.errors import ScheduleError, refuse_unless_whole
+
+__all__ = ["Event", "Timeline", "in_flight"]
+
+
+class Event(NamedTuple):
+    """`action` ran on `lane` from `start` to `end`."""
+
+    action: Action
+    lane: int
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """How long the action ran."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran when.
+
+    Args:
+        events: sorted by start; the actions of one lane follow each other
+        lanes: how many lanes there are, also those that nothing ran on
+        unit: "slots" of simulated time, or "s" for seconds
+
+    Raises:
+        ScheduleError: an event ends before it starts, is on no lane, or is not in its place.
+    """
+
+    events: tuple[Event, ...]
+    lanes: int
+    unit: Literal["slots", "s"] = "slots"
+
+    def __post_init__(self) -> None:
+        refuse_unless_whole("lanes", self.lanes, least=1)
+        latest = -inf
+        for action, lane, start, end in self.events:
+            if not 0 <= lane < self.lanes or not start <= end:
+                raise ScheduleError(
+                    f"{action} on lane {lane} from {start} to {end} cannot be: there are {self.lanes} lanes, "
+                    "numbered from 0, and an action ends after it starts. Give lane, start and end in this order."
+                )
+            if start < latest:
+                raise ScheduleError(
+                    f"the events are not sorted: {action} starts at {start}, after one that starts at {latest}. "
+                    "Sort them by start, or use Timeline.measured, which does."
+                )
+            latest = start
+
+    @classmethod
+    def measured(cls, events: Iterable[Event], lanes: int) -> "Timeline":
+        """A timeline from clocks: sorts the events, and counts time from the first start.
+
+        Args:
+            events: in any order; start and end in seconds of one clock, such as `time.perf_counter`
+            lanes: how many lanes there are
+
+        Raises:
+            ScheduleError: as the class does.
+        """
+        ordered = sorted(events, key=attrgetter("start", "end"))
+        zero = ordered[0].start if ordered else 0
+        shifted = (Event(action, lane, start - zero, end - zero) for action, lane, start, end in ordered)
+        return cls(tuple(shifted), lanes, unit="s")
+
+    @cached_property
+    def by_lane(self) -> tuple[tuple[Event, ...], ...]:
+        """The events of each lane."""
+        rows: list[list[Event]] = [[] for _ in range(self.lanes)]
+        for event in self.events:
+            rows[event.lane].append(event)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last action ends."""
+        return max((event.end for event in self.events), default=0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For each lane, how long it worked."""
+        return tuple(sum(end - start for _, _, start, end in row) for row in self.by_lane)
+
+    @property
+    def bubble(self) -> float:
+        """The share of lanes x makespan in which a lane is idle (the flush rate of the papers)."""
+        return self._idle_share(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """The same share, of lanes x the longest span of a lane: what is left where steps may overlap."""
+        return self._idle_share(max(row[-1].end - row[0].start if row else 0 for row in self.by_lane))
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """For each lane, the most (stage, chunk) pairs that it holds at once."""
+        return tuple(max(in_flight(event.action for event in row), default=0) for row in self.by_lane)
+
+    def _idle_share(self, length: float) -> float:
+        return 1 - sum(self.busy) / (self.lanes * length) if length else 0.0
+
+
+def in_flight(actions: Iterable[Action]) -> Iterator[int]:
+    """How many (stage, chunk) pairs a lane holds while it runs each of its actions.
+
+    I frees nothing: what it leaves, W still needs.
+
+    Args:
+        actions: of one lane, in its order
+
+    Returns:
+        One number for each action: how many were held while it ran, itself included, at least 0.
+
+    >>> list(in_flight(map(Action.parse, "0F0 0F1 0I0 0W0 0B1".split())))
+    [1, 2, 2, 2, 1]
+    """
+    held = 0
+    for action in actions:
+        held += action.kind is Kind.F
+        yield max(held, 0)
+        held -= action.kind is Kind.B or action.kind is Kind.W
