@@ -1,0 +1,21 @@
+"""Which layers should stand on which stage?
+
+    balance_by_time ─► profiling ─► seconds per layer ─┐
+    balance_by_size ─► profiling ─► bytes per layer ───┴─► balance_costs ─► balance ─► split ─► stages
+"""
+
+from partition.balancing import balance_by_size, balance_by_time
+from partition.contiguous import balance_costs
+from partition.errors import PartitionError
+from partition.splitting import split
+
+__all__ = [
+    # what goes wrong
+    "PartitionError",
+    # cut
+    "split",
+    # choose where
+    "balance_costs",
+    "balance_by_time",
+    "balance_by_size",
+]

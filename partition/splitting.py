@@ -1,0 +1,111 @@
+"""Which layers stand on which stage?
+
+    nn.Sequential  0 1 2 3 4        balance [3, 2]
+                   └─┬─┘ └┬┘
+    stages         0 1 2 | 3 4      the same layers under the same names, in one nn.Sequential per stage
+
+What cannot be cut so is refused here, at the edge; behind it a balance is positive ints that sum to the layers.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import islice
+
+from torch import nn
+
+from partition.contiguous import balance_costs, whole
+from partition.errors import PartitionError
+
+__all__ = ["split", "check_module", "check_balance"]
+
+
+def split(module: nn.Sequential, balance: Iterable[int]) -> list[nn.Sequential]:
+    """Cut a sequential module into contiguous stages.
+
+    Args:
+        module: the layers in order; neither it nor they are changed.
+        balance: layers per stage.
+
+    Returns:
+        One nn.Sequential per stage, in `module`'s training mode. The layers are the objects of `module` and keep their
+        names, so that the names of parameters over all the stages are those of the module.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or `balance` no iterable.
+        PartitionError: `module` has a forward of its own or no layers, or `balance` does not fit it.
+
+    Example:
+        >>> head, tail = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), [2, 1])
+        >>> list(dict(tail.named_parameters()))
+        ['2.weight', '2.bias']
+    """
+    check_module(module)
+    # Not named_children(), which leaves out the second place of a layer that stands in two.
+    layers = iter(module._modules.items())
+    return [_stage(module, islice(layers, length)) for length in check_balance(balance, len(module))]
+
+
+def check_module(module: object) -> nn.Sequential:
+    """`module` itself, if its forward is its layers one after the other; TypeError or PartitionError where not."""
+    kind = type(module).__name__
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be an nn.Sequential, the layers in order; got {kind}. "
+            f"Write the model as nn.Sequential(layer, layer, ...)."
+        )
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        raise PartitionError(
+            f"{kind} is an nn.Sequential with a forward of its own, which no stage would run. Move what it does into "
+            f"layers; if it only runs them in order, pass nn.Sequential(*module)."
+        )
+    if not len(module):
+        raise PartitionError(f"module has no layers ({kind}()), and a stage needs one. Give it one layer or more.")
+    return module
+
+
+def check_balance(balance: Iterable[int], layers: int) -> list[int]:
+    """The balance as a list of ints; all that is wrong with it in one error.
+
+    Args:
+        balance: layers per stage; ints of Python or numpy, or 0-d tensors of ints.
+        layers: how many layers the module has, 1 or more.
+
+    Raises:
+        TypeError: `balance` is no iterable.
+        PartitionError: it is empty, an entry is no int or below 1, or the sum is not `layers`.
+
+    Example:
+        >>> check_balance((3, 1), layers=4)
+        [3, 1]
+    """
+    try:
+        given: list[object] = list(balance)
+    except TypeError:
+        raise TypeError(
+            f"balance must be the layers of each stage, such as [{layers}] for one; got {balance!r}."
+        ) from None
+    counts = [whole(count) for count in given]
+    faults = [f"balance[{s}] is {given[s]!r}, not an int" for s, count in enumerate(counts) if count is None]
+    known = [count for count in counts if count is not None]
+    faults += [f"balance[{s}] is {count}, below 1" for s, count in enumerate(counts) if count is not None and count < 1]
+    if not given:
+        faults.append("balance is empty")
+    elif len(known) == len(given) and sum(known) != layers:
+        faults.append(f"balance sums to {sum(known)} but the module has {layers} layers")
+    if faults:
+        shown = known if len(known) == len(given) else given
+        raise PartitionError(f"{'; '.join(faults)} (balance: {shown}). {_remedy(len(given), layers)}")
+    return known
+
+
+def _remedy(stages: int, layers: int) -> str:
+    stages = max(1, min(stages, layers))
+    equal = balance_costs([1] * layers, stages)
+    return f"Use balance={equal}, or partition.balance_by_time({stages}, module, sample) to choose one."
+
+
+def _stage(module: nn.Sequential, layers: Iterable[tuple[str, nn.Module | None]]) -> nn.Sequential:
+    # None is allowed by the type of _modules; a Sequential that holds one could not run.
+    stage = nn.Sequential(OrderedDict((name, layer) for name, layer in layers if layer is not None))
+    stage.training = module.training  # of the stage alone: .train() would set the layers' too
+    return stage
