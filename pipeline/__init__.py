@@ -1,0 +1,27 @@
+"""Pipeline parallelism for PyTorch: the plain module's numbers, at every order of derivative.
+
+    from pipeline import Pipe
+    pipe = Pipe(model, balance=[2, 2], chunks=4)
+"""
+
+__version__ = "0.1.0"
+
+from pipeline.checkpoint import is_checkpointing, is_recomputing
+from pipeline.errors import CheckpointError, StuckError
+from pipeline.gradstore import GradStore
+from pipeline.microbatch import NoChunk
+from pipeline.pipe import Pipe
+from pipeline.randomness import layer_seed
+from pipeline.step_door import Step
+
+__all__ = [
+    "CheckpointError",
+    "GradStore",
+    "NoChunk",
+    "Pipe",
+    "Step",
+    "StuckError",
+    "is_checkpointing",
+    "is_recomputing",
+    "layer_seed",
+]

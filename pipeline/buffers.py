@@ -1,0 +1,125 @@
+"""What did the buffers hold before each chunk? So that a recomputation sees them, and a failure puts them back.
+
+    call begins   clone every buffer of the stage                                     initial
+    F of chunk 0  compare by value: these modules change their buffers                mutated
+    F of chunk i  clone the buffers of those modules first                            before[i]
+    R of chunk i  runs on copies of before[i]: the buffers are changed once, by F
+    failure       what changed goes back to initial
+
+By value on the first chunk, because BatchNorm writes its running statistics without raising their version counters; by
+version and identity after. A module that begins to write later is caught by its counters, and has `initial` to go back
+to; whatever changes unseen is found by value when the forwards are done, and is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError
+
+
+class _Slot(NamedTuple):
+    owner: int  # the module's place in the stage
+    place: dict[str, Tensor | None]  # module._buffers
+    name: str
+    tensor: Tensor
+    version: int
+    initial: Tensor
+
+
+class Buffers:
+    """The buffers of one stage during one call."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots = [
+            _Slot(owner, module._buffers, name, tensor, _version(tensor), tensor.detach().clone())
+            for owner, module in enumerate(modules)
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+        self._mutated: set[int] = set()  # owners
+        self._before: dict[int, dict[int, Tensor]] = {}  # chunk -> slot -> value
+        self._seen_first = False
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def before_forward(self, chunk: int, keep: bool) -> None:
+        """Clone what is known to change; `keep`: a recomputation of this chunk may come."""
+        if keep and self._mutated:
+            self._before[chunk] = {
+                index: _now(slot).detach().clone() for index, slot in enumerate(self._slots) if slot.owner in self._mutated
+            }
+
+    def after_forward(self) -> None:
+        """Learn which modules change their buffers."""
+        fresh = [slot for slot in self._slots if slot.owner not in self._mutated]
+        for slot in fresh:
+            if _touched(slot) or (not self._seen_first and not _equal(_now(slot), slot.initial)):
+                self._mutated.add(slot.owner)
+        self._seen_first = True
+
+    def check_unseen(self, what: str) -> None:
+        """Raise if a buffer changed that was never seen to change."""
+        for slot in self._slots:
+            if slot.owner not in self._mutated and not _equal(_now(slot), slot.initial):
+                raise CheckpointError(
+                    f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it with "
+                    "torch's in-place operations, in every chunk or in none, or use chunks=1."
+                )
+
+    @contextmanager
+    def as_before(self, chunk: int) -> Iterator[None]:
+        """Within: the modules see their buffers as they were before F of `chunk`. What they change is thrown away."""
+        before = self._before.get(chunk, {})
+        found = [slot.place.get(slot.name) for slot in self._slots]
+        for index, slot in enumerate(self._slots):
+            value = before.get(index, slot.initial)
+            slot.place[slot.name] = value.clone() if slot.owner in self._mutated else value
+        try:
+            yield
+        finally:
+            for slot, tensor in zip(self._slots, found, strict=True):
+                slot.place[slot.name] = tensor
+
+    def forget(self, chunk: int) -> None:
+        """No recomputation of this chunk will come any more."""
+        self._before.pop(chunk, None)
+
+    def roll_back(self) -> None:
+        """Make every buffer what it was when the call began: the same tensor with the same values."""
+        for slot in self._slots:
+            slot.place[slot.name] = slot.tensor
+            if not _equal(slot.tensor, slot.initial):
+                with torch.no_grad():
+                    slot.tensor.copy_(slot.initial)
+
+
+def _now(slot: _Slot) -> Tensor:
+    tensor = slot.place.get(slot.name)
+    return slot.initial if tensor is None else tensor
+
+
+def _touched(slot: _Slot) -> bool:
+    tensor = slot.place.get(slot.name)
+    return tensor is not slot.tensor or _version(tensor) != slot.version
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """By value; nan equals nan, or a buffer that holds one would seem to change for ever."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

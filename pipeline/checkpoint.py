@@ -1,0 +1,127 @@
+"""Which activations are kept from F to B, and which are computed again?
+
+    kept         F keeps what autograd saves; B goes through it
+    recomputed   F runs as always but saves nothing; B first runs the chunk again (R), then goes through that
+
+Checkpointing is on iff gradients are (`torch.is_grad_enabled()`); `module.training` has no say. `except_last` asks the
+order that will run: a chunk is recomputed iff another backward of the same device stands between its F and its B.
+Where none does, its activations would be the only ones there are, so keeping them adds nothing to the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import CheckpointError
+from scheduler import Action, Kind
+
+Policy: TypeAlias = str | Callable[[int, int], bool]
+POLICIES = ("always", "except_last", "never")
+
+_checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward's activations are dropped, since the chunk will be recomputed. For use inside modules.
+
+    Example:
+        >>> is_checkpointing()
+        False
+    """
+    return _checkpointing.get()
+
+
+def is_recomputing() -> bool:
+    """Whether this forward repeats an earlier one (to count or log something once). For use inside modules.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _recomputing.get()
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise ValueError unless `policy` is one of the modes or a callable."""
+    if not callable(policy) and policy not in POLICIES:
+        raise ValueError(
+            f"checkpoint is {policy!r}. Use 'always', 'except_last', 'never', or a callable (stage, chunk) -> bool."
+        )
+
+
+def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[tuple[int, int]]:
+    """Return the (stage, chunk) pairs that are recomputed.
+
+    Args:
+        policy: a mode or a callable.
+        orders: for each device, all its actions in the order that will run.
+    """
+    pairs = [(action.stage, action.chunk) for order in orders for action in order if action.kind is Kind.F]
+    if callable(policy):
+        return frozenset(pair for pair in pairs if _asked(policy, pair))
+    if policy == "never":
+        return frozenset()
+    if policy == "always":
+        return frozenset(pairs)
+    return frozenset(pair for order in orders for pair in _interrupted(order))
+
+
+def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
+    answer = policy(*pair)
+    if not isinstance(answer, bool):
+        raise ValueError(f"checkpoint returned {answer!r} for stage {pair[0]}, chunk {pair[1]}. Return True or False.")
+    return answer
+
+
+def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
+    """The pairs between whose F and whose backward another backward runs."""
+    backwards = 0  # how many ran so far
+    at_forward: dict[tuple[int, int], int] = {}
+    for action in order:
+        pair = (action.stage, action.chunk)
+        if action.kind is Kind.F:
+            at_forward[pair] = backwards
+        elif action.kind is not Kind.W:
+            if at_forward[pair] < backwards:
+                yield pair
+            backwards += 1
+
+
+@contextmanager
+def saving_nothing() -> Iterator[None]:
+    """F of a chunk that will be recomputed: autograd builds its graph, and what it would save is dropped."""
+    token = _checkpointing.set(True)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _miss):
+            yield
+    finally:
+        _checkpointing.reset(token)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """R: the same forward again, with gradients on."""
+    token = _recomputing.set(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        _recomputing.reset(token)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _miss(dropped: None) -> Tensor:
+    raise CheckpointError(
+        "a layer asked autograd for a gradient within its own forward, but this forward keeps nothing, since the chunk will "
+        "be recomputed. Use checkpoint='never', or a callable (stage, chunk) -> bool that is False for this stage."
+    )

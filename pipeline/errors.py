@@ -1,0 +1,17 @@
+"""What can go wrong in a call, each with a type of its own.
+
+    ValueError, TypeError   an argument is wrong: seen at the edge, before anything ran
+    CheckpointError         a chunk cannot be recomputed as it was computed
+    StuckError              no lane can go on
+
+Whatever a layer or a loss raises keeps its own type; a note names the action it was raised in."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A recomputation would not repeat its forward: something that it reads has changed in between."""
+
+
+class StuckError(RuntimeError):
+    """Every lane that still has actions waits for an action that nobody runs."""

@@ -1,0 +1,148 @@
+"""`out = pipe(x); loss(out).backward()`: a Pipe as a function that autograd differentiates, to any order.
+
+    Pipe.forward          F half, then PipeFunction.apply(x, parameters in use) -> out
+    loss.backward()       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
+                                                 [2] create_graph: a differentiable recomputation (Call.differentiate)
+
+The F half runs before `apply`, so that which outputs are differentiable and which parameters are in use is known: the
+hooks of a parameter that no output depends on must not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from pipeline.call import Call
+from pipeline.errors import CheckpointError
+from pipeline.microbatch import gather
+from pipeline.trees import Grads, Tree, versions
+
+
+def run(call: Call) -> Any:
+    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient."""
+    call.run_forward()
+    messages, call.outputs = call.outputs, []
+    joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+    needs_grad = [any(column) for column in zip(*(message.needs_grad for message in messages), strict=True)]
+    if not any(needs_grad):
+        return joined.build(joined.tensors)
+    return joined.build(_attach(call, joined, sizes, needs_grad))
+
+
+def _attach(call: Call, joined: Tree, sizes: Sequence[tuple[int, ...]], needs_grad: list[bool]) -> Sequence[Tensor]:
+    tensors = call.batch.tree.tensors
+    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    backward = Backward(call, sizes, wanted, call.owners())
+    outputs: Sequence[Tensor] = PipeFunction.apply(
+        backward, joined.tensors, needs_grad, *(tensors[index] for index in wanted), *backward.owners
+    )
+    return outputs
+
+
+class Backward:
+    """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
+
+    def __init__(
+        self, call: Call, sizes: Sequence[tuple[int, ...]], wanted: Sequence[int], owners: Sequence[Tensor]
+    ) -> None:
+        self.owners = owners
+        self._call = call
+        self._sizes = sizes
+        self._wanted = wanted
+        self._input_versions = versions(call.batch.tree.tensors)
+
+    def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        parts = self._parts(grads)
+        batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+        if torch.is_grad_enabled() or batched:
+            self._check_input()
+            with _outside_vmap(batched):
+                inputs, totals = self._call.differentiate(parts, self.owners, torch.is_grad_enabled())
+            return *(inputs[index] for index in self._wanted), *totals
+        self._call.run_backward(parts, retain)
+        inputs = self._call.input_grads()
+        sums = self._call.sums()
+        if not retain:
+            self._call.release()
+        found = (sums.pop(id(owner), None) for owner in self.owners)
+        return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+
+    def _parts(self, grads: Grads) -> list[Grads]:
+        """The gradients of each chunk's outputs."""
+        columns = [
+            (None,) * len(sizes) if grad is None else _cut(grad, sizes)
+            for grad, sizes in zip(grads, self._sizes, strict=True)
+        ]
+        return [tuple(column[chunk] for column in columns) for chunk in range(self._call.batch.chunks)]
+
+    def _check_input(self) -> None:
+        if versions(self._call.batch.tree.tensors) != self._input_versions:
+            raise CheckpointError(
+                "the input of the pipe was changed in place between the forward and the recomputation that "
+                "create_graph=True needs. Change it after the backward, or give the pipe a clone."
+            )
+
+
+def _cut(grad: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return (grad,) if len(sizes) == 1 else torch.split(grad, sizes)
+
+
+class PipeFunction(torch.autograd.Function):
+    """The node that stands in autograd's graph for a whole pipe."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, backward: Backward, outputs: tuple[Tensor, ...], needs_grad: list[bool], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.backward_call = backward
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0, device="cpu"))  # so that a second backward gets autograd's own words
+        ctx.mark_non_differentiable(*(out for out, needs in zip(outputs, needs_grad, strict=True) if not needs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override] # pragma: no cover
+        ctx.saved_tensors
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, *ctx.backward_call(grads, retain)
+
+
+@contextmanager
+def _outside_vmap(batched: bool) -> Iterator[None]:
+    """Batched gradients run the backward within vmap, where layers may draw no random numbers; the layers are not
+    batched, only the gradients are, so the recomputation steps outside."""
+    levels = 0
+    if batched:
+        levels = 1
+        while torch._C._vmapmode_decrement_nesting() > 0:
+            levels += 1
+    try:
+        yield
+    finally:
+        for _ in range(levels):
+            torch._C._vmapmode_increment_nesting()
+
+
+def refuse_transforms(tensors: Sequence[Tensor]) -> None:
+    """Raise where the derivatives asked for do not go through autograd's graph, the only way that a Pipe offers.
+
+    Raises:
+        RuntimeError: within torch.func transforms, or with forward-mode tangents.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad with "
+            "create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
+        )
+    if torch._C._is_fwd_grad_enabled() and torch.autograd.forward_ad._current_level >= 0:
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise RuntimeError(
+                "forward-mode AD cannot go through a Pipe: an input or a parameter carries a tangent, which would be lost. "
+                "Use torch.autograd.grad with create_graph=True, or pipe.to_sequential() for the plain module."
+            )

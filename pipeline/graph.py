@@ -1,0 +1,125 @@
+"""What does a stage's autograd graph reach?
+
+        entry leaf --Entry--> layers --> outputs          [1] the stage's inputs, cut off from the stage before
+    alias of a parameter ----^   ^                        [2] the parameters, as leaves of this call
+                foreign leaf ----'                        [3] anything else: captured in a list, a closure, a cache
+
+`explore` walks the graph of one chunk after F. [1] and [2] are known. A leaf [3] that belongs to the user becomes an
+input of the call like a parameter; one that belongs to another stage or to an earlier call means that a value took a
+way round the stage boundary, and is refused by name: its gradient would be lost without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
+
+
+class Reached(NamedTuple):
+    """The leaves of a graph, and how many nodes it has."""
+
+    leaves: dict[int, Tensor]  # by id
+    nodes: int
+
+
+def mark(leaf: Tensor, what: str) -> Tensor:
+    """Say what a leaf of ours stands for, so that another stage that reaches it can name it."""
+    setattr(leaf, MARK, what)
+    return leaf
+
+
+def explore(roots: Sequence[Tensor]) -> Reached:
+    """Walk the autograd graph behind some tensors down to its leaves."""
+    stack = [_node(root) for root in roots]
+    seen = set(stack)
+    leaves: dict[int, Tensor] = {}
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        if following:
+            for nearer, _ in following:
+                if nearer is not None and nearer not in seen:
+                    seen.add(nearer)
+                    stack.append(nearer)
+        else:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+    return Reached(leaves, len(seen))
+
+
+def _node(tensor: Tensor) -> Any:
+    return tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+class Entry(torch.autograd.Function):
+    """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        return grads
+
+
+enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
+
+
+class Deliver(torch.autograd.Function):
+    """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.grads = grads
+        return torch.zeros((), device=owners[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # pragma: no cover
+        result = (None, *ctx.grads)
+        ctx.grads.clear()  # held nowhere else, a gradient becomes `.grad` without a copy
+        return result
+
+
+def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to their owners' `.grad` as one backward pass would. Takes the gradients over: empties `pairs`."""
+    if not pairs:
+        return
+    owners = [owner for owner, _ in pairs]
+    grads = [grad for _, grad in pairs]
+    pairs.clear()
+    with torch.enable_grad():
+        root = Deliver.apply(grads, *owners)
+    torch.autograd.backward(root)
+
+
+def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Apply the owners' tensor hooks to whole gradients, touching no `.grad`."""
+    if not pairs:
+        return []
+    owners = [owner for owner, _ in pairs]
+    with torch.enable_grad():
+        root = Deliver.apply([grad for _, grad in pairs], *owners)
+    return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
+
+
+@contextmanager
+def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Within: the leaves' tensor hooks do nothing. They act later, once, on the whole gradient."""
+    tables = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    found = [list(table.items()) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, items in zip(tables, found, strict=True):
+            table.update(items)

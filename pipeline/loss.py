@@ -1,0 +1,179 @@
+"""What is the loss of a mini-batch whose chunks have losses of their own? The un-pipelined one.
+
+    "mean"         loss = sum_i loss_i * rows_i / rows          each chunk's loss is a mean over its rows
+    "sum"          loss = sum_i loss_i
+    (sum, count)   loss = sum_i sum_i / sum_i count_i           token masks, class weights: exact
+
+Where the last kind is used the gradients of the sums are added first and divided by the whole count at the end, since
+the counts of later chunks are not known when the first goes backward. Meanwhile they are scaled by a power of two near
+1 / rows, which is exact in binary floating point and keeps half precision in range.
+
+torch's own cross entropy and negative log likelihood, with reduction "mean" and class indices, are means over the
+tokens that count, not over rows: they are turned into (sum, count) here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, log2
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LossFn: TypeAlias = Callable[[Any, Any], Any]
+REDUCTIONS = ("mean", "sum")
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOOSE = 2e-2  # half precision
+
+
+class Loss:
+    """Adds the chunk losses of one call up.
+
+    Args:
+        loss_fn: (output, target) -> loss, or (sum, count).
+        reduction: "mean" or "sum"; None: what `loss_fn.reduction` says, else "mean".
+        rows: the rows of each chunk.
+
+    Raises:
+        TypeError: loss_fn is not callable.
+        ValueError: an unknown reduction, or another one than loss_fn's own.
+    """
+
+    def __init__(self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int]) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
+        self._name = _name(loss_fn)
+        self._reduction = _reduction(loss_fn, reduction)
+        self._loss_fn = _as_sum_and_count(loss_fn) if self._reduction == "mean" else loss_fn
+        self._rows = rows
+        self._scale = 0.5 ** ceil(log2(sum(rows)))
+        self._parts: dict[int, Tensor] = {}  # by chunk
+        self._counts: dict[int, Tensor] = {}
+
+    def chunk(self, chunk: int, output: Any, target: Any) -> Tensor:
+        """Compute the loss of a chunk; return what is to be differentiated: its part of the whole."""
+        value = self._loss_fn(output, target)
+        if isinstance(value, tuple):
+            total, count = self._checked_pair(value)
+            self._parts[chunk], self._counts[chunk] = total.detach(), count
+            return total * self._scale
+        loss = self._checked(value, "a loss")
+        if self._counts:
+            raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
+        part = loss * (self._rows[chunk] / sum(self._rows)) if self._reduction == "mean" else loss
+        self._parts[chunk] = part.detach()
+        return part
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
+        return self._count() * self._scale if self._counts else None
+
+    @property
+    def value(self) -> Tensor:
+        """The loss of the mini-batch, a 0-d tensor."""
+        total = _sum(self._parts)
+        return total / self._count() if self._counts else total
+
+    def check(self, output: Any, target: Any) -> None:
+        """Compare with loss_fn on the whole, joined output.
+
+        Raises:
+            ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
+        """
+        with torch.no_grad():
+            value = self._loss_fn(output, target)
+        whole = value[0] / value[1] if isinstance(value, tuple) else value
+        ours = self.value
+        tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
+        if not torch.allclose(ours, whole.to(ours), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
+            raise ValueError(
+                f"{self._name} is not a {self._reduction} over rows: the chunks' losses ({list(self._rows)} rows) combine to "
+                f"{ours.item():.8g}, but on the whole output it is {whole.item():.8g}. Return (sum, count) from loss_fn (the "
+                "sum over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
+                "random numbers or compares rows with each other cannot be cut into chunks: use the forward door, "
+                "loss_fn(pipe(x), target).backward()."
+            )
+
+    def _count(self) -> Tensor:
+        return _sum(self._counts)
+
+    def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        if len(value) != 2:
+            raise ValueError(f"{self._name} returned a tuple of {len(value)}. Return a loss, or (sum, count).")
+        total = self._checked(value[0], "a sum")
+        if len(self._parts) != len(self._counts):
+            raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
+        count = value[1]
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError(f"the count of {self._name} requires a gradient. Return count.detach().")
+        count = torch.as_tensor(count, device=total.device)
+        if count.dim():
+            raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
+        return total, count
+
+    def _checked(self, value: Any, what: str) -> Tensor:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"{self._name} returned {value!r} as {what}. Return a floating-point tensor.")
+        if value.numel() != 1:
+            raise ValueError(
+                f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), loss.sum() with "
+                "loss_reduction='sum', or (sum, count)."
+            )
+        return value.reshape(())
+
+
+def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
+    """Added in the order of the chunks."""
+    first, *more = (by_chunk[chunk] for chunk in sorted(by_chunk))
+    total: Tensor = first
+    for each in more:
+        total = total + each
+    return total
+
+
+def _reduction(loss_fn: LossFn, asked: str | None) -> str:
+    own = getattr(loss_fn, "reduction", None)
+    if asked is not None and asked not in REDUCTIONS:
+        raise ValueError(f"loss_reduction is {asked!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count).")
+    if own == "none":
+        raise ValueError(f"{_name(loss_fn)} has reduction='none'. Use 'mean' or 'sum', or return (sum, count).")
+    if own in REDUCTIONS and asked is not None and asked != own:
+        raise ValueError(f"loss_reduction is {asked!r} but {_name(loss_fn)} has reduction={own!r}. Give one of them.")
+    return asked or (own if own in REDUCTIONS else "mean")
+
+
+def _name(loss_fn: LossFn) -> str:
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
+
+
+def _as_sum_and_count(loss_fn: LossFn) -> LossFn:
+    """torch's own token means as (sum, count); any other function as it is."""
+    if type(loss_fn) is nn.CrossEntropyLoss and not _has_hooks(loss_fn):
+        return _tokens(functional.cross_entropy, loss_fn.weight, loss_fn.ignore_index, loss_fn.label_smoothing, loss_fn)
+    if type(loss_fn) is nn.NLLLoss and not _has_hooks(loss_fn):
+        return _tokens(functional.nll_loss, loss_fn.weight, loss_fn.ignore_index, None, loss_fn)
+    if loss_fn is functional.cross_entropy or loss_fn is functional.nll_loss:
+        return _tokens(loss_fn, None, -100, None, loss_fn)
+    return loss_fn
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _tokens(
+    function: Callable[..., Tensor], weight: Tensor | None, ignore_index: int, smoothing: float | None, whole: LossFn
+) -> LossFn:
+    options = {} if smoothing is None else {"label_smoothing": smoothing}
+
+    def sum_and_count(output: Any, target: Any) -> Any:
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return whole(output, target)  # class probabilities: a mean over rows
+        total = function(output, target, weight=weight, ignore_index=ignore_index, reduction="sum", **options)
+        counted = target[target != ignore_index]
+        return total, counted.numel() if weight is None else weight[counted].sum()
+
+    return sum_and_count

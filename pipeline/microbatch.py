@@ -1,0 +1,236 @@
+"""How is a mini-batch cut into chunks, and how are the chunks' outputs joined again?
+
+    x [rows, ...] --scatter--> chunk 0 [rows/chunks, ...], chunk 1, ...      along dim 0, as even as can be
+    outputs of the chunks --gather--> y [rows, ...]
+
+Tensors are cut; NoChunk(value) and plain values go whole to every chunk. The number of chunks that run is
+min(chunks, rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeline.trees import Grads, Message, Tree, add_grads, flatten, same_structure
+
+
+@dataclass(frozen=True, eq=False)
+class NoChunk:
+    """Marks a part of the input that every chunk gets whole.
+
+    Args:
+        value: a tensor, or a pytree of tensors and plain values.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline import NoChunk, Pipe
+        >>> class Scale(nn.Module):
+        ...     def forward(self, pair):
+        ...         x, scale = pair
+        ...         return x * scale
+        >>> pipe = Pipe(nn.Sequential(Scale()), [1], chunks=2)
+        >>> pipe((torch.ones(4, 2), NoChunk(torch.tensor([2.0, 3.0]))))[3]
+        tensor([2., 3.])
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A mini-batch that is cut. `cut[j]` says whether tensor j is cut (else it goes whole to every chunk)."""
+
+    tree: Tree
+    cut: tuple[bool, ...]
+    rows: tuple[int, ...]
+    pieces: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.rows)
+
+    def message(self, chunk: int, grad: bool) -> Message:
+        """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
+        tensors = tuple(piece[chunk].detach() for piece in self.pieces)
+        needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
+        return Message(Tree(tensors, self.tree.skeleton), needs)
+
+    def value(self, chunk: int) -> Any:
+        """Chunk `chunk` as the value it is a part of."""
+        return self.tree.build([piece[chunk] for piece in self.pieces])
+
+    def join_grads(self, grads: Sequence[Grads]) -> Grads:
+        """From gradients per chunk to gradients of the whole tensors, in the order of `tree.tensors`."""
+        return tuple(
+            self._join([chunk_grads[index] for chunk_grads in grads], index, cut) for index, cut in enumerate(self.cut)
+        )
+
+    def _join(self, grads: list[Tensor | None], index: int, cut: bool) -> Tensor | None:
+        if not cut:
+            total: Tensor | None = None
+            for grad in grads:
+                total = add_grads(total, grad)
+            return total
+        if all(grad is None for grad in grads):
+            return None
+        pieces = self.pieces[index]
+        filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
+def scatter(value: Any, chunks: int, what: str = "the input") -> Batch:
+    """Cut a mini-batch into at most `chunks` chunks, as even as can be.
+
+    Args:
+        value: a pytree; tensors have their rows along dim 0, the same number each.
+        chunks: how many chunks are wanted.
+        what: how an error names the value.
+
+    Raises:
+        TypeError: a leaf cannot be cut and is no plain value.
+        ValueError: nothing to cut, a tensor without dimensions, tensors of different length, no rows.
+    """
+    tree, cut = _take_apart(value, what)
+    rows = _rows(tree, cut, what)
+    count = min(chunks, rows)
+    pieces = tuple(_pieces(tensor, count, is_cut) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
+    return Batch(tree, cut, _even(rows, count), pieces)
+
+
+def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
+    """Cut a value (a target) at the rows where `batch` is cut; a value without tensors goes whole to every chunk."""
+    tree, cut = _take_apart(value, what)
+    if any(cut):
+        rows = _rows(tree, cut, what)
+        if rows != sum(batch.rows):
+            raise ValueError(
+                f"{what} has {rows} rows but the input has {sum(batch.rows)}. Give one row of {what} for each row of "
+                "the input, or mark what belongs to the whole batch with NoChunk(...)."
+            )
+    count = batch.chunks
+    pieces = tuple(_pieces(tensor, count, is_cut) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
+    return Batch(tree, cut, batch.rows, pieces)
+
+
+def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
+    """Join the outputs of the chunks along dim 0.
+
+    Args:
+        trees: the output of each chunk, taken apart.
+        rows: the rows of each chunk of the input.
+
+    Returns:
+        The joined output, and for each of its tensors how many rows each chunk gave.
+
+    Raises:
+        ValueError: the outputs cannot be joined: other structures, plain values that differ, tensors without
+            dimensions, or numbers of rows that do not follow the input's.
+    """
+    first = trees[0]
+    if len(trees) == 1:
+        return first, tuple((tensor.shape[0] if tensor.dim() else 1,) for tensor in first.tensors)
+    for chunk, tree in enumerate(trees):
+        if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
+            raise ValueError(
+                "the outputs of the chunks cannot be joined: chunk 0 gave "
+                f"{describe(first)} and chunk {chunk} gave {describe(tree)}. Return the same structure and the same plain "
+                "values for every chunk, or use chunks=1."
+            )
+    columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
+    sizes = tuple(_joinable(column, rows) for column in columns)
+    return Tree(tuple(torch.cat(column) for column in columns), first.skeleton), sizes
+
+
+def describe(tree: Tree) -> str:
+    """A tree in words: tensors by shape, plain values as they are."""
+    return str(tree.build([_Shape(tensor) for tensor in tree.tensors]))  # type: ignore[misc]
+
+
+class _Shape:
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = f"Tensor{list(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
+    """A tree whose NoChunk marks are gone, and which of its tensors are to be cut."""
+    if isinstance(value, Tensor):
+        return Tree((value,), None), (True,)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_mark)
+    whole = {
+        id(tensor)
+        for leaf in leaves
+        if isinstance(leaf, NoChunk)
+        for tensor in pytree.tree_leaves(leaf.value)
+        if isinstance(tensor, Tensor)
+    }
+    both = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole]
+    if both:
+        raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
+    bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
+    try:
+        tree = flatten(bare, what)
+    except TypeError as error:
+        raise TypeError(f"{error}") from None
+    return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
+
+
+def _is_mark(leaf: Any) -> bool:
+    return isinstance(leaf, NoChunk)
+
+
+def _rows(tree: Tree, cut: Sequence[bool], what: str) -> int:
+    tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
+    if not tensors:
+        raise ValueError(
+            f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one tensor "
+            "whose dim 0 counts the rows of the mini-batch."
+        )
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{what} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
+    lengths = sorted({tensor.shape[0] for tensor in tensors})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut along dim "
+            "0 and need the same number of rows; wrap those that every chunk needs whole in NoChunk(...)."
+        )
+    if lengths[0] == 0:
+        raise ValueError(f"{what} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
+    return lengths[0]
+
+
+def _pieces(tensor: Tensor, count: int, cut: bool) -> tuple[Tensor, ...]:
+    if not cut or count == 1:
+        return (tensor,) * count
+    return tuple(torch.tensor_split(tensor, count))
+
+
+def _even(rows: int, count: int) -> tuple[int, ...]:
+    """The lengths that `torch.tensor_split` gives: the first rows % count chunks have one row more."""
+    return tuple(rows // count + (chunk < rows % count) for chunk in range(count))
+
+
+def _joinable(column: Sequence[Tensor], rows: Sequence[int]) -> tuple[int, ...]:
+    shapes = [list(tensor.shape) for tensor in column]
+    if any(tensor.dim() == 0 for tensor in column):
+        raise ValueError(
+            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether their "
+            "mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
+            "pipe.step(x, target, loss_fn=...)."
+        )
+    sizes = tuple(tensor.shape[0] for tensor in column)
+    if any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
+        raise ValueError(
+            f"an output cannot be joined along dim 0: chunks of {list(rows)} rows gave shapes {shapes}, which do not grow "
+            "with the rows. Return outputs whose dim 0 counts rows, or use chunks=1."
+        )
+    return sizes

@@ -1,0 +1,472 @@
+"""The public class: a module like the plain one, cut into stages and fed in chunks.
+
+    Pipe(module, balance, chunks)            stages on devices, layers under the plain module's names
+    pipe(x)                                  the forward door: autograd does the rest      forward_door.py
+    pipe.step(x, y, loss_fn=f)               the schedule's order, F and B interleaved     step_door.py
+    pipe.evaluate(x, y, loss_fn=f)           eval mode, no gradients
+
+Everything about one call lives in a `Call` and goes with it; a Pipe holds settings and the plain module's layers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from partition import balance_costs, split
+from partition.splitting import check_balance, check_module
+from pipeline import forward_door, step_door
+from pipeline.call import Call
+from pipeline.checkpoint import Policy, check_policy
+from pipeline.loss import Loss, LossFn
+from pipeline.microbatch import Batch, gather, scatter, scatter_like
+from pipeline.plan import Plan, plan_forward, plan_step
+from pipeline.step_door import LossEnd, Step
+from pipeline.trace import Trace
+from pipeline.values import chain
+from scheduler import Kind, Schedule, ScheduleError, by_name, verify
+
+
+class Pipe(nn.Module):
+    """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
+
+    Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
+    its names. The layers are the module's own, not copies.
+
+    Args:
+        module: the model.
+        balance: layers per stage. None: cut so that parameter bytes are even over the devices.
+        chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
+        devices: the device of each stage, repeats allowed. None: all CUDA devices, or the CPU for every stage.
+        schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs.
+        checkpoint: "always", "except_last", "never", or a callable (stage, chunk) -> bool: which activations are
+            computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
+
+    Raises:
+        TypeError: not an nn.Sequential, or one with a forward of its own.
+        ValueError: the balance, devices, chunks, schedule or checkpoint cannot be; the message says why and what can.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline import Pipe
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> x = torch.randn(6, 4).double()
+        >>> pipe = Pipe(model, balance=[2, 1], chunks=3)
+        >>> torch.allclose(pipe(x), model(x), rtol=0, atol=1e-15)
+        True
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        chunks: int = 1,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        schedule: str | Schedule = "1f1b",
+        checkpoint: Policy = "except_last",
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        _check_plain(module)
+        places = None if devices is None else [_device(device) for device in devices]
+        self.balance = _balance(module, balance, places)
+        self.devices = _devices(places, len(self.balance))
+        self._values = chain(len(self.balance))
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._traces: list[Trace] = []
+        self._losses = 0  # how many losses were computed: the first, second, fourth, ... is compared
+        self.checkpoint = checkpoint
+        self.chunks = chunks
+        self.schedule = schedule
+        self.training = module.training
+        self._modules.update(module._modules)
+        _check_shared(self.partitions, self.devices)
+        for stage, device in zip(self.partitions, self.devices, strict=True):
+            stage.to(device)
+
+    # ---------------------------------------------------------------------------------------------------- settings
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a mini-batch is cut into, at most."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        if isinstance(chunks, bool) or not isinstance(chunks, int):
+            raise TypeError(f"chunks is {chunks!r}. Give a whole number, at least 1.")
+        if chunks < 1:
+            raise ValueError(f"chunks is {chunks}. A mini-batch is cut into at least 1 chunk.")
+        self._chunks = chunks
+
+    @property
+    def checkpoint(self) -> Policy:
+        """Which activations are computed again in the backward."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, policy: Policy) -> None:
+        check_policy(policy)
+        self._checkpoint = policy
+
+    @property
+    def schedule(self) -> str | Schedule:
+        """The order that `step` runs."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: str | Schedule) -> None:
+        if isinstance(schedule, Schedule):
+            verify(schedule)
+            _check_schedule(schedule, len(self.balance))
+        else:
+            by_name(schedule, len(self.balance), self.chunks)
+        self._schedule = schedule
+
+    # -------------------------------------------------------------------------------------------- like a Sequential
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The stages, as Sequentials of the same layers."""
+        return split(self.to_sequential(), self.balance)
+
+    def to_sequential(self) -> nn.Sequential:
+        """The plain module back: the same layers under the same names."""
+        plain = nn.Sequential()
+        plain._modules.update(self._modules)
+        plain.training = self.training
+        return plain
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.to_sequential()[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.to_sequential())
+
+    def extra_repr(self) -> str:
+        devices = ", ".join(str(device) for device in self.devices)
+        return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, devices=[{devices}]"
+
+    # ------------------------------------------------------------------------------------------------------- doors
+
+    def forward(self, input: Any) -> Any:
+        """Compute `module(input)`.
+
+        Args:
+            input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain values
+                go to every chunk.
+
+        Returns:
+            What the plain module returns, on the last device. Differentiable to any order.
+        """
+        batch = scatter(input, self.chunks)
+        grad = torch.is_grad_enabled()
+        self._refuse_transforms(batch)
+        return forward_door.run(self._call(batch, plan_forward, grad, keep=True))
+
+    def step(
+        self,
+        x: Any,
+        target: Any = None,
+        *,
+        loss_fn: LossFn,
+        optimizer: torch.optim.Optimizer | None = None,
+        outputs: bool = False,
+        trace: bool = False,
+        loss_reduction: str | None = None,
+        clip_grad_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        grads: str = "param",
+    ) -> Step:
+        """Forward, loss and backward of one mini-batch, in the order of the schedule.
+
+        The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers, `.grad` and generators
+        as they were.
+
+        Args:
+            x: the input, as for `forward`.
+            target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
+            loss_fn: (output, target) -> a loss of one number, or (sum, count).
+            optimizer: makes one step with the gradients; every `.grad` is None afterwards. None: the gradients are added
+                to `.grad`, as backward() would.
+            outputs: also return the joined outputs, detached.
+            trace: also return when each action ran.
+            loss_reduction: whether loss_fn is a "mean" or a "sum" over rows. None: its own `.reduction`, else "mean".
+            clip_grad_norm: with an optimizer or grads="store": clip the gradients to this norm, over all parameters.
+            scaler: a GradScaler: scales the loss; with an optimizer also unscales, steps and updates.
+            grads: "param", or "store": the gradients stay in the returned `grads`, a GradStore.
+
+        Raises:
+            ValueError: loss_fn is neither a mean nor a sum over rows (the first steps compare), or arguments that
+                exclude each other.
+            RuntimeError: gradients are switched off, or nothing requires one.
+        """
+        _check_step(optimizer, clip_grad_norm, scaler, grads)
+        batch = scatter(x, self.chunks, "x")
+        self._refuse_transforms(batch)
+        recorder = Trace(len(self.balance)) if trace else None
+        call = self._call(batch, plan_step, grad=True, keep=False, trace=recorder)
+        loss = Loss(loss_fn, loss_reduction, batch.rows)
+        self._run_with_loss(call, loss, target, outputs, scaler)
+        try:
+            pairs, inputs = step_door.collect(call, loss)
+        except BaseException:
+            call.abandon()
+            raise
+        joined = self._joined(call) if outputs else None
+        call.release()
+        store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
+        if store is not None and clip_grad_norm is not None:
+            store.clip_(clip_grad_norm)
+        if optimizer is not None:
+            step_door.optimize(optimizer, scaler, list(self.parameters()), clip_grad_norm)
+        return Step(loss.value, store, joined, None if recorder is None else recorder.timeline)
+
+    def evaluate(
+        self,
+        x: Any,
+        target: Any = None,
+        *,
+        loss_fn: LossFn,
+        outputs: bool = True,
+        trace: bool = False,
+        loss_reduction: str | None = None,
+    ) -> Step:
+        """The loss and the outputs of one mini-batch in eval mode, without gradients; modes are restored.
+
+        Args:
+            x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
+        """
+        batch = scatter(x, self.chunks, "x")
+        flags = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                recorder = Trace(len(self.balance)) if trace else None
+                call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
+                loss = Loss(loss_fn, loss_reduction, batch.rows)
+                self._run_with_loss(call, loss, target, outputs, None)
+        finally:
+            for module, training in flags:
+                module.training = training
+        joined = self._joined(call) if outputs else None
+        return Step(loss.value, None, joined, None if recorder is None else recorder.timeline)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record when each action of the calls within runs; their backward too, if it runs within.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+            >>> with pipe.trace() as trace:
+            ...     pipe(torch.ones(4, 2)).sum().backward()
+            >>> " ".join(str(event.action) for event in trace.timeline.events)
+            '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
+        """
+        recorder = Trace(len(self.balance))
+        self._traces.append(recorder)
+        try:
+            yield recorder
+        finally:
+            self._traces.remove(recorder)
+
+    # ------------------------------------------------------------------------------------------------ how they run
+
+    def _call(self, batch: Batch, planner: Any, grad: bool, keep: bool, trace: Trace | None = None) -> Call:
+        if grad and not torch.is_grad_enabled():
+            raise RuntimeError("pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...).")
+        plan = self._plan(batch.chunks, planner)
+        recompute = plan.recomputed(self.checkpoint) if grad else frozenset()
+        stages = self._stages()
+        traces = [*self._traces, *([] if trace is None else [trace])]
+        return Call(stages, self.devices, self._values, batch, plan, recompute, grad, keep, traces)
+
+    def _stages(self) -> list[list[nn.Module]]:
+        layers: list[Any] = list(self._modules.values())
+        ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
+        return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
+
+    def _plan(self, chunks: int, planner: Any) -> Plan:
+        key = (self._schedule if isinstance(self._schedule, str) else id(self._schedule), chunks, planner)
+        if key not in self._plans:
+            self._plans[key] = planner(self._schedule_for(chunks), self.devices)
+        return self._plans[key]
+
+    def _schedule_for(self, chunks: int) -> Schedule:
+        if isinstance(self._schedule, str):
+            return by_name(self._schedule, len(self.balance), chunks)
+        if self._schedule.chunks != chunks:
+            raise ScheduleError(
+                f"the schedule is made for {self._schedule.chunks} chunks but this mini-batch gives {chunks} (chunks="
+                f"{self.chunks}; fewer rows than chunks give fewer chunks). Give a schedule by name, which fits any number."
+            )
+        return self._schedule
+
+    def _run_with_loss(
+        self, call: Call, loss: Loss, target: Any, outputs: bool, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
+        self._losses += 1
+        compare = call.batch.chunks > 1 and self._losses & (self._losses - 1) == 0
+        end = LossEnd(call, loss, scatter_like(target, call.batch, "the target"), len(self), scaler)
+        call.loss_grads = end
+        call.keep_outputs = outputs or compare
+        try:
+            call.run_forward()
+            if compare:
+                end.check(call)
+        except BaseException:
+            self._losses -= 1  # the next call compares in its place
+            call.abandon()
+            raise
+
+    def _joined(self, call: Call) -> Any:
+        tree, _ = gather([message.tree for message in call.outputs], call.batch.rows)
+        return tree.build(tree.tensors)
+
+    def _refuse_transforms(self, batch: Batch) -> None:
+        forward_door.refuse_transforms([*batch.tree.tensors, *self.parameters()])
+
+    # --------------------------------------------------------------------------------------------- moving and loading
+
+    def to(self, *args: Any, **kwargs: Any) -> Pipe:
+        """Cast parameters and buffers, as `nn.Module.to(dtype)`. Devices are the Pipe's own affair.
+
+        Raises:
+            TypeError: a device was given.
+        """
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            raise TypeError(_cannot_move(f"to({device})"))
+        super().to(*args, **kwargs)
+        return self
+
+    def cuda(self, device: Any = None) -> Pipe:
+        """Refused: see `to`."""
+        raise TypeError(_cannot_move("cuda()"))
+
+    def cpu(self) -> Pipe:
+        """Refused: see `to`."""
+        raise TypeError(_cannot_move("cpu()"))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
+        old = f"{prefix}partitions."
+        if "partitions" not in self._modules:
+            for key in [key for key in state_dict if key.startswith(old)]:
+                _, _, name = key[len(old) :].partition(".")
+                state_dict[prefix + name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
+
+def _cannot_move(what: str) -> str:
+    return (
+        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain module "
+        "with pipe.to_sequential()."
+    )
+
+
+def _check_plain(module: nn.Sequential) -> None:
+    """Refuse what the Sequential itself would do besides calling its layers: a Pipe would leave it out."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
+    if module._parameters or module._buffers:
+        names = ", ".join([*module._parameters, *module._buffers])
+        raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
+    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedTensorMixin)]
+    if lazy:
+        raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
+
+
+def _balance(module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[torch.device] | None) -> list[int]:
+    if balance is not None:
+        return check_balance(balance, len(module))
+    count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
+    costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
+    return balance_costs(costs, min(count, len(costs)))
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _devices(given: list[torch.device] | None, stages: int) -> list[torch.device]:
+    if given is None:
+        count = torch.cuda.device_count()
+        given = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")] * stages
+    if len(given) < stages:
+        raise ValueError(
+            f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
+            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(given)} stages."
+        )
+    return given[:stages]
+
+
+def _check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    """Refuse what stages share but cannot: a parameter on two devices, buffers written by two stages."""
+    owner: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            other = owner.setdefault(id(param), index)
+            if devices[other] != devices[index]:
+                raise ValueError(
+                    f"parameter '{name}' of stage {index} on {devices[index]} is shared with stage {other} on "
+                    f"{devices[other]}. Put both stages on one device, or their layers into one stage."
+                )
+        for name, buffer in stage.named_buffers():
+            other = owner.setdefault(id(buffer), index)
+            if other != index:
+                raise ValueError(
+                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. Put "
+                    "their layers into one stage, or give each a buffer of its own."
+                )
+
+
+def _check_schedule(schedule: Schedule, stages: int) -> None:
+    if schedule.stages != stages:
+        raise ScheduleError(
+            f"the schedule has {schedule.stages} stages but the balance has {stages}. Make it for {stages} stages."
+        )
+    kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
+    if kinds:
+        raise ScheduleError(
+            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose backward is "
+            "not split."
+        )
+
+
+def _check_step(
+    optimizer: torch.optim.Optimizer | None, clip: float | None, scaler: torch.amp.GradScaler | None, grads: str
+) -> None:
+    if grads not in ("param", "store"):
+        raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
+    if grads == "store" and optimizer is not None:
+        raise ValueError("grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer).")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f).")
+    if clip is not None and optimizer is None and grads == "param":
+        raise ValueError(
+            "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
+            "torch.nn.utils.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
+        )
+    if scaler is not None and optimizer is None and clip is not None:
+        raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
+
+

@@ -1,0 +1,60 @@
+"""What will a call of this Pipe run, and what will it recompute?
+
+    schedule, chunks, devices --> one or two phases of orders, the merged order of each device, the recomputed pairs
+
+The forward door runs all F, then (in backward) all the rest, whatever the schedule; `step` runs the order as it is;
+`evaluate` runs its F half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.checkpoint import Policy, recomputed
+from pipeline.engine import Needs, merged_order, needs_of
+from scheduler import Action, Kind, Schedule
+
+
+class Phase(NamedTuple):
+    """Orders that are driven in one go, after the actions of `before`."""
+
+    orders: tuple[tuple[Action, ...], ...]
+    needs: Needs
+    before: tuple[Action, ...]
+
+
+class Plan(NamedTuple):
+    """The phases of a call, and for each device the one order in which all its lanes run."""
+
+    schedule: Schedule
+    phases: tuple[Phase, ...]
+    device_orders: tuple[tuple[Action, ...], ...]
+
+    def recomputed(self, policy: Policy) -> frozenset[tuple[int, int]]:
+        """The (stage, chunk) pairs that `policy` recomputes here."""
+        return recomputed(policy, self.device_orders)
+
+
+def plan_step(schedule: Schedule, devices: Sequence[object]) -> Plan:
+    """The whole order at once."""
+    return _plan(schedule, [schedule.orders], devices)
+
+
+def plan_forward(schedule: Schedule, devices: Sequence[object]) -> Plan:
+    """All F, then the rest."""
+    forwards = tuple(tuple(action for action in order if action.kind is Kind.F) for order in schedule.orders)
+    others = tuple(tuple(action for action in order if action.kind is not Kind.F) for order in schedule.orders)
+    return _plan(schedule, [forwards, others], devices)
+
+
+def _plan(schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object]) -> Plan:
+    phases: list[Phase] = []
+    merged: tuple[Action, ...] = ()
+    for orders in parts:
+        phase = Phase(orders, needs_of(orders, schedule.stages, schedule.split), merged)
+        merged += merged_order(phase.orders, phase.needs, phase.before)
+        phases.append(phase)
+    distinct = list(dict.fromkeys(devices))
+    device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
+    return Plan(schedule, tuple(phases), device_orders)

@@ -1,0 +1,123 @@
+"""Which random numbers does a layer see? Those of (seed of the call, chunk, layer), whatever runs before it.
+
+    torch's default CPU generator --one draw--> seed of the call
+    layer_seed(seed, chunk, layer) --manual_seed--> the default generators, just before that layer computes
+
+So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the number of processes, and a
+recomputation repeats it without keeping generator states. Around a call every generator is left as it was found, the
+one draw aside. The rule is public: with `layer_seed` the same masks can be had on the plain module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_MASK32 = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def layer_seed(seed: int, chunk: int, layer: int) -> int:
+    """Return the seed of the generators while `layer` computes `chunk` in the call whose seed is `seed`.
+
+    Within one call no two (chunk, layer) pairs below 65,536 share the lower 32 bits, which are all that torch's CPU
+    generator (a Mersenne Twister) takes of a seed.
+
+    Args:
+        seed: the call's seed, the one number that a call draws from torch's default CPU generator.
+        chunk: index of the micro-batch, from 0.
+        layer: index of the layer in the `nn.Sequential`, from 0.
+
+    Returns:
+        An integer in [0, 2**64) for `torch.Generator.manual_seed`.
+
+    Example:
+        >>> layer_seed(0, chunk=1, layer=2) == layer_seed(0, chunk=1, layer=2)
+        True
+        >>> layer_seed(0, chunk=1, layer=2) == layer_seed(0, chunk=2, layer=1)
+        False
+    """
+    return _combine(*_keys(seed), chunk, layer)
+
+
+def draw_seed() -> int:
+    """Draw a call's seed: one number from torch's default CPU generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+class Seeder:
+    """Seeds the default generators of some devices for each (chunk, layer) of one call."""
+
+    __slots__ = ("_keys", "_generators")
+
+    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+        self._keys = _keys(seed)
+        self._generators = default_generators(devices)
+
+    def seed(self, chunk: int, layer: int) -> None:
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators:
+            generator.manual_seed(number)
+
+
+def default_generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+    """The default generators that layers on `devices` may draw from: the CPU's, always, and each GPU's own."""
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return (torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda))
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
+    kept = [(generator, generator.get_state()) for generator in default_generators(devices)]
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            generator.set_state(state)
+
+
+def private_generators(modules: Iterable[nn.Module]) -> tuple[torch.Generator, ...]:
+    """The `torch.Generator` objects that modules hold as attributes: no seed reaches them, so their states are kept."""
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
+    return tuple(dict.fromkeys(found))
+
+
+@contextmanager
+def generators_at(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
+    """Put generators at earlier states, and back where they were at the end."""
+    found = [(generator, generator.get_state()) for generator, _ in states]
+    try:
+        for generator, state in states:
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in found:
+            generator.set_state(state)
+
+
+def _keys(seed: int) -> tuple[int, int]:
+    """Two 32-bit keys from a seed of any size (splitmix64, Steele et al. 2014)."""
+    mixed = (seed + _GOLDEN) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed & _MASK32, mixed >> 32
+
+
+def _combine(low: int, high: int, chunk: int, layer: int) -> int:
+    """A bijection of the 32 bits (chunk, layer), chosen by the keys: so the lower halves of two pairs differ."""
+    pair = ((chunk << 16) ^ layer ^ (layer >> 16)) & _MASK32
+    first = _mix32(pair ^ low)
+    second = _mix32((first + high) & _MASK32)
+    return (first << 32) | second
+
+
+def _mix32(word: int) -> int:
+    """The finalizer of MurmurHash3: a bijection of 32-bit words (Appleby)."""
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _MASK32
+    return word ^ (word >> 16)

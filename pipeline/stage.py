@@ -1,0 +1,412 @@
+"""One stage during one call: what do F, B and a recomputation of it do?
+
+    F(i)   inputs --cut--> entry leaves --Entry--> layers on aliases of the parameters --> outputs --cut--> next stage
+             kept: the graph stays            recomputed: the inputs stay, the graph saves nothing and goes
+    B(i)   (R: the same again, on buffers and switches as they were)  autograd.backward(outputs, gradients)
+             alias.grad += ...  the stage's sum, ascending in chunks     entry leaf.grad --> previous stage
+
+An alias is a leaf of its own on the parameter's memory (`nn.Parameter(p.detach())`, version counter shared) that stands
+in the module's `_parameters` while the stage computes. So the parameters themselves see one whole gradient per backward
+pass, as in the plain module: their hooks act once, and DistributedDataParallel counts once. Parameters and buffers are
+read from the modules at each call, never cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.ambient import Ambient
+from pipeline.buffers import Buffers
+from pipeline.checkpoint import recomputing, saving_nothing
+from pipeline.errors import CheckpointError
+from pipeline.graph import MARK, enter, explore, hooks_asleep, mark
+from pipeline.randomness import Seeder, generators_at, private_generators
+from pipeline.trees import Grads, Message, Tree, detached, flatten, versions
+
+GradsOf: TypeAlias = Callable[[Tree], Grads]
+
+
+class _Parameter(NamedTuple):
+    place: dict[str, Tensor | None]  # module._parameters
+    name: str
+    real: Tensor
+    alias: Tensor  # the parameter itself where it is frozen
+    version: int
+
+
+class _Record(NamedTuple):
+    """What stays between F and B of one chunk. Kept: leaves and outputs. Recomputed: the input."""
+
+    message: Message | None
+    leaves: tuple[Tensor | None, ...]
+    outputs: Tree | None
+    input_versions: tuple[int, ...]
+    nodes: int
+
+
+class StageRun:
+    """The layers of one stage, with what one call knows of them.
+
+    Args:
+        index: the stage.
+        first_layer: index of its first layer in the Sequential.
+        layers: the layers.
+        grad: whether this call has gradients.
+        seeder: seeds the generators for each (chunk, layer).
+        ambient: torch's switches at the call.
+    """
+
+    def __init__(
+        self, index: int, first_layer: int, layers: Sequence[nn.Module], grad: bool, seeder: Seeder, ambient: Ambient
+    ) -> None:
+        self.index = index
+        self.grad = grad
+        self._layers = tuple(enumerate(layers, first_layer))
+        self._seeder = seeder
+        self._ambient = ambient
+        self.modules = _modules(layers)
+        self.buffers = Buffers(self.modules)
+        self._generators = private_generators(self.modules)
+        self._generator_states: dict[int, list[tuple[torch.Generator, Tensor]]] = {}
+        self._flags = [module.training for module in self.modules]
+        self._parameters = _parameters(self.modules, f"stage {index}") if grad else ()
+        self._aliases = {id(slot.alias): slot.real for slot in self._parameters if slot.alias is not slot.real}
+        self._used: set[int] = set()  # ids of aliases that an output depends on
+        self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
+        self._foreign_sums: dict[int, Tensor] = {}
+        self._records: dict[int, _Record] = {}
+        self._mutates_input = True  # until chunk 0 has shown that it does not
+        self._first = True
+
+    @property
+    def layers(self) -> str:
+        """The layers in words, for notes."""
+        first, last = self._layers[0][0], self._layers[-1][0]
+        return f"layer {first}" if first == last else f"layers {first}..{last}"
+
+    # ------------------------------------------------------------------------------------------------------- F
+
+    def forward(self, chunk: int, message: Message, recompute: bool, keep: bool) -> Message:
+        """F: compute one chunk.
+
+        Args:
+            chunk: its index.
+            message: the input.
+            recompute: keep the input rather than the graph.
+            keep: a recomputation may come, of a kept chunk too (second order).
+        """
+        tensors = message.tree.tensors
+        before = versions(tensors)
+        self.buffers.before_forward(chunk, keep)
+        if keep and self._generators:
+            self._generator_states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
+        if not self.grad:
+            given = tuple(tensor.clone() for tensor in tensors) if self._mutates_input else tensors
+            output = self._outputs(chunk, message.tree.build(given))
+            self._learn_mutation(given, (0,) * len(given), message, before)
+            self.buffers.after_forward()
+            return Message(Tree(detached(output.tensors), output.skeleton), (False,) * len(output.tensors))
+        leaves, given = self._enter(message)
+        given_before = versions(given)
+        with self._aliased():
+            if recompute:
+                with saving_nothing():
+                    output = self._outputs(chunk, message.tree.build(given))
+            else:
+                output = self._outputs(chunk, message.tree.build(given))
+        self._learn_mutation(given, given_before, message, before)
+        self.buffers.after_forward()
+        needs_grad = tuple(tensor.requires_grad for tensor in output.tensors)
+        if any(needs_grad):
+            nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], leaves)
+            record = _Record(message, leaves, None, before, nodes) if recompute else _Record(None, leaves, output, (), nodes)
+            self._records[chunk] = record._replace(leaves=()) if recompute else record
+        return Message(Tree(detached(output.tensors), output.skeleton), needs_grad)
+
+    def _outputs(self, chunk: int, value: Any) -> Tree:
+        seed = self._seeder.seed
+        for index, layer in self._layers:
+            seed(chunk, index)
+            value = layer(value)
+        return flatten(value, f"the output of stage {self.index} ({self.layers})")
+
+    def _enter(self, message: Message) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        """Cut: the leaves of this chunk (None where no gradient is wanted), and what the layers get."""
+        tensors = message.tree.tensors
+        if self._mutates_input:
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        leaves: list[Tensor | None] = []
+        for tensor, needs_grad in zip(tensors, message.needs_grad, strict=True):
+            leaf = mark(tensor.detach().requires_grad_(), f"the input of stage {self.index}") if needs_grad else None
+            leaves.append(leaf)
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        entered = iter(enter(*wanted) if wanted else ())
+        given = (tensor.detach() if leaf is None else next(entered) for leaf, tensor in zip(leaves, tensors, strict=True))
+        return tuple(leaves), tuple(given)
+
+    def _learn_mutation(
+        self, given: Sequence[Tensor], given_before: Sequence[int], message: Message, before: Sequence[int]
+    ) -> None:
+        """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
+        if self._first:
+            self._first = False
+            self._mutates_input = any(now != then for now, then in zip(versions(given), given_before, strict=True))
+        elif versions(message.tree.tensors) != before:
+            raise CheckpointError(
+                f"stage {self.index} ({self.layers}) wrote its input in place, which it did not do for the first chunk. "
+                "Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
+            )
+
+    def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
+        """Which leaves does this chunk's graph reach? See graph.py."""
+        reached = explore(roots)
+        own = {id(leaf) for leaf in leaves if leaf is not None}
+        for key, leaf in reached.leaves.items():
+            if key in self._aliases:
+                self._used.add(key)
+            elif key not in own:
+                self._learn_foreign(key, leaf)
+        return reached.nodes
+
+    def _learn_foreign(self, key: int, leaf: Tensor) -> None:
+        what = getattr(leaf, MARK, None)
+        if what is not None:
+            raise RuntimeError(
+                f"stage {self.index} ({self.layers}) computes with a tensor that depends on {what} but did not come through "
+                "its input (kept on a module, in a closure or in a cache). Its gradient would be lost. Return it from the "
+                "stage that makes it and pass it on, or put these layers into one stage."
+            )
+        self.foreign[key] = leaf
+
+    # ------------------------------------------------------------------------------------------------------- B
+
+    def backward(self, chunk: int, grads_of: GradsOf, retain: bool) -> Grads | None:
+        """B: add to the sums, and return the gradients of the input (None: nothing here needs a gradient).
+
+        Args:
+            chunk: its index.
+            grads_of: from the outputs of this chunk to their gradients.
+            retain: another backward of this chunk may come.
+        """
+        record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
+        if record is None:
+            return None
+        if record.outputs is None:
+            leaves, output = self._recompute(chunk, record)
+        else:
+            leaves, output = record.leaves, record.outputs
+        grads = grads_of(output)
+        pairs = [
+            (tensor, grad)
+            for tensor, grad in zip(output.tensors, grads, strict=True)
+            if grad is not None and tensor.requires_grad
+        ]
+        if pairs:
+            self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], leaves, retain)
+        result = tuple(None if leaf is None else leaf.grad for leaf in leaves)
+        if retain and record.outputs is not None:
+            for leaf in leaves:
+                if leaf is not None:
+                    leaf.grad = None
+        if not retain:
+            self.buffers.forget(chunk)
+            self._generator_states.pop(chunk, None)
+        return result
+
+    def _differentiate(
+        self, roots: list[Tensor], grads: list[Tensor], leaves: Sequence[Tensor | None], retain: bool
+    ) -> None:
+        if not self.foreign:
+            torch.autograd.backward(roots, grads, retain_graph=retain)
+            return
+        # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
+        # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
+        own = [leaf for leaf in leaves if leaf is not None]
+        aliases = [slot.alias for slot in self._parameters if id(slot.alias) in self._used]
+        aliases = list({id(alias): alias for alias in aliases}.values())
+        foreign = list(self.foreign.values())
+        targets = own + aliases + foreign
+        with hooks_asleep(foreign):
+            found = torch.autograd.grad(roots, targets, grads, retain_graph=True, allow_unused=True)
+        for leaf, grad in zip(own + aliases, found, strict=False):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+        for leaf, grad in zip(foreign, found[len(own) + len(aliases) :], strict=True):
+            if grad is not None:
+                total = self._foreign_sums.get(id(leaf))
+                self._foreign_sums[id(leaf)] = grad if total is None else total + grad
+
+    def _recompute(self, chunk: int, record: _Record) -> tuple[tuple[Tensor | None, ...], Tree]:
+        """R: the forward of a chunk once more, with its graph kept."""
+        assert record.message is not None  # a record holds its input or its graph
+        self.check_unchanged(chunk, record.message.tree.tensors, record.input_versions)
+        with self.as_at_forward(chunk), self._aliased():
+            leaves, given = self._enter(record.message)
+            output = self._outputs(chunk, record.message.tree.build(given))
+        roots = [tensor for tensor in output.tensors if tensor.requires_grad]
+        nodes = explore(roots).nodes if roots else 0
+        if nodes != record.nodes:
+            raise CheckpointError(
+                f"the recomputation of stage {self.index} ({self.layers}), chunk {chunk}, took another path than its "
+                f"forward: {record.nodes} autograd nodes then, {nodes} now. A layer depends on state that changed in "
+                "between (a counter, Python's or numpy's random numbers). Draw from torch's generators, test "
+                "pipeline.is_recomputing() where a module counts, or use checkpoint='never'."
+            )
+        return leaves, output
+
+    # ------------------------------------------------------------------------------------- as it was at the forward
+
+    @contextmanager
+    def as_at_forward(self, chunk: int) -> Iterator[None]:
+        """Within: switches, training flags, buffers and generators are what they were at F of `chunk`."""
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            stack.enter_context(self._ambient.entered())
+            if self._flags != [module.training for module in self.modules]:
+                stack.enter_context(_training_flags(self.modules, self._flags))
+            if self.buffers:
+                stack.enter_context(self.buffers.as_before(chunk))
+            if self._generators:
+                stack.enter_context(generators_at(self._generator_states[chunk]))
+            yield
+
+    def check_unchanged(self, chunk: int, tensors: Sequence[Tensor], then: Sequence[int]) -> None:
+        """Raise if a parameter or the input of `chunk` was written since F."""
+        for slot in self._parameters:
+            if slot.real._version != slot.version:
+                raise CheckpointError(
+                    f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of stage {self.index} was changed in "
+                    f"place between the forward and the recomputation of chunk {chunk}: it is at version "
+                    f"{slot.real._version}, expected version {slot.version}. Step the optimizer after backward()."
+                )
+        if versions(tensors) != tuple(then):
+            shapes = [list(tensor.shape) for tensor in tensors]
+            raise CheckpointError(
+                f"the input of stage {self.index} (shapes {shapes}) was changed in place between the forward and the "
+                f"recomputation of chunk {chunk}. Change it after backward(), or give the pipe a clone."
+            )
+
+    def _name_of(self, wanted: _Parameter) -> str:
+        for index, layer in self._layers:
+            for path, module in layer.named_modules():
+                if module._parameters is wanted.place:
+                    return ".".join(part for part in (str(index), path, wanted.name) if part)
+        return wanted.name
+
+    def _aliased(self) -> _Swap:
+        return _Swap([(slot.place, slot.name, slot.alias) for slot in self._parameters])
+
+    # -------------------------------------------------------------------------------------------- second order
+
+    def compose(self, chunk: int, value: Any, views: dict[int, Tensor]) -> Any:
+        """The stage as a plain differentiable function: on `views` of the real parameters, with no cut.
+
+        Args:
+            chunk: which chunk's random numbers and buffers to use.
+            value: the stage's input, attached to the caller's graph.
+            views: for each real parameter (by id) the tensor to compute with.
+        """
+        places = [(slot.place, slot.name, views.get(id(slot.real), slot.real)) for slot in self._parameters]
+        with self.as_at_forward(chunk), _Swap(places):
+            tree = self._outputs(chunk, value)
+        return tree.build(tree.tensors)
+
+    def own_input(self, value: Tensor) -> Tensor:
+        """`value`, or a copy where the layers would write it."""
+        return value.clone() if self._mutates_input else value
+
+    # ------------------------------------------------------------------------------------------------- gradients
+
+    def used_parameters(self) -> list[Tensor]:
+        """The real parameters that an output depends on, each once, in the order of the modules."""
+        found = {id(slot.real): slot.real for slot in self._parameters if id(slot.alias) in self._used}
+        return list(found.values())
+
+    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter or foreign leaf, this stage's sum over chunks), and forget the sums."""
+        for slot in self._parameters:
+            if slot.alias is not slot.real and slot.alias.grad is not None:
+                grad, slot.alias.grad = slot.alias.grad, None
+                yield slot.real, grad
+        sums, self._foreign_sums = self._foreign_sums, {}
+        for key, grad in sums.items():
+            yield self.foreign[key], grad
+
+    def drop_sums(self) -> None:
+        """Forget what was summed: the backward failed, or another one begins."""
+        for slot in self._parameters:
+            if slot.alias is not slot.real:
+                slot.alias.grad = None
+        self._foreign_sums.clear()
+
+    def release(self) -> None:
+        """Forget everything that was kept for a backward."""
+        self._records.clear()
+        self._generator_states.clear()
+
+
+class _Swap:
+    """Within: other tensors stand in the modules' places. At the end: what was found."""
+
+    __slots__ = ("_places", "_found")
+
+    def __init__(self, places: list[tuple[dict[str, Tensor | None], str, Tensor]]) -> None:
+        self._places = places
+        self._found: list[Tensor | None] = []
+
+    def __enter__(self) -> None:
+        self._found = [place[name] for place, name, _ in self._places]
+        for place, name, tensor in self._places:
+            place[name] = tensor
+
+    def __exit__(self, *exc: object) -> None:
+        for (place, name, _), found in zip(self._places, self._found, strict=True):
+            place[name] = found
+
+
+def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules of some layers, each once, parents first."""
+    stack = list(reversed(layers))
+    seen: dict[int, nn.Module] = {}
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen[id(module)] = module
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(seen.values())
+
+
+def _parameters(modules: Sequence[nn.Module], what: str) -> tuple[_Parameter, ...]:
+    aliases: dict[int, Tensor] = {}
+    slots = []
+    for module in modules:
+        for name, real in module._parameters.items():
+            if real is None:
+                continue
+            if id(real) not in aliases:
+                aliases[id(real)] = _alias(real, what) if real.requires_grad else real
+            slots.append(_Parameter(module._parameters, name, real, aliases[id(real)], real._version))
+    return tuple(slots)
+
+
+def _alias(real: Tensor, what: str) -> Tensor:
+    if type(real) is nn.Parameter:
+        return mark(nn.Parameter(real.detach()), f"a parameter of {what}")
+    return mark(real.detach().requires_grad_(), f"a parameter of {what}")
+
+
+@contextmanager
+def _training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    found = [module.training for module in modules]
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, found, strict=True):
+            module.training = flag

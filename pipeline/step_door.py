@@ -1,0 +1,164 @@
+"""`pipe.step(x, y, loss_fn=f)`: forward, loss and backward of all chunks in the order of the schedule.
+
+    F(last, i) --output--> loss_fn --gradient of its part--> B(last, i) ... --> sums
+    when all is done:  the first steps compare the loss with the un-pipelined one  -->  p.grad | GradStore | optimizer
+
+Nothing reaches a parameter before everything has gone well: until then gradients are the call's own, and a failure puts
+the buffers back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.call import Call
+from pipeline.gradstore import GradStore
+from pipeline.graph import MARK, deliver, explore, hooked, hooks_asleep
+from pipeline.loss import Loss
+from pipeline.microbatch import Batch, gather
+from pipeline.trees import Grads, Tree
+from scheduler import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a step gives back.
+
+    Attributes:
+        loss: the un-pipelined loss of the mini-batch, a 0-d tensor.
+        grads: the gradients, with grads="store"; else None.
+        outputs: the joined outputs, with outputs=True; else None.
+        timeline: when each action ran, with trace=True; else None.
+    """
+
+    loss: Tensor
+    grads: GradStore | None = None
+    outputs: Any = None
+    timeline: Timeline | None = None
+
+
+class LossEnd:
+    """The loss behind the last stage: from the outputs of a chunk to their gradients."""
+
+    def __init__(self, call: Call, loss: Loss, target: Batch, layers: int, scaler: torch.amp.GradScaler | None) -> None:
+        self._call = call
+        self._loss = loss
+        self._target = target
+        self._layers = layers  # the loss draws its random numbers as one more layer
+        self._scaler = scaler
+
+    def __call__(self, chunk: int, tree: Tree) -> Grads:
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        self._call.seeder.seed(chunk, self._layers)
+        target = _on_device(self._target, chunk, tree)
+        part = self._loss.chunk(chunk, tree.build(leaves), target)
+        if not part.requires_grad:
+            return (None,) * len(leaves)
+        part = part if self._scaler is None else self._scaler.scale(part)
+        return self._differentiate(part, leaves)
+
+    def _differentiate(self, part: Tensor, leaves: Sequence[Tensor]) -> Grads:
+        own = [leaf for leaf in leaves if leaf.requires_grad]
+        known = {id(leaf) for leaf in own}
+        foreign = [leaf for key, leaf in explore([part]).leaves.items() if key not in known]
+        for leaf in foreign:
+            _refuse_ours(leaf)
+        with hooks_asleep(foreign):
+            found = torch.autograd.grad(part, own + foreign, allow_unused=True, retain_graph=bool(foreign))
+        for leaf, grad in zip(foreign, found[len(own) :], strict=True):
+            if grad is not None:
+                earlier = self._call.loss_sums.get(id(leaf))
+                self._call.loss_sums[id(leaf)] = (leaf, grad if earlier is None else earlier[1] + grad)
+        grads = iter(found)
+        return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
+
+    def check(self, call: Call) -> None:
+        """Compare with the un-pipelined loss, on the joined output."""
+        joined, _ = gather([message.tree for message in call.outputs], call.batch.rows)
+        target = self._target.tree.build(self._target.tree.tensors)
+        device = joined.tensors[0].device if joined.tensors else None
+        call.seeder.seed(0, self._layers)
+        self._loss.check(joined.build(joined.tensors), _moved(target, device))
+
+
+def collect(call: Call, loss: Loss) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """After the run: (owner, whole gradient) of the parameters, and of the input's tensors."""
+    inputs = [
+        (tensor, grad)
+        for tensor, grad in zip(call.batch.tree.tensors, call.input_grads(), strict=True)
+        if grad is not None and tensor.requires_grad
+    ]
+    pairs = list(call.sums().values())
+    if not pairs and not inputs:
+        raise RuntimeError(
+            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is detached. "
+            "Use pipe.evaluate(...) for a loss without gradients."
+        )
+    divisor = loss.divisor
+    if divisor is not None:
+        for _, grad in (*pairs, *inputs):
+            grad.div_(divisor.to(grad.device))
+    return pairs, inputs
+
+
+def hand_over(
+    pairs: list[tuple[Tensor, Tensor]],
+    inputs: list[tuple[Tensor, Tensor]],
+    to: str,
+    named: Iterable[tuple[str, Tensor]],
+) -> GradStore | None:
+    """Give the gradients to `.grad`, or to a store; those of the input always to autograd."""
+    if to == "param":
+        inputs.extend(pairs)
+        pairs.clear()
+        deliver(inputs)
+        return None
+    deliver(inputs)
+    found = hooked(pairs)
+    known = {id(param): (name, param) for name, param in named}
+    known.update({id(owner): ("", owner) for owner, _ in found if id(owner) not in known})
+    store = GradStore([param if not name else (name, param) for name, param in known.values()])
+    for owner, grad in found:
+        store.add_(owner, grad)
+    return store
+
+
+def optimize(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor], clip: float | None
+) -> None:
+    """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
+    if scaler is not None and clip is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _refuse_ours(leaf: Tensor) -> None:
+    what = getattr(leaf, MARK, None)
+    if what is not None:
+        raise RuntimeError(
+            f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its gradient "
+            "would be lost. Return it from the last stage as part of the output."
+        )
+
+
+def _on_device(batch: Batch, chunk: int, tree: Tree) -> Any:
+    device = tree.tensors[0].device if tree.tensors else None
+    return _moved(batch.value(chunk), device)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device else value

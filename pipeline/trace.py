@@ -1,0 +1,31 @@
+"""When did each action run? A measured Timeline, of the type that `scheduler.simulate` returns.
+
+    with pipe.trace() as trace:            step = pipe.step(x, y, loss_fn=f, trace=True)
+        f(pipe(x), y).backward()           step.timeline
+    print(draw(trace.timeline))
+
+B includes the recomputation, where there is one. On an accelerator the times are those of the host, which launches.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from scheduler import Action, Event, Timeline
+
+
+class Trace:
+    """Collects the actions of one or several calls."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self._events: list[Event] = []
+
+    def record(self, action: Action, lane: int, start: float) -> None:
+        """Note that `action` ran on `lane` from `start` (of `perf_counter`) until now."""
+        self._events.append(Event(action, lane, start, perf_counter()))
+
+    @property
+    def timeline(self) -> Timeline:
+        """All actions so far, in seconds since the first began."""
+        return Timeline.measured(self._events, self._lanes)

@@ -1,0 +1,120 @@
+"""What may cross a stage boundary? Any pytree of tensors, None, bool, int, float and str.
+
+    value --flatten--> Tree(distinct tensors, skeleton) --build(other tensors)--> a value of the same structure
+
+A tensor that stands twice in a value is one tensor, so its gradient is summed where it would be in the plain module.
+Anything else is refused by name: what cannot be sent to another process is not passed on in one process either, so
+that a script means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Grads: TypeAlias = tuple[Tensor | None, ...]
+PLAIN = (type(None), bool, int, float, str)
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a skeleton."""
+
+    index: int
+
+
+class Skeleton(NamedTuple):
+    """A value without its tensors: the structure, and the leaves, each a Slot or a plain value."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class Tree(NamedTuple):
+    """A value in two parts: its distinct tensors, and the rest. `skeleton` None: the value is the tensor itself."""
+
+    tensors: tuple[Tensor, ...]
+    skeleton: Skeleton | None
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a value of this structure with other tensors in the places of its own."""
+        if self.skeleton is None:
+            return tensors[0]
+        leaves = [tensors[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
+        return pytree.tree_unflatten(leaves, self.skeleton.spec)
+
+
+class Message(NamedTuple):
+    """What one stage hands to another: a tree of detached tensors, and which of them want a gradient."""
+
+    tree: Tree
+    needs_grad: tuple[bool, ...]
+
+
+def flatten(value: Any, what: str) -> Tree:
+    """Take a value apart.
+
+    Args:
+        value: a pytree.
+        what: how an error names the value: "the output of stage 1".
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor None, bool, int, float or str.
+    """
+    if isinstance(value, Tensor):
+        return Tree((value,), None)
+    leaves, spec = pytree.tree_flatten(value)
+    slots: dict[int, Slot] = {}
+    tensors: list[Tensor] = []
+    skeleton: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in slots:
+                slots[id(leaf)] = Slot(len(tensors))
+                tensors.append(leaf)
+            skeleton.append(slots[id(leaf)])
+        elif type(leaf) in PLAIN:
+            skeleton.append(leaf)
+        else:
+            raise TypeError(_foreign_leaf(leaf, what))
+    return Tree(tuple(tensors), Skeleton(spec, tuple(skeleton)))
+
+
+def same_structure(one: Tree, other: Tree) -> bool:
+    """Whether two trees differ in their tensors only."""
+    if one.skeleton is None or other.skeleton is None:
+        return one.skeleton is other.skeleton
+    return one.skeleton.spec == other.skeleton.spec and _same_leaves(one.skeleton.leaves, other.skeleton.leaves)
+
+
+def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    pairs = zip(ones, others, strict=True)
+    return all(type(one) is type(other) and (one == other or one != one) for one, other in pairs)
+
+
+def _foreign_leaf(leaf: Any, what: str) -> str:
+    kind = type(leaf)
+    hint = "make it a tensor with torch.from_numpy" if kind.__module__ == "numpy" else "register it as a pytree node"
+    return (
+        f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, "
+        f"str and containers of them cross stages: {hint} (torch.utils._pytree.register_pytree_node), or return its parts."
+    )
+
+
+def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each tensor has been written in place (inference tensors do not count: 0)."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in tensors)
+
+
+def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two contributions to one gradient; None is no contribution, not zero."""
+    if one is None or other is None:
+        return other if one is None else one
+    return torch.add(one, other)

@@ -1,0 +1,45 @@
+"""What crosses the stages, and who reads it?
+
+    Value(name, producer, readers)     "h1" is made by stage 0 and read by stage 1
+    caller --x--> 0 --h1--> 1 --h2--> 2 --y--> caller
+
+A stage's inputs and outputs are the rows of this table that name it: a value with several readers, or one that passes
+over stages, is another row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CALLER = -1  # whoever called the Pipe: gives the input, takes the output
+
+
+class Value(NamedTuple):
+    """A named value: made by one stage, read by others (or by the caller)."""
+
+    name: str
+    producer: int
+    readers: tuple[int, ...]
+
+
+class Values:
+    """The table of values of a pipeline, looked up by stage."""
+
+    def __init__(self, rows: tuple[Value, ...]) -> None:
+        self.rows = rows
+        stages = {row.producer for row in rows} | {reader for row in rows for reader in row.readers}
+        self.read_by = {stage: tuple(row for row in rows if stage in row.readers) for stage in stages}
+        self.made_by = {stage: tuple(row for row in rows if stage == row.producer) for stage in stages}
+
+
+def chain(stages: int) -> Values:
+    """The values of a plain sequence of stages.
+
+    Example:
+        >>> [f"{row.name}: {row.producer} -> {row.readers}" for row in chain(2).rows]
+        ['x: -1 -> (0,)', 'h1: 0 -> (1,)', 'y: 1 -> (-1,)']
+    """
+    names = ("x", *(f"h{stage}" for stage in range(1, stages)), "y")
+    readers = (*range(stages), CALLER)
+    return Values(tuple(Value(name, reader - 1 if reader != CALLER else stages - 1, (reader,))
+                        for name, reader in zip(names, readers, strict=True)))
