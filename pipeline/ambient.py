@@ -41,13 +41,14 @@ class Ambient(NamedTuple):
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
         )
 
+    def now(self) -> Ambient:
+        """The switches of the same device types, as they are now."""
+        return Ambient.capture(kind for kind, _, _ in self.autocast)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Make every switch what it was at the capture; at the end, what it was found as."""
-        now = Ambient.capture(kind for kind, _, _ in self.autocast)
-        if now == self:
-            yield
-            return
+        now = self.now()
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(

@@ -53,7 +53,9 @@ class Buffers:
         """Clone what is known to change; `keep`: a recomputation of this chunk may come."""
         if keep and self._mutated:
             self._before[chunk] = {
-                index: _now(slot).detach().clone() for index, slot in enumerate(self._slots) if slot.owner in self._mutated
+                index: _now(slot).detach().clone()
+                for index, slot in enumerate(self._slots)
+                if slot.owner in self._mutated
             }
 
     def after_forward(self) -> None:
@@ -69,8 +71,8 @@ class Buffers:
         for slot in self._slots:
             if slot.owner not in self._mutated and not _equal(_now(slot), slot.initial):
                 raise CheckpointError(
-                    f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it with "
-                    "torch's in-place operations, in every chunk or in none, or use chunks=1."
+                    f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
+                    "with torch's in-place operations, in every chunk or in none, or use chunks=1."
                 )
 
     @contextmanager

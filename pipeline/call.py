@@ -62,10 +62,10 @@ class Call:
         self.batch = batch
         self.grad = grad
         self.seeder = Seeder(draw_seed(), devices)
-        ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
+        self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, grad, self.seeder, ambient)
+            StageRun(index, first, layers, grad, self.seeder, self._ambient)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
@@ -102,6 +102,7 @@ class Call:
     def run_backward(self, grads: Sequence[Grads], retain: bool) -> None:
         """Run the second phase on the gradients of each chunk's outputs."""
         self._retain = retain
+        self._resume()
         for chunk, chunk_grads in enumerate(grads):
             self._mailbox.put_grads(CALLER, chunk, {"y": chunk_grads})
         try:
@@ -112,6 +113,11 @@ class Call:
                 stage.drop_sums()
             self._mailbox = Mailbox(self._values)
             raise
+
+    def _resume(self) -> None:
+        now = self._ambient.now()
+        for stage in self.stages:
+            stage.resume(now)
 
     def abandon(self) -> None:
         """Undo what a failed call did: the buffers are put back, what was kept goes."""
@@ -144,9 +150,8 @@ class Call:
             trace.record(action, self._lane_of[action.stage], start)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        inbox = self._mailbox.take(stage, chunk)
-        (name,) = inbox
-        message = _moved(inbox[name], self._devices[stage])
+        (message,) = self._mailbox.take(stage, chunk).values()
+        message = _moved(message, self._devices[stage])
         recompute = self.grad and (stage, chunk) in self._recompute
         made = self.stages[stage].forward(chunk, message, recompute, self.grad and (self._keep or recompute))
         self._mailbox.put(stage, chunk, {row.name: made for row in self._values.made_by[stage]})
@@ -204,6 +209,7 @@ class Call:
         Returns:
             Gradients of the input's tensors, and of `owners`.
         """
+        self._resume()
         foreign = [leaf for stage in self.stages for leaf in stage.foreign.values()]
         apart = {id(leaf) for leaf in foreign}
         with torch.enable_grad():  # a view has no hooks; those of the owner act later, once, on what is returned
@@ -220,7 +226,8 @@ class Call:
             if roots:
                 with hooks_asleep(foreign):
                     found = torch.autograd.grad(
-                        roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True, allow_unused=True
+                        roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True,
+                        allow_unused=True
                     )
             of_pieces = iter(found[: len(wanted)])
             inputs.append(tuple(next(of_pieces) if piece.requires_grad else None for piece in pieces))
@@ -246,13 +253,13 @@ def _summed(readers: Sequence[Grads], device: torch.device) -> Grads:
     """The gradients of a value: its readers' contributions, added in their order."""
     total = readers[0]
     for more in readers[1:]:
-        total = tuple(add_grads(one, other) for one, other in zip(total, more, strict=True)) if total and more else total or more
-    return tuple(None if grad is None else grad.to(device) for grad in total)
+        total = tuple(map(add_grads, total, more)) if total and more else total or more
+    return tuple([grad if grad is None else grad.to(device) for grad in total])
 
 
 def _moved(message: Message, device: torch.device) -> Message:
     tensors = message.tree.tensors
-    if all(tensor.device == device for tensor in tensors):
+    if all([tensor.device == device for tensor in tensors]):
         return message
     return Message(Tree(tuple(tensor.to(device) for tensor in tensors), message.tree.skeleton), message.needs_grad)
 

@@ -122,6 +122,7 @@ def _drop(tensor: Tensor) -> None:
 
 def _miss(dropped: None) -> Tensor:
     raise CheckpointError(
-        "a layer asked autograd for a gradient within its own forward, but this forward keeps nothing, since the chunk will "
-        "be recomputed. Use checkpoint='never', or a callable (stage, chunk) -> bool that is False for this stage."
+        "a layer asked autograd for a gradient within its own forward, but this forward keeps nothing, since the "
+        "chunk will be recomputed. Use checkpoint='never', or a callable (stage, chunk) -> bool that is False for "
+        "this stage."
     )

@@ -10,7 +10,7 @@ hooks of a parameter that no output depends on must not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def _attach(call: Call, joined: Tree, sizes: Sequence[tuple[int, ...]], needs_gr
     tensors = call.batch.tree.tensors
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     backward = Backward(call, sizes, wanted, call.owners())
-    outputs: Sequence[Tensor] = PipeFunction.apply(
+    outputs: Sequence[Tensor] = attach(
         backward, joined.tensors, needs_grad, *(tensors[index] for index in wanted), *backward.owners
     )
     return outputs
@@ -90,14 +90,14 @@ class Backward:
 
 
 def _cut(grad: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return (grad,) if len(sizes) == 1 else torch.split(grad, sizes)
+    return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes))
 
 
 class PipeFunction(torch.autograd.Function):
     """The node that stands in autograd's graph for a whole pipe."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, backward: Backward, outputs: tuple[Tensor, ...], needs_grad: list[bool], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.backward_call = backward
@@ -107,10 +107,13 @@ class PipeFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override] # pragma: no cover
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         return None, None, None, *ctx.backward_call(grads, retain)
+
+
+attach: Callable[..., tuple[Tensor, ...]] = PipeFunction.apply
 
 
 @contextmanager
@@ -137,12 +140,13 @@ def refuse_transforms(tensors: Sequence[Tensor]) -> None:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad with "
-            "create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
+            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
+            "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
         )
     if torch._C._is_fwd_grad_enabled() and torch.autograd.forward_ad._current_level >= 0:
         if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeError(
-                "forward-mode AD cannot go through a Pipe: an input or a parameter carries a tangent, which would be lost. "
-                "Use torch.autograd.grad with create_graph=True, or pipe.to_sequential() for the plain module."
+                "forward-mode AD cannot go through a Pipe: an input or a parameter carries a tangent, which would "
+                "be lost. Use torch.autograd.grad with create_graph=True, or pipe.to_sequential() for the plain "
+                "module."
             )

@@ -24,7 +24,8 @@ class GradStore:
     """Gradients by parameter. It owns its tensors; `.grad` is untouched until `assign` or `apply`.
 
     Args:
-        params: a module, (name, parameter) pairs, a dict of them, or parameters: a closed store, which refuses any other
+        params: a module, (name, parameter) pairs, a dict of them, or parameters: a closed store, which refuses any
+        other
             key. None: an open store, which takes a new parameter at its first `add_`.
 
     Example:
@@ -190,14 +191,16 @@ class GradStore:
         foreign = [key for key in self._grads if key not in held]
         if foreign:
             raise ValueError(
-                f"the optimizer does not hold {len(foreign)} of the {len(self._grads)} parameters in the store, the first of "
-                f"shape {list(self._params[foreign[0]].shape)}. Give it all of them, or pop() those that stay as they are."
+                f"the optimizer does not hold {len(foreign)} of the {len(self._grads)} parameters in the store, the "
+                f"first of shape {list(self._params[foreign[0]].shape)}. Give it all of them, or pop() those that "
+                "stay as they are."
             )
         stale = [param for param in held.values() if param.grad is not None]
         if stale:
             raise ValueError(
-                f"{len(stale)} parameters of the optimizer have a .grad already (the first of shape {list(stale[0].shape)}), "
-                "which the step would use too. Call optimizer.zero_grad(), or store.assign('add') and optimizer.step()."
+                f"{len(stale)} parameters of the optimizer have a .grad already (the first of shape "
+                f"{list(stale[0].shape)}), which the step would use too. Call optimizer.zero_grad(), or "
+                "store.assign('add') and optimizer.step()."
             )
         self.assign("set")
         try:
@@ -216,8 +219,8 @@ class GradStore:
         if id(key) not in self._params:
             if self._closed:
                 raise KeyError(
-                    f"the GradStore does not know this parameter of shape {list(key.shape)}. It holds {len(self._params)} "
-                    "parameters and is closed: GradStore() without arguments takes new ones."
+                    f"the GradStore does not know this parameter of shape {list(key.shape)}. It holds "
+                    f"{len(self._params)} parameters and is closed: GradStore() without arguments takes new ones."
                 )
             self._params[id(key)] = key
         return self._params[id(key)]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
 
@@ -58,11 +59,26 @@ def _node(tensor: Tensor) -> Any:
     return tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor], retain: bool) -> None:
+    """`torch.autograd.backward` without its checks of what we made ourselves (a third of its time on small graphs)."""
+    _engine_run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients(
+    roots: Sequence[Tensor], targets: Sequence[Tensor], grads: Sequence[Tensor], retain: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        tuple(roots), tuple(grads), retain, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
 class Entry(torch.autograd.Function):
     """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place."""
 
     @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(leaf.detach() for leaf in leaves)
 
@@ -78,15 +94,18 @@ class Deliver(torch.autograd.Function):
     """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
 
     @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:
         ctx.grads = grads
         return torch.zeros((), device=owners[0].device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override] # pragma: no cover
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
         result = (None, *ctx.grads)
         ctx.grads.clear()  # held nowhere else, a gradient becomes `.grad` without a copy
         return result
+
+
+_delivery: Callable[..., Tensor] = Deliver.apply
 
 
 def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -97,7 +116,7 @@ def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
     grads = [grad for _, grad in pairs]
     pairs.clear()
     with torch.enable_grad():
-        root = Deliver.apply(grads, *owners)
+        root = _delivery(grads, *owners)
     torch.autograd.backward(root)
 
 
@@ -107,7 +126,7 @@ def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
         return []
     owners = [owner for owner, _ in pairs]
     with torch.enable_grad():
-        root = Deliver.apply([grad for _, grad in pairs], *owners)
+        root = _delivery([grad for _, grad in pairs], *owners)
     return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
 
 

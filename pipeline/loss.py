@@ -9,12 +9,14 @@ the counts of later chunks are not known when the first goes backward. Meanwhile
 1 / rows, which is exact in binary floating point and keeps half precision in range.
 
 torch's own cross entropy and negative log likelihood, with reduction "mean" and class indices, are means over the
-tokens that count, not over rows: they are turned into (sum, count) here.
+tokens that count, not over rows: they are turned into (sum, count) here. Counts are added in float64: in their own type
+a few hundred tokens are too many for bfloat16 or uint8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil, log2
 from typing import Any, TypeAlias
 
@@ -26,6 +28,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # half precision
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Loss:
@@ -45,7 +48,9 @@ class Loss:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
         self._name = _name(loss_fn)
+        self._asked = reduction
         self._reduction = _reduction(loss_fn, reduction)
+        self._whole = loss_fn
         self._loss_fn = _as_sum_and_count(loss_fn) if self._reduction == "mean" else loss_fn
         self._rows = rows
         self._scale = 0.5 ** ceil(log2(sum(rows)))
@@ -69,13 +74,18 @@ class Loss:
     @property
     def divisor(self) -> Tensor | None:
         """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
-        return self._count() * self._scale if self._counts else None
+        if not self._counts:
+            return None
+        count = self._count()
+        if self._loss_fn is not self._whole:  # torch's own: where no token counts the loss is nan, its gradient zero
+            count = torch.where(count == 0, 1.0, count)
+        return count * self._scale
 
     @property
     def value(self) -> Tensor:
         """The loss of the mini-batch, a 0-d tensor."""
         total = _sum(self._parts)
-        return total / self._count() if self._counts else total
+        return (total.double() / self._count()).to(total.dtype) if self._counts else total
 
     def check(self, output: Any, target: Any) -> None:
         """Compare with loss_fn on the whole, joined output.
@@ -84,17 +94,27 @@ class Loss:
             ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
         """
         with torch.no_grad():
-            value = self._loss_fn(output, target)
-        whole = value[0] / value[1] if isinstance(value, tuple) else value
+            value = self._whole(output, target)
+        if isinstance(value, tuple):
+            total, count = self._checked_pair(value)
+            whole = total.double() / count
+        else:
+            whole = self._checked(value, "a loss")
         ours = self.value
-        tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-        if not torch.allclose(ours, whole.to(ours), rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
+        tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._parts.values())
+        if whole.dtype in _HALF:
+            tolerance = _LOOSE
+        # Parts that cancel (a policy gradient's) leave rounding errors of their own size, not of the small whole's.
+        scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
+        scale = scale / self._count().abs() if self._counts else scale
+        near = tolerance * (scale.item() + 1e-3)
+        if not torch.allclose(ours.double(), whole.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
             raise ValueError(
-                f"{self._name} is not a {self._reduction} over rows: the chunks' losses ({list(self._rows)} rows) combine to "
-                f"{ours.item():.8g}, but on the whole output it is {whole.item():.8g}. Return (sum, count) from loss_fn (the "
-                "sum over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
-                "random numbers or compares rows with each other cannot be cut into chunks: use the forward door, "
-                "loss_fn(pipe(x), target).backward()."
+                f"{self._name} is not a {self._reduction} over rows: the chunks' losses ({list(self._rows)} rows) "
+                f"combine to {ours.item():.8g}, but on the whole output it is {whole.item():.8g}. Return (sum, "
+                "count) from loss_fn (the sum over what counts, and how much that is), or give loss_reduction='sum' "
+                "if it adds. A loss that draws random numbers or compares rows with each other cannot be cut into "
+                "chunks: use the forward door, loss_fn(pipe(x), target).backward()."
             )
 
     def _count(self) -> Tensor:
@@ -106,21 +126,28 @@ class Loss:
         total = self._checked(value[0], "a sum")
         if len(self._parts) != len(self._counts):
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
+        if self._asked == "sum":
+            raise ValueError(
+                f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return the sum "
+                "alone, or leave loss_reduction out."
+            )
         count = value[1]
         if isinstance(count, Tensor) and count.requires_grad:
             raise ValueError(f"the count of {self._name} requires a gradient. Return count.detach().")
-        count = torch.as_tensor(count, device=total.device)
-        if count.dim():
+        if not isinstance(count, (Tensor, int, float)):
+            raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
+        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        if count.numel() != 1:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
-        return total, count
+        return total, count.reshape(())
 
     def _checked(self, value: Any, what: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise TypeError(f"{self._name} returned {value!r} as {what}. Return a floating-point tensor.")
         if value.numel() != 1:
             raise ValueError(
-                f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), loss.sum() with "
-                "loss_reduction='sum', or (sum, count)."
+                f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), "
+                "loss.sum() with loss_reduction='sum', or (sum, count)."
             )
         return value.reshape(())
 
@@ -135,7 +162,7 @@ def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
 
 
 def _reduction(loss_fn: LossFn, asked: str | None) -> str:
-    own = getattr(loss_fn, "reduction", None)
+    own = loss_fn.keywords.get("reduction") if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
     if asked is not None and asked not in REDUCTIONS:
         raise ValueError(f"loss_reduction is {asked!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count).")
     if own == "none":
@@ -146,17 +173,24 @@ def _reduction(loss_fn: LossFn, asked: str | None) -> str:
 
 
 def _name(loss_fn: LossFn) -> str:
+    if isinstance(loss_fn, partial):
+        return _name(loss_fn.func)
     return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
 
 
 def _as_sum_and_count(loss_fn: LossFn) -> LossFn:
     """torch's own token means as (sum, count); any other function as it is."""
     if type(loss_fn) is nn.CrossEntropyLoss and not _has_hooks(loss_fn):
-        return _tokens(functional.cross_entropy, loss_fn.weight, loss_fn.ignore_index, loss_fn.label_smoothing, loss_fn)
+        options = {"ignore_index": loss_fn.ignore_index, "label_smoothing": loss_fn.label_smoothing}
+        return _tokens(functional.cross_entropy, loss_fn.weight, loss_fn, **options)
     if type(loss_fn) is nn.NLLLoss and not _has_hooks(loss_fn):
-        return _tokens(functional.nll_loss, loss_fn.weight, loss_fn.ignore_index, None, loss_fn)
-    if loss_fn is functional.cross_entropy or loss_fn is functional.nll_loss:
-        return _tokens(loss_fn, None, -100, None, loss_fn)
+        return _tokens(functional.nll_loss, loss_fn.weight, loss_fn, ignore_index=loss_fn.ignore_index)
+    if loss_fn in (functional.cross_entropy, functional.nll_loss):
+        return _tokens(loss_fn, None, loss_fn)
+    if isinstance(loss_fn, partial) and loss_fn.func in (functional.cross_entropy, functional.nll_loss):
+        options = {key: value for key, value in loss_fn.keywords.items() if key not in ("weight", "reduction")}
+        if not loss_fn.args and options.keys() <= {"ignore_index", "label_smoothing"}:
+            return _tokens(loss_fn.func, loss_fn.keywords.get("weight"), loss_fn, **options)
     return loss_fn
 
 
@@ -164,16 +198,14 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _tokens(
-    function: Callable[..., Tensor], weight: Tensor | None, ignore_index: int, smoothing: float | None, whole: LossFn
-) -> LossFn:
-    options = {} if smoothing is None else {"label_smoothing": smoothing}
+def _tokens(function: Callable[..., Tensor], weight: Tensor | None, whole: LossFn, **options: Any) -> LossFn:
+    ignore_index = options.get("ignore_index", -100)
 
     def sum_and_count(output: Any, target: Any) -> Any:
         if not isinstance(target, Tensor) or target.is_floating_point():
             return whole(output, target)  # class probabilities: a mean over rows
-        total = function(output, target, weight=weight, ignore_index=ignore_index, reduction="sum", **options)
+        total = function(output, target, weight=weight, reduction="sum", **options)
         counted = target[target != ignore_index]
-        return total, counted.numel() if weight is None else weight[counted].sum()
+        return total, counted.numel() if weight is None else weight[counted.long()].sum()  # uint8 would be a mask
 
     return sum_and_count

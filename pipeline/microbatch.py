@@ -139,9 +139,9 @@ def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tupl
     for chunk, tree in enumerate(trees):
         if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
             raise ValueError(
-                "the outputs of the chunks cannot be joined: chunk 0 gave "
-                f"{describe(first)} and chunk {chunk} gave {describe(tree)}. Return the same structure and the same plain "
-                "values for every chunk, or use chunks=1."
+                f"the outputs of the chunks cannot be joined: chunk 0 gave {describe(first)} and chunk {chunk} gave "
+                f"{describe(tree)}. Return the same structure and the same plain values for every chunk, or use "
+                "chunks=1."
             )
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
     sizes = tuple(_joinable(column, rows) for column in columns)
@@ -192,16 +192,16 @@ def _rows(tree: Tree, cut: Sequence[bool], what: str) -> int:
     tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
     if not tensors:
         raise ValueError(
-            f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one tensor "
-            "whose dim 0 counts the rows of the mini-batch."
+            f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
+            "tensor whose dim 0 counts the rows of the mini-batch."
         )
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(f"{what} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
     lengths = sorted({tensor.shape[0] for tensor in tensors})
     if len(lengths) > 1:
         raise ValueError(
-            f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut along dim "
-            "0 and need the same number of rows; wrap those that every chunk needs whole in NoChunk(...)."
+            f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
+            "along dim 0 and need the same number of rows; wrap those that every chunk needs whole in NoChunk(...)."
         )
     if lengths[0] == 0:
         raise ValueError(f"{what} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
@@ -223,14 +223,14 @@ def _joinable(column: Sequence[Tensor], rows: Sequence[int]) -> tuple[int, ...]:
     shapes = [list(tensor.shape) for tensor in column]
     if any(tensor.dim() == 0 for tensor in column):
         raise ValueError(
-            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether their "
-            "mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
+            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether "
+            "their mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
             "pipe.step(x, target, loss_fn=...)."
         )
     sizes = tuple(tensor.shape[0] for tensor in column)
     if any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
         raise ValueError(
-            f"an output cannot be joined along dim 0: chunks of {list(rows)} rows gave shapes {shapes}, which do not grow "
-            "with the rows. Return outputs whose dim 0 counts rows, or use chunks=1."
+            f"an output cannot be joined along dim 0: chunks of {list(rows)} rows gave shapes {shapes}, which do not "
+            "grow with the rows. Return outputs whose dim 0 counts rows, or use chunks=1."
         )
     return sizes

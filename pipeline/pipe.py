@@ -10,14 +10,13 @@ Everything about one call lives in a `Call` and goes with it; a Pipe holds setti
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from partition import balance_costs, split
 from partition.splitting import check_balance, check_module
@@ -87,7 +86,8 @@ class Pipe(nn.Module):
         self.chunks = chunks
         self.schedule = schedule
         self.training = module.training
-        self._modules.update(module._modules)
+        layers: Mapping[str, Any] = module._modules
+        self._modules.update(layers)
         _check_shared(self.partitions, self.devices)
         for stage, device in zip(self.partitions, self.devices, strict=True):
             stage.to(device)
@@ -141,7 +141,8 @@ class Pipe(nn.Module):
     def to_sequential(self) -> nn.Sequential:
         """The plain module back: the same layers under the same names."""
         plain = nn.Sequential()
-        plain._modules.update(self._modules)
+        layers: Mapping[str, Any] = self._modules
+        plain._modules.update(layers)
         plain.training = self.training
         return plain
 
@@ -164,7 +165,8 @@ class Pipe(nn.Module):
         """Compute `module(input)`.
 
         Args:
-            input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain values
+            input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain
+            values
                 go to every chunk.
 
         Returns:
@@ -191,14 +193,15 @@ class Pipe(nn.Module):
     ) -> Step:
         """Forward, loss and backward of one mini-batch, in the order of the schedule.
 
-        The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers, `.grad` and generators
-        as they were.
+        The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers, `.grad` and
+        generators as they were.
 
         Args:
             x: the input, as for `forward`.
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
             loss_fn: (output, target) -> a loss of one number, or (sum, count).
-            optimizer: makes one step with the gradients; every `.grad` is None afterwards. None: the gradients are added
+            optimizer: makes one step with the gradients; every `.grad` is None afterwards. None: the gradients are
+            added
                 to `.grad`, as backward() would.
             outputs: also return the joined outputs, detached.
             trace: also return when each action ran.
@@ -288,7 +291,9 @@ class Pipe(nn.Module):
 
     def _call(self, batch: Batch, planner: Any, grad: bool, keep: bool, trace: Trace | None = None) -> Call:
         if grad and not torch.is_grad_enabled():
-            raise RuntimeError("pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...).")
+            raise RuntimeError(
+                "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
+            )
         plan = self._plan(batch.chunks, planner)
         recompute = plan.recomputed(self.checkpoint) if grad else frozenset()
         stages = self._stages()
@@ -311,8 +316,9 @@ class Pipe(nn.Module):
             return by_name(self._schedule, len(self.balance), chunks)
         if self._schedule.chunks != chunks:
             raise ScheduleError(
-                f"the schedule is made for {self._schedule.chunks} chunks but this mini-batch gives {chunks} (chunks="
-                f"{self.chunks}; fewer rows than chunks give fewer chunks). Give a schedule by name, which fits any number."
+                f"the schedule is made for {self._schedule.chunks} chunks but this mini-batch gives {chunks} "
+                f"(chunks={self.chunks}; fewer rows than chunks give fewer chunks). Give a schedule by name, which "
+                "fits any number."
             )
         return self._schedule
 
@@ -370,13 +376,13 @@ class Pipe(nn.Module):
             for key in [key for key in state_dict if key.startswith(old)]:
                 _, _, name = key[len(old) :].partition(".")
                 state_dict[prefix + name] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _cannot_move(what: str) -> str:
     return (
-        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain module "
-        "with pipe.to_sequential()."
+        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
+        "module with pipe.to_sequential()."
     )
 
 
@@ -387,7 +393,7 @@ def _check_plain(module: nn.Sequential) -> None:
     if module._parameters or module._buffers:
         names = ", ".join([*module._parameters, *module._buffers])
         raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
-    lazy = [name for name, param in module.named_parameters() if isinstance(param, UninitializedTensorMixin)]
+    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
 
@@ -434,8 +440,8 @@ def _check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.devic
             other = owner.setdefault(id(buffer), index)
             if other != index:
                 raise ValueError(
-                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. Put "
-                    "their layers into one stage, or give each a buffer of its own."
+                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
+                    "Put their layers into one stage, or give each a buffer of its own."
                 )
 
 
@@ -447,8 +453,8 @@ def _check_schedule(schedule: Schedule, stages: int) -> None:
     kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
     if kinds:
         raise ScheduleError(
-            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose backward is "
-            "not split."
+            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose "
+            "backward is not split."
         )
 
 
@@ -458,9 +464,13 @@ def _check_step(
     if grads not in ("param", "store"):
         raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
     if grads == "store" and optimizer is not None:
-        raise ValueError("grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer).")
+        raise ValueError(
+            "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f).")
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
+        )
     if clip is not None and optimizer is None and grads == "param":
         raise ValueError(
             "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
@@ -468,5 +478,3 @@ def _check_step(
         )
     if scaler is not None and optimizer is None and clip is not None:
         raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
-
-

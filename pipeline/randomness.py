@@ -109,15 +109,16 @@ def _keys(seed: int) -> tuple[int, int]:
 
 
 def _combine(low: int, high: int, chunk: int, layer: int) -> int:
-    """A bijection of the 32 bits (chunk, layer), chosen by the keys: so the lower halves of two pairs differ."""
-    pair = ((chunk << 16) ^ layer ^ (layer >> 16)) & _MASK32
-    first = _mix32(pair ^ low)
-    second = _mix32((first + high) & _MASK32)
-    return (first << 32) | second
+    """A bijection of the 32 bits (chunk, layer), chosen by the keys: so the lower halves of two pairs differ.
 
-
-def _mix32(word: int) -> int:
-    """The finalizer of MurmurHash3: a bijection of 32-bit words (Appleby)."""
+    Two rounds of the finalizer of MurmurHash3 (Appleby), itself a bijection of 32-bit words; written out twice, since
+    every layer of every chunk comes through here.
+    """
+    word = ((chunk << 16) ^ layer ^ (layer >> 16) ^ low) & _MASK32
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _MASK32
-    return word ^ (word >> 16)
+    first = word ^ (word >> 16)
+    word = (first + high) & _MASK32
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _MASK32
+    return (first << 32) | word ^ (word >> 16)

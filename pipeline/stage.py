@@ -14,7 +14,8 @@ read from the modules at each call, never cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,15 +25,16 @@ from pipeline.ambient import Ambient
 from pipeline.buffers import Buffers
 from pipeline.checkpoint import recomputing, saving_nothing
 from pipeline.errors import CheckpointError
-from pipeline.graph import MARK, enter, explore, hooks_asleep, mark
+from pipeline.graph import MARK, enter, explore, gradients, hooks_asleep, mark, run_backward
 from pipeline.randomness import Seeder, generators_at, private_generators
 from pipeline.trees import Grads, Message, Tree, detached, flatten, versions
 
+Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
 GradsOf: TypeAlias = Callable[[Tree], Grads]
 
 
 class _Parameter(NamedTuple):
-    place: dict[str, Tensor | None]  # module._parameters
+    place: Place  # module._parameters
     name: str
     real: Tensor
     alias: Tensor  # the parameter itself where it is frozen
@@ -76,6 +78,8 @@ class StageRun:
         self._flags = [module.training for module in self.modules]
         self._parameters = _parameters(self.modules, f"stage {index}") if grad else ()
         self._aliases = {id(slot.alias): slot.real for slot in self._parameters if slot.alias is not slot.real}
+        self._alias_places = [(slot.place, slot.name, slot.alias) for slot in self._parameters]
+        self._as_at_forward: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._used: set[int] = set()  # ids of aliases that an output depends on
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_sums: dict[int, Tensor] = {}
@@ -124,8 +128,8 @@ class StageRun:
         needs_grad = tuple(tensor.requires_grad for tensor in output.tensors)
         if any(needs_grad):
             nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], leaves)
-            record = _Record(message, leaves, None, before, nodes) if recompute else _Record(None, leaves, output, (), nodes)
-            self._records[chunk] = record._replace(leaves=()) if recompute else record
+            kept = _Record(None, leaves, output, (), nodes)
+            self._records[chunk] = _Record(message, (), None, before, nodes) if recompute else kept
         return Message(Tree(detached(output.tensors), output.skeleton), needs_grad)
 
     def _outputs(self, chunk: int, value: Any) -> Tree:
@@ -146,7 +150,7 @@ class StageRun:
             leaves.append(leaf)
         wanted = [leaf for leaf in leaves if leaf is not None]
         entered = iter(enter(*wanted) if wanted else ())
-        given = (tensor.detach() if leaf is None else next(entered) for leaf, tensor in zip(leaves, tensors, strict=True))
+        given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
         return tuple(leaves), tuple(given)
 
     def _learn_mutation(
@@ -158,8 +162,8 @@ class StageRun:
             self._mutates_input = any(now != then for now, then in zip(versions(given), given_before, strict=True))
         elif versions(message.tree.tensors) != before:
             raise CheckpointError(
-                f"stage {self.index} ({self.layers}) wrote its input in place, which it did not do for the first chunk. "
-                "Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
+                f"stage {self.index} ({self.layers}) wrote its input in place, which it did not do for the first "
+                "chunk. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
             )
 
     def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
@@ -177,9 +181,9 @@ class StageRun:
         what = getattr(leaf, MARK, None)
         if what is not None:
             raise RuntimeError(
-                f"stage {self.index} ({self.layers}) computes with a tensor that depends on {what} but did not come through "
-                "its input (kept on a module, in a closure or in a cache). Its gradient would be lost. Return it from the "
-                "stage that makes it and pass it on, or put these layers into one stage."
+                f"stage {self.index} ({self.layers}) computes with a tensor that depends on {what} but did not come "
+                "through its input (kept on a module, in a closure or in a cache). Its gradient would be lost. "
+                "Return it from the stage that makes it and pass it on, or put these layers into one stage."
             )
         self.foreign[key] = leaf
 
@@ -222,7 +226,7 @@ class StageRun:
         self, roots: list[Tensor], grads: list[Tensor], leaves: Sequence[Tensor | None], retain: bool
     ) -> None:
         if not self.foreign:
-            torch.autograd.backward(roots, grads, retain_graph=retain)
+            run_backward(roots, grads, retain)
             return
         # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
         # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
@@ -232,7 +236,7 @@ class StageRun:
         foreign = list(self.foreign.values())
         targets = own + aliases + foreign
         with hooks_asleep(foreign):
-            found = torch.autograd.grad(roots, targets, grads, retain_graph=True, allow_unused=True)
+            found = gradients(roots, targets, grads, retain=True)
         for leaf, grad in zip(own + aliases, found, strict=False):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
@@ -261,14 +265,21 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------- as it was at the forward
 
+    def resume(self, now: Ambient) -> None:
+        """The backward begins, maybe long after the forward: find out which switches and flags differ by now."""
+        self._as_at_forward = []
+        if now != self._ambient:
+            self._as_at_forward.append(self._ambient.entered)
+        if self._flags != [module.training for module in self.modules]:
+            self._as_at_forward.append(partial(_training_flags, self.modules, self._flags))
+
     @contextmanager
     def as_at_forward(self, chunk: int) -> Iterator[None]:
-        """Within: switches, training flags, buffers and generators are what they were at F of `chunk`."""
+        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
         with ExitStack() as stack:
             stack.enter_context(recomputing())
-            stack.enter_context(self._ambient.entered())
-            if self._flags != [module.training for module in self.modules]:
-                stack.enter_context(_training_flags(self.modules, self._flags))
+            for differing in self._as_at_forward:
+                stack.enter_context(differing())
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
@@ -280,8 +291,8 @@ class StageRun:
         for slot in self._parameters:
             if slot.real._version != slot.version:
                 raise CheckpointError(
-                    f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of stage {self.index} was changed in "
-                    f"place between the forward and the recomputation of chunk {chunk}: it is at version "
+                    f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of stage {self.index} was "
+                    f"changed in place between the forward and the recomputation of chunk {chunk}: it is at version "
                     f"{slot.real._version}, expected version {slot.version}. Step the optimizer after backward()."
                 )
         if versions(tensors) != tuple(then):
@@ -299,7 +310,7 @@ class StageRun:
         return wanted.name
 
     def _aliased(self) -> _Swap:
-        return _Swap([(slot.place, slot.name, slot.alias) for slot in self._parameters])
+        return _Swap(self._alias_places)
 
     # -------------------------------------------------------------------------------------------- second order
 
@@ -355,9 +366,9 @@ class _Swap:
 
     __slots__ = ("_places", "_found")
 
-    def __init__(self, places: list[tuple[dict[str, Tensor | None], str, Tensor]]) -> None:
+    def __init__(self, places: list[tuple[Place, str, Tensor]]) -> None:
         self._places = places
-        self._found: list[Tensor | None] = []
+        self._found: list[Any] = []
 
     def __enter__(self) -> None:
         self._found = [place[name] for place, name, _ in self._places]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
-from pipeline.graph import MARK, deliver, explore, hooked, hooks_asleep
+from pipeline.graph import MARK, deliver, explore, gradients, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
 from pipeline.trees import Grads, Tree
@@ -69,7 +69,7 @@ class LossEnd:
         for leaf in foreign:
             _refuse_ours(leaf)
         with hooks_asleep(foreign):
-            found = torch.autograd.grad(part, own + foreign, allow_unused=True, retain_graph=bool(foreign))
+            found = gradients([part], own + foreign, [torch.ones_like(part)], retain=bool(foreign))
         for leaf, grad in zip(foreign, found[len(own) :], strict=True):
             if grad is not None:
                 earlier = self._call.loss_sums.get(id(leaf))
@@ -96,8 +96,8 @@ def collect(call: Call, loss: Loss) -> tuple[list[tuple[Tensor, Tensor]], list[t
     pairs = list(call.sums().values())
     if not pairs and not inputs:
         raise RuntimeError(
-            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is detached. "
-            "Use pipe.evaluate(...) for a loss without gradients."
+            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is "
+            "detached. Use pipe.evaluate(...) for a loss without gradients."
         )
     divisor = loss.divisor
     if divisor is not None:
@@ -129,7 +129,8 @@ def hand_over(
 
 
 def optimize(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor], clip: float | None
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor], clip: float |
+    None
 ) -> None:
     """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
     if scaler is not None and clip is not None:
@@ -150,14 +151,17 @@ def _refuse_ours(leaf: Tensor) -> None:
     what = getattr(leaf, MARK, None)
     if what is not None:
         raise RuntimeError(
-            f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its gradient "
-            "would be lost. Return it from the last stage as part of the output."
+            f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its "
+            "gradient would be lost. Return it from the last stage as part of the output."
         )
 
 
 def _on_device(batch: Batch, chunk: int, tree: Tree) -> Any:
+    value = batch.value(chunk)
     device = tree.tensors[0].device if tree.tensors else None
-    return _moved(batch.value(chunk), device)
+    if device is None or all([piece[chunk].device == device for piece in batch.pieces]):
+        return value
+    return _moved(value, device)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -23,7 +23,7 @@ PLAIN = (type(None), bool, int, float, str)
 class Slot(NamedTuple):
     """The place of a tensor in a skeleton."""
 
-    index: int
+    place: int
 
 
 class Skeleton(NamedTuple):
@@ -43,7 +43,7 @@ class Tree(NamedTuple):
         """Return a value of this structure with other tensors in the places of its own."""
         if self.skeleton is None:
             return tensors[0]
-        leaves = [tensors[leaf.index] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
+        leaves = [tensors[leaf.place] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
         return pytree.tree_unflatten(leaves, self.skeleton.spec)
 
 
@@ -99,18 +99,19 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
     kind = type(leaf)
     hint = "make it a tensor with torch.from_numpy" if kind.__module__ == "numpy" else "register it as a pytree node"
     return (
-        f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, float, "
-        f"str and containers of them cross stages: {hint} (torch.utils._pytree.register_pytree_node), or return its parts."
+        f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
+        f"float, str and containers of them cross stages: {hint} (torch.utils._pytree.register_pytree_node), or "
+        "return its parts."
     )
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor has been written in place (inference tensors do not count: 0)."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach() for tensor in tensors)
+    return tuple([tensor.detach() for tensor in tensors])
 
 
 def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:

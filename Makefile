@@ -1,0 +1,43 @@
+# Each target does its own set-up: a virtual environment in .venv, installed under constraints.txt.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+# One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in two processes.
+ONE := OMP_NUM_THREADS=1
+
+.PHONY: demo test check soak bench test-gpu clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/characters.py
+	$(BIN)/python examples/hessian_product.py
+
+test: $(READY)
+	$(ONE) $(BIN)/python -m pytest -n 2 -m "not soak"
+
+check: $(READY)
+	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks
+	$(BIN)/isort --check-only pipeline partition scheduler tests examples benchmarks
+	$(BIN)/mypy
+	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler tests/test_docs.py tests/test_architecture.py
+
+soak: $(READY)
+	$(ONE) $(BIN)/python -m pytest -n 2 -m soak
+
+bench: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[bench]"
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/memory.py
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[examples,test,check]"
+	touch $(READY)
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache
