@@ -1,0 +1,42 @@
+"""Is what the documents show true? Their Python blocks run in order, a page at a time; their doctests must match."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def run_doctest(block: str, names: dict[str, object], where: str, line: int) -> None:
+    test = doctest.DocTestParser().get_doctest(block, names, where, where, line)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    report: list[str] = []
+    runner.run(test, out=report.append, clear_globs=False)
+    names.update(test.globs)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
+    torch.manual_seed(0)
+    text = page.read_text()
+    names: dict[str, object] = {}
+    for match in BLOCK.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        if match.group(1).lstrip().startswith(">>>"):
+            run_doctest(match.group(1), names, page.name, line)
+        else:
+            exec(compile("\n" * line + match.group(1), page.name, "exec"), names)
+
+
+def test_every_page_that_is_linked_exists() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
