@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import DroppedError
 from scheduler import Action, Kind
 
 Policy: TypeAlias = str | Callable[[int, int], bool]
@@ -95,14 +95,29 @@ def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def saving_nothing() -> Iterator[None]:
-    """F of a chunk that will be recomputed: autograd builds its graph, and what it would save is dropped."""
+def saving_nothing(until_the_end: bool) -> Iterator[None]:
+    """F of a chunk that will be recomputed: autograd builds its graph, and what it would save is dropped.
+
+    Args:
+        until_the_end: drop it when the forward is over rather than at once, for layers that call autograd within it.
+
+    Raises:
+        DroppedError: a layer called autograd within its forward, and what it needs was dropped at once.
+    """
     token = _checkpointing.set(True)
+    boxes: list[list[Tensor]] = []
+
+    def box(tensor: Tensor) -> list[Tensor]:
+        boxes.append([tensor])
+        return boxes[-1]
+
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_drop, _miss):
+        with torch.autograd.graph.saved_tensors_hooks(*((box, _open) if until_the_end else (_drop, _miss))):
             yield
     finally:
         _checkpointing.reset(token)
+        for each in boxes:
+            each.clear()
 
 
 @contextmanager
@@ -121,8 +136,11 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _miss(dropped: None) -> Tensor:
-    raise CheckpointError(
-        "a layer asked autograd for a gradient within its own forward, but this forward keeps nothing, since the "
-        "chunk will be recomputed. Use checkpoint='never', or a callable (stage, chunk) -> bool that is False for "
-        "this stage."
+    raise DroppedError(
+        "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
+        "recomputed. Call it for every chunk or for none, or use checkpoint='never'."
     )
+
+
+def _open(box: list[Tensor]) -> Tensor:
+    return box[0]

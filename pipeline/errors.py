@@ -13,5 +13,9 @@ class CheckpointError(RuntimeError):
     """A recomputation would not repeat its forward: something that it reads has changed in between."""
 
 
+class DroppedError(CheckpointError):
+    """A layer called autograd within its forward, where nothing is saved. The stage then runs it again, saving."""
+
+
 class StuckError(RuntimeError):
     """Every lane that still has actions waits for an action that nobody runs."""

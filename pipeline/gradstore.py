@@ -3,8 +3,8 @@
     add_(parameter, gradient) ...   merge_(another store)   -->   scale_, clip_   -->   apply(optimizer) or assign()
 
 A value is the sum of its contributions, never their mean. A parameter without contributions is absent, which is not
-zero: the optimizer leaves it alone (no weight decay, no momentum step). Half-precision gradients are summed in float32
-and cast once, when they leave.
+zero: the optimizer leaves it alone (no weight decay, no momentum step). Sums are kept in the wider of the parameter's
+and the gradients' types, half-precision ones in float32, and cast once, when they leave.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GradStore:
         self._moved = False
         for name, param in _named(params):
             self._params[id(param)] = param
-            if name is not None:
-                self._names[name] = id(param)
+            if name is not None and self._names.setdefault(name, id(param)) != id(param):
+                raise ValueError(f"two parameters are named {name!r}. Give each a name of its own.")
 
     # ------------------------------------------------------------------------------------------------- one gradient
 
@@ -62,7 +62,7 @@ class GradStore:
 
         Raises:
             KeyError: the store is closed and does not know the key.
-            TypeError: not a floating-point gradient, or one that requires grad.
+            TypeError: not a floating-point gradient, one that requires grad, or a complex one of a real parameter.
             ValueError: another shape or device than the parameter's.
         """
         param = self._param(key)
@@ -71,16 +71,16 @@ class GradStore:
         self._check(param, grad)
         present = self._grads.get(id(param))
         if present is None:
-            self._grads[id(param)] = grad.detach().to(_sum_dtype(grad.dtype), copy=True)
+            self._grads[id(param)] = grad.detach().to(_sum_dtype(param, grad), copy=True)
         else:
             self._grads[id(param)] = _sum(present, grad.detach())
 
     def insert(self, key: Key, grad: Tensor) -> Tensor | None:
-        """Put a gradient in place of what is there; return what was. The store takes `grad` over."""
+        """Put a gradient in place of what is there; return what was. The store takes `grad` over. Raises as `add_`."""
         param = self._param(key)
         self._check(param, grad)
         before = self._grads.get(id(param))
-        self._grads[id(param)] = grad
+        self._grads[id(param)] = grad.to(_sum_dtype(param, grad))
         return before
 
     def get(self, key: Key) -> Tensor | None:
@@ -109,7 +109,7 @@ class GradStore:
     @property
     def nbytes(self) -> int:
         """The bytes of all gradients."""
-        return sum(_values(grad).numel() * grad.element_size() for grad in self._grads.values())
+        return sum(tensor.numel() * tensor.element_size() for grad in self._grads.values() for tensor in _parts(grad))
 
     # ----------------------------------------------------------------------------------------------- all gradients
 
@@ -137,12 +137,15 @@ class GradStore:
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
+        self._check_alive()
         for grad in self._grads.values():
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor."""
-        return torch.nn.utils.get_total_norm([_values(grad) for grad in self._grads.values()], norm_type)
+        self._check_alive()
+        values = (_values(grad) for grad in self._grads.values())
+        return torch.nn.utils.get_total_norm([each for each in values if each.numel()], norm_type)
 
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm of at most `max_norm`; return the norm before.
@@ -155,10 +158,12 @@ class GradStore:
 
     def is_finite(self) -> bool:
         """Whether no gradient holds an inf or a nan."""
+        self._check_alive()
         return all(bool(torch.isfinite(_values(grad)).all()) for grad in self._grads.values())
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._check_alive()
         self._grads.clear()
 
     # -------------------------------------------------------------------------------------------------- where they go
@@ -171,6 +176,7 @@ class GradStore:
         """
         if mode not in ("add", "set"):
             raise ValueError(f"mode is {mode!r}. Use 'add' or 'set'.")
+        self._check_alive()
         for param, grad in list(self.items()):
             cast = grad.to(param.dtype)
             param.grad = cast if mode == "set" or param.grad is None else _sum(param.grad, cast)
@@ -178,6 +184,8 @@ class GradStore:
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer make one step with these gradients, then empty the store. `.grad` is None afterwards.
+
+        If the optimizer fails the store keeps its gradients.
 
         Raises:
             RuntimeError: the store is empty.
@@ -202,9 +210,13 @@ class GradStore:
                 f"{list(stale[0].shape)}), which the step would use too. Call optimizer.zero_grad(), or "
                 "store.assign('add') and optimizer.step()."
             )
+        grads = dict(self._grads)
         self.assign("set")
         try:
             optimizer.step()
+        except BaseException:
+            self._grads = grads
+            raise
         finally:
             optimizer.zero_grad(set_to_none=True)
 
@@ -227,8 +239,12 @@ class GradStore:
 
     def _check(self, param: Tensor, grad: Tensor) -> None:
         if not (grad.is_floating_point() or grad.is_complex()) or grad.requires_grad:
-            raise TypeError(f"a gradient is a floating-point tensor that requires no grad; got {grad.dtype}, "
-                            f"requires_grad={grad.requires_grad}. Give grad.detach().")
+            raise TypeError(
+                f"a gradient is a floating-point tensor that requires no grad; got {grad.dtype}, "
+                f"requires_grad={grad.requires_grad}. Give grad.detach()."
+            )
+        if grad.is_complex() and not param.is_complex():
+            raise TypeError(f"the gradient is {grad.dtype} but the parameter is {param.dtype}. Give grad.real.")
         if grad.shape != param.shape or grad.device != param.device:
             raise ValueError(
                 f"the gradient has shape {list(grad.shape)} on {grad.device}, the parameter {list(param.shape)} on "
@@ -248,19 +264,27 @@ def _named(
     if isinstance(params, nn.Module):
         yield from params.named_parameters(remove_duplicate=False)
         return
+    if isinstance(params, Tensor):  # an iterable too: of its rows
+        raise TypeError("params is one tensor. Give a list: GradStore([parameter]).")
     for each in params.items() if isinstance(params, Mapping) else params:
         yield (None, each) if isinstance(each, Tensor) else each
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(param: Tensor, grad: Tensor) -> torch.dtype:
+    dtype = torch.promote_types(param.dtype, grad.dtype)
     return torch.float32 if dtype in _HALF else dtype
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """one + other, in place where that keeps the layout; sparse + dense is dense."""
+    """one + other, in place where that keeps layout and type; sparse + dense is dense."""
+    dtype = torch.promote_types(one.dtype, other.dtype)
     if one.is_sparse and not other.is_sparse:
-        return other.to(one.dtype) + one
-    return one.add_(other.to(one.dtype))
+        return other.to(dtype) + one.to(dtype)
+    return one.to(dtype).add_(other.to(dtype))
+
+
+def _parts(grad: Tensor) -> tuple[Tensor, ...]:
+    return (grad._indices(), grad._values()) if grad.is_sparse else (grad,)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Loss:
         # Parts that cancel (a policy gradient's) leave rounding errors of their own size, not of the small whole's.
         scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         scale = scale / self._count().abs() if self._counts else scale
-        near = tolerance * (scale.item() + 1e-3)
+        near = tolerance * (scale.nan_to_num(0.0, 0.0).item() + 1e-3)
         if not torch.allclose(ours.double(), whole.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
             raise ValueError(
                 f"{self._name} is not a {self._reduction} over rows: the chunks' losses ({list(self._rows)} rows) "
@@ -128,8 +128,8 @@ class Loss:
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
         if self._asked == "sum":
             raise ValueError(
-                f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return the sum "
-                "alone, or leave loss_reduction out."
+                f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return "
+                "the sum alone, or leave loss_reduction out."
             )
         count = value[1]
         if isinstance(count, Tensor) and count.requires_grad:
@@ -185,13 +185,17 @@ def _as_sum_and_count(loss_fn: LossFn) -> LossFn:
         return _tokens(functional.cross_entropy, loss_fn.weight, loss_fn, **options)
     if type(loss_fn) is nn.NLLLoss and not _has_hooks(loss_fn):
         return _tokens(functional.nll_loss, loss_fn.weight, loss_fn, ignore_index=loss_fn.ignore_index)
-    if loss_fn in (functional.cross_entropy, functional.nll_loss):
+    if _is_torchs(loss_fn):
         return _tokens(loss_fn, None, loss_fn)
-    if isinstance(loss_fn, partial) and loss_fn.func in (functional.cross_entropy, functional.nll_loss):
+    if isinstance(loss_fn, partial) and _is_torchs(loss_fn.func):
         options = {key: value for key, value in loss_fn.keywords.items() if key not in ("weight", "reduction")}
         if not loss_fn.args and options.keys() <= {"ignore_index", "label_smoothing"}:
             return _tokens(loss_fn.func, loss_fn.keywords.get("weight"), loss_fn, **options)
     return loss_fn
+
+
+def _is_torchs(function: LossFn) -> bool:
+    return function is functional.cross_entropy or function is functional.nll_loss
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -204,7 +208,10 @@ def _tokens(function: Callable[..., Tensor], weight: Tensor | None, whole: LossF
     def sum_and_count(output: Any, target: Any) -> Any:
         if not isinstance(target, Tensor) or target.is_floating_point():
             return whole(output, target)  # class probabilities: a mean over rows
-        total = function(output, target, weight=weight, reduction="sum", **options)
+        if isinstance(output, Tensor) and output.dtype in _HALF:  # a sum of float16 would overflow
+            total = function(output, target, weight=weight, reduction="none", **options).sum(dtype=torch.float32)
+        else:
+            total = function(output, target, weight=weight, reduction="sum", **options)
         counted = target[target != ignore_index]
         return total, counted.numel() if weight is None else weight[counted.long()].sum()  # uint8 would be a mask
 

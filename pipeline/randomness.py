@@ -10,9 +10,12 @@ one draw aside. The rule is public: with `layer_seed` the same masks can be had 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import nn
 
@@ -84,6 +87,33 @@ def private_generators(modules: Iterable[nn.Module]) -> tuple[torch.Generator, .
     """The `torch.Generator` objects that modules hold as attributes: no seed reaches them, so their states are kept."""
     found = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
     return tuple(dict.fromkeys(found))
+
+
+HostStates: TypeAlias = tuple[Any, Any]
+
+
+def host_states() -> HostStates:
+    """The states of Python's and numpy's global generators, which no seed of ours reaches."""
+    return random.getstate(), numpy.random.get_state()
+
+
+def same_host_states(one: HostStates, other: HostStates) -> bool:
+    """Whether nothing was drawn from Python's and numpy's global generators in between."""
+    numpys = zip(one[1], other[1], strict=True)
+    return one[0] == other[0] and all(numpy.array_equal(mine, theirs) for mine, theirs in numpys)
+
+
+@contextmanager
+def host_at(states: HostStates) -> Iterator[None]:
+    """Put Python's and numpy's global generators at earlier states, and back where they were at the end."""
+    found = host_states()
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    try:
+        yield
+    finally:
+        random.setstate(found[0])
+        numpy.random.set_state(found[1])
 
 
 @contextmanager

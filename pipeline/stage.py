@@ -24,9 +24,17 @@ from torch import Tensor, nn
 from pipeline.ambient import Ambient
 from pipeline.buffers import Buffers
 from pipeline.checkpoint import recomputing, saving_nothing
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import MARK, enter, explore, gradients, hooks_asleep, mark, run_backward
-from pipeline.randomness import Seeder, generators_at, private_generators
+from pipeline.randomness import (
+    HostStates,
+    Seeder,
+    generators_at,
+    host_at,
+    host_states,
+    private_generators,
+    same_host_states,
+)
 from pipeline.trees import Grads, Message, Tree, detached, flatten, versions
 
 Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
@@ -75,6 +83,9 @@ class StageRun:
         self.buffers = Buffers(self.modules)
         self._generators = private_generators(self.modules)
         self._generator_states: dict[int, list[tuple[torch.Generator, Tensor]]] = {}
+        self._draws_from_host = False  # from Python's or numpy's global generators: chunk 0 shows
+        self._host_states: dict[int, HostStates] = {}
+        self._saves_until_the_end = False  # a layer calls autograd within its forward: chunk 0 shows
         self._flags = [module.training for module in self.modules]
         self._parameters = _parameters(self.modules, f"stage {index}") if grad else ()
         self._aliases = {id(slot.alias): slot.real for slot in self._parameters if slot.alias is not slot.real}
@@ -107,8 +118,8 @@ class StageRun:
         tensors = message.tree.tensors
         before = versions(tensors)
         self.buffers.before_forward(chunk, keep)
-        if keep and self._generators:
-            self._generator_states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
+        if keep:
+            self._keep_generators(chunk)
         if not self.grad:
             given = tuple(tensor.clone() for tensor in tensors) if self._mutates_input else tensors
             output = self._outputs(chunk, message.tree.build(given))
@@ -119,10 +130,19 @@ class StageRun:
         given_before = versions(given)
         with self._aliased():
             if recompute:
-                with saving_nothing():
-                    output = self._outputs(chunk, message.tree.build(given))
+                try:
+                    output = self._outputs_only(chunk, message.tree.build(given))
+                except DroppedError:
+                    if not self._first:
+                        raise
+                    self._saves_until_the_end = True
+                    self.buffers.roll_back()
+                    leaves, given = self._enter(message)
+                    output = self._outputs_only(chunk, message.tree.build(given))
             else:
                 output = self._outputs(chunk, message.tree.build(given))
+        if keep and self._first:
+            self._draws_from_host = not same_host_states(self._host_states[chunk], host_states())
         self._learn_mutation(given, given_before, message, before)
         self.buffers.after_forward()
         needs_grad = tuple(tensor.requires_grad for tensor in output.tensors)
@@ -138,6 +158,17 @@ class StageRun:
             seed(chunk, index)
             value = layer(value)
         return flatten(value, f"the output of stage {self.index} ({self.layers})")
+
+    def _outputs_only(self, chunk: int, value: Any) -> Tree:
+        with saving_nothing(self._saves_until_the_end):
+            return self._outputs(chunk, value)
+
+    def _keep_generators(self, chunk: int) -> None:
+        """Keep the states of generators that no seed of ours reaches, for the recomputation."""
+        if self._generators:
+            self._generator_states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
+        if self._first or self._draws_from_host:
+            self._host_states[chunk] = host_states()
 
     def _enter(self, message: Message) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk (None where no gradient is wanted), and what the layers get."""
@@ -220,6 +251,7 @@ class StageRun:
         if not retain:
             self.buffers.forget(chunk)
             self._generator_states.pop(chunk, None)
+            self._host_states.pop(chunk, None)
         return result
 
     def _differentiate(
@@ -258,8 +290,8 @@ class StageRun:
             raise CheckpointError(
                 f"the recomputation of stage {self.index} ({self.layers}), chunk {chunk}, took another path than its "
                 f"forward: {record.nodes} autograd nodes then, {nodes} now. A layer depends on state that changed in "
-                "between (a counter, Python's or numpy's random numbers). Draw from torch's generators, test "
-                "pipeline.is_recomputing() where a module counts, or use checkpoint='never'."
+                "between, such as a counter. Make it a buffer, test pipeline.is_recomputing() where a module "
+                "counts, or use checkpoint='never'."
             )
         return leaves, output
 
@@ -284,6 +316,8 @@ class StageRun:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
                 stack.enter_context(generators_at(self._generator_states[chunk]))
+            if self._draws_from_host:
+                stack.enter_context(host_at(self._host_states[chunk]))
             yield
 
     def check_unchanged(self, chunk: int, tensors: Sequence[Tensor], then: Sequence[int]) -> None:
@@ -359,6 +393,7 @@ class StageRun:
         """Forget everything that was kept for a backward."""
         self._records.clear()
         self._generator_states.clear()
+        self._host_states.clear()
 
 
 class _Swap:
