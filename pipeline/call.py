@@ -10,6 +10,7 @@ runs its only phase at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from time import perf_counter
 
@@ -224,7 +225,9 @@ class Call:
             wanted = [piece for piece in pieces if piece.requires_grad]
             found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
             if roots:
-                with hooks_asleep(foreign):
+                with hooks_asleep(foreign), ExitStack() as stack:
+                    for stage in self.stages:  # a layer's own torch.utils.checkpoint runs its forward now
+                        stack.enter_context(stage.on_views(views))
                     found = torch.autograd.grad(
                         roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True,
                         allow_unused=True

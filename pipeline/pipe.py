@@ -79,7 +79,7 @@ class Pipe(nn.Module):
         self.balance = _balance(module, balance, places)
         self.devices = _devices(places, len(self.balance))
         self._values = chain(len(self.balance))
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
         self._losses = 0  # how many losses were computed: the first, second, fourth, ... is compared
         self.checkpoint = checkpoint
@@ -130,6 +130,7 @@ class Pipe(nn.Module):
         else:
             by_name(schedule, len(self.balance), self.chunks)
         self._schedule = schedule
+        self._plans.clear()
 
     # -------------------------------------------------------------------------------------------- like a Sequential
 
@@ -306,7 +307,7 @@ class Pipe(nn.Module):
         return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
     def _plan(self, chunks: int, planner: Any) -> Plan:
-        key = (self._schedule if isinstance(self._schedule, str) else id(self._schedule), chunks, planner)
+        key = (chunks, planner)
         if key not in self._plans:
             self._plans[key] = planner(self._schedule_for(chunks), self.devices)
         return self._plans[key]

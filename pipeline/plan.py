@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipeline.checkpoint import Policy, recomputed
+from pipeline.checkpoint import POLICIES, Policy, recomputed
 from pipeline.engine import Needs, merged_order, needs_of
 from scheduler import Action, Kind, Schedule
 
@@ -30,10 +30,11 @@ class Plan(NamedTuple):
     schedule: Schedule
     phases: tuple[Phase, ...]
     device_orders: tuple[tuple[Action, ...], ...]
+    by_mode: dict[str, frozenset[tuple[int, int]]]  # what each named mode recomputes
 
     def recomputed(self, policy: Policy) -> frozenset[tuple[int, int]]:
         """The (stage, chunk) pairs that `policy` recomputes here."""
-        return recomputed(policy, self.device_orders)
+        return recomputed(policy, self.device_orders) if callable(policy) else self.by_mode[policy]
 
 
 def plan_step(schedule: Schedule, devices: Sequence[object]) -> Plan:
@@ -57,4 +58,5 @@ def _plan(schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devic
         phases.append(phase)
     distinct = list(dict.fromkeys(devices))
     device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
-    return Plan(schedule, tuple(phases), device_orders)
+    by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
+    return Plan(schedule, tuple(phases), device_orders, by_mode)

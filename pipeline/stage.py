@@ -242,7 +242,8 @@ class StageRun:
             if grad is not None and tensor.requires_grad
         ]
         if pairs:
-            self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], leaves, retain)
+            with self._aliased():  # a layer's own torch.utils.checkpoint runs its forward now
+                self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], leaves, retain)
         result = tuple(None if leaf is None else leaf.grad for leaf in leaves)
         if retain and record.outputs is not None:
             for leaf in leaves:
@@ -356,10 +357,13 @@ class StageRun:
             value: the stage's input, attached to the caller's graph.
             views: for each real parameter (by id) the tensor to compute with.
         """
-        places = [(slot.place, slot.name, views.get(id(slot.real), slot.real)) for slot in self._parameters]
-        with self.as_at_forward(chunk), _Swap(places):
+        with self.as_at_forward(chunk), self.on_views(views):
             tree = self._outputs(chunk, value)
         return tree.build(tree.tensors)
+
+    def on_views(self, views: dict[int, Tensor]) -> AbstractContextManager[None]:
+        """Within: the modules compute with `views` of the real parameters."""
+        return _Swap([(slot.place, slot.name, views.get(id(slot.real), slot.real)) for slot in self._parameters])
 
     def own_input(self, value: Tensor) -> Tensor:
         """`value`, or a copy where the layers would write it."""
