@@ -9,8 +9,10 @@ Training flags belong to modules and are kept by the stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,22 @@ class Ambient(NamedTuple):
             if now.dispatch_modes != self.dispatch_modes:
                 stack.enter_context(_dispatch_modes(self.dispatch_modes))
             yield
+
+
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that torch.compile must not look into: it would trace the engine instead of the layers.
+
+    torch.compile of a layer works as ever; of a whole Pipe, it compiles nothing.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is being compiled, and importing it takes a second
+        return function(*args)
+    return _opaque(function)(*args)
+
+
+@cache
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    opaque: Callable[..., Any] = torch.compiler.disable(function)
+    return opaque
 
 
 def _attention_kernels() -> tuple[bool, ...]:

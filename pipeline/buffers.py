@@ -49,6 +49,16 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
+    def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
+        places = {_now(slot).untyped_storage().data_ptr() for slot in self._slots}
+        return tuple(
+            [
+                tensor.detach().clone() if tensor.untyped_storage().data_ptr() in places else tensor.detach()
+                for tensor in tensors
+            ]
+        )
+
     def before_forward(self, chunk: int, keep: bool) -> None:
         """Clone what is known to change; `keep`: a recomputation of this chunk may come."""
         if keep and self._mutated:

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs, split
 from partition.splitting import check_balance, check_module
 from pipeline import forward_door, step_door
+from pipeline.ambient import eagerly
 from pipeline.call import Call
 from pipeline.checkpoint import Policy, check_policy
 from pipeline.loss import Loss, LossFn
@@ -173,6 +174,9 @@ class Pipe(nn.Module):
         Returns:
             What the plain module returns, on the last device. Differentiable to any order.
         """
+        return eagerly(Pipe._forward, self, input)
+
+    def _forward(self, input: Any) -> Any:
         batch = scatter(input, self.chunks)
         grad = torch.is_grad_enabled()
         self._refuse_transforms(batch)

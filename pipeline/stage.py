@@ -125,7 +125,7 @@ class StageRun:
             output = self._outputs(chunk, message.tree.build(given))
             self._learn_mutation(given, (0,) * len(given), message, before)
             self.buffers.after_forward()
-            return Message(Tree(detached(output.tensors), output.skeleton), (False,) * len(output.tensors))
+            return Message(self._handed_over(output), (False,) * len(output.tensors))
         leaves, given = self._enter(message)
         given_before = versions(given)
         with self._aliased():
@@ -150,7 +150,11 @@ class StageRun:
             nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], leaves)
             kept = _Record(None, leaves, output, (), nodes)
             self._records[chunk] = _Record(message, (), None, before, nodes) if recompute else kept
-        return Message(Tree(detached(output.tensors), output.skeleton), needs_grad)
+        return Message(self._handed_over(output), needs_grad)
+
+    def _handed_over(self, output: Tree) -> Tree:
+        tensors = self.buffers.hand_over(output.tensors) if self.buffers else detached(output.tensors)
+        return Tree(tensors, output.skeleton)
 
     def _outputs(self, chunk: int, value: Any) -> Tree:
         seed = self._seeder.seed
