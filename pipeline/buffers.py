@@ -13,7 +13,8 @@ to; whatever changes unseen is found by value when the forwards are done, and is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
+from pipeline.trees import storage_of
 
 
 class _Slot(NamedTuple):
-    owner: int  # the module's place in the stage
+    owner: int  # modules that change their buffers together: one, or several that share a buffer
     place: dict[str, Tensor | None]  # module._buffers
     name: str
     tensor: Tensor
@@ -36,11 +38,17 @@ class Buffers:
     """The buffers of one stage during one call."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._slots = [
-            _Slot(owner, module._buffers, name, tensor, _version(tensor), tensor.detach().clone())
-            for owner, module in enumerate(modules)
+        found = [
+            (module, name, tensor)
+            for module in modules
             for name, tensor in module._buffers.items()
             if tensor is not None
+        ]
+        initial = _copies([tensor for _, _, tensor in found])
+        owners = _owners(found)
+        self._slots = [
+            _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)
+            for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
         ]
         self._mutated: set[int] = set()  # owners
         self._before: dict[int, dict[int, Tensor]] = {}  # chunk -> slot -> value
@@ -51,22 +59,17 @@ class Buffers:
 
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
-        places = {_now(slot).untyped_storage().data_ptr() for slot in self._slots}
+        places = {storage_of(_now(slot)) for slot in self._slots}
         return tuple(
-            [
-                tensor.detach().clone() if tensor.untyped_storage().data_ptr() in places else tensor.detach()
-                for tensor in tensors
-            ]
+            [tensor.detach().clone() if storage_of(tensor) in places else tensor.detach() for tensor in tensors]
         )
 
     def before_forward(self, chunk: int, keep: bool) -> None:
         """Clone what is known to change; `keep`: a recomputation of this chunk may come."""
         if keep and self._mutated:
-            self._before[chunk] = {
-                index: _now(slot).detach().clone()
-                for index, slot in enumerate(self._slots)
-                if slot.owner in self._mutated
-            }
+            indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+            copies = _copies([_now(self._slots[index]) for index in indices])
+            self._before[chunk] = dict(zip(indices, copies, strict=True))
 
     def after_forward(self) -> None:
         """Learn which modules change their buffers."""
@@ -90,14 +93,25 @@ class Buffers:
         """Within: the modules see their buffers as they were before F of `chunk`. What they change is thrown away."""
         before = self._before.get(chunk, {})
         found = [slot.place.get(slot.name) for slot in self._slots]
-        for index, slot in enumerate(self._slots):
-            value = before.get(index, slot.initial)
-            slot.place[slot.name] = value.clone() if slot.owner in self._mutated else value
+        written = [tensor if tensor is None else _version(tensor) for tensor in found]
+        changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+        copies = _copies([before.get(index, self._slots[index].initial) for index in changing])
+        for slot in self._slots:
+            if not slot.tensor.requires_grad:  # one that does is a leaf of the caller's own, not a record of values
+                slot.place[slot.name] = slot.initial
+        for index, copy in zip(changing, copies, strict=True):
+            self._slots[index].place[self._slots[index].name] = copy
         try:
             yield
         finally:
             for slot, tensor in zip(self._slots, found, strict=True):
                 slot.place[slot.name] = tensor
+        for slot, tensor, version in zip(self._slots, found, written, strict=True):
+            if tensor is not None and _version(tensor) != version:
+                raise CheckpointError(
+                    f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
+                    "closure). Write it as self." + slot.name + "."
+                )
 
     def forget(self, chunk: int) -> None:
         """No recomputation of this chunk will come any more."""
@@ -110,6 +124,36 @@ class Buffers:
             if not _equal(slot.tensor, slot.initial):
                 with torch.no_grad():
                     slot.tensor.copy_(slot.initial)
+
+
+def _owners(found: Sequence[tuple[nn.Module, str, Tensor]]) -> list[int]:
+    """A number for each buffer: the same for buffers of one module, and of modules whose buffers share memory."""
+    group: dict[int, int] = {}  # by storage and by module
+    for number, (module, _, tensor) in enumerate(found):
+        keys = (id(module), storage_of(tensor))
+        joined = {group[key] for key in keys if key in group}
+        smallest = min(joined, default=number)
+        group.update({key: smallest for key, value in group.items() if value in joined})
+        group.update(dict.fromkeys(keys, smallest))
+    return [group[id(module)] for module, _, _ in found]
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Detached copies that share memory among themselves as the originals do."""
+    sharing = Counter(storage_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    bases: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors:
+        place = storage_of(tensor)
+        if id(tensor) in copies:
+            continue
+        if sharing[place] == 1:
+            copies[id(tensor)] = tensor.detach().clone()
+        else:
+            base = bases.setdefault(place, tensor.untyped_storage().clone())
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copies[id(tensor)] = empty.set_(base, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return [copies[id(tensor)] for tensor in tensors]
 
 
 def _now(slot: _Slot) -> Tensor:

@@ -44,6 +44,7 @@ class Call:
         plan: what runs.
         recompute: the (stage, chunk) pairs that are recomputed.
         grad: whether this call has gradients.
+        compares: whether recomputations are compared with their forwards by value.
         keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
         traces: who records the actions.
     """
@@ -58,6 +59,7 @@ class Call:
         recompute: frozenset[tuple[int, int]],
         grad: bool,
         keep: bool,
+        compares: bool,
         traces: Sequence[Trace],
     ) -> None:
         self.batch = batch
@@ -66,7 +68,7 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, grad, self.seeder, self._ambient)
+            StageRun(index, first, layers, grad, self.seeder, self._ambient, compares)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
@@ -167,11 +169,12 @@ class Call:
         device = self._devices[stage]
         loss_grads = self.loss_grads
         if stage == len(self.stages) - 1 and loss_grads is not None:
-            grads = self.stages[stage].backward(chunk, lambda tree: loss_grads(chunk, tree), self._retain)
+            grads = self.stages[stage].backward(chunk, lambda tree: loss_grads(chunk, tree), True, self._retain)
         else:
             (readers,) = self._mailbox.take_grads(stage, chunk).values()
             given = _summed(readers, device)
-            grads = self.stages[stage].backward(chunk, lambda tree: given, self._retain)
+            wanted = any([grad is not None for grad in given])
+            grads = self.stages[stage].backward(chunk, lambda tree: given, wanted, self._retain)
         for row in self._values.read_by[stage]:
             self._mailbox.put_grads(stage, chunk, {row.name: grads or ()})
 

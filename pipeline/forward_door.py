@@ -20,6 +20,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from pipeline.call import Call
 from pipeline.errors import CheckpointError
+from pipeline.graph import deliver
 from pipeline.microbatch import gather
 from pipeline.trees import Grads, Tree, versions
 
@@ -70,7 +71,8 @@ class Backward:
         sums = self._call.sums()
         if not retain:
             self._call.release()
-        found = (sums.pop(id(owner), None) for owner in self.owners)
+        found = [sums.pop(id(owner), None) for owner in self.owners]
+        deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
 
     def _parts(self, grads: Grads) -> list[Grads]:

@@ -75,19 +75,30 @@ def gradients(
 
 
 class Entry(torch.autograd.Function):
-    """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place."""
+    """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place.
+
+    Its backward puts the gradients into `found` as they come. Through the leaves' `.grad` they would be copied into the
+    leaves' layout, and sums over another layout round differently.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, found: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.found = found
         ctx.set_materialize_grads(False)
-        return tuple(leaf.detach() for leaf in leaves)
+        return tuple([leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        return grads
+        ctx.found[:] = grads
+        return (None,) * (len(grads) + 1)
 
 
 enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
+
+
+def owned(grad: Tensor, owner: Tensor) -> Tensor:
+    """A gradient that shares memory with nothing, in its owner's layout: autograd may hand one tensor to several."""
+    return grad.clone() if grad.is_sparse else torch.empty_like(owner, requires_grad=False).copy_(grad)
 
 
 class Deliver(torch.autograd.Function):

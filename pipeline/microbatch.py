@@ -228,7 +228,7 @@ def _joinable(column: Sequence[Tensor], rows: Sequence[int]) -> tuple[int, ...]:
             "pipe.step(x, target, loss_fn=...)."
         )
     sizes = tuple(tensor.shape[0] for tensor in column)
-    if any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
+    if sizes[0] % rows[0] or any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
         raise ValueError(
             f"an output cannot be joined along dim 0: chunks of {list(rows)} rows gave shapes {shapes}, which do not "
             "grow with the rows. Return outputs whose dim 0 counts rows, or use chunks=1."

@@ -82,6 +82,7 @@ class Pipe(nn.Module):
         self._values = chain(len(self.balance))
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
+        self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
         self._losses = 0  # how many losses were computed: the first, second, fourth, ... is compared
         self.checkpoint = checkpoint
         self.chunks = chunks
@@ -303,7 +304,9 @@ class Pipe(nn.Module):
         recompute = plan.recomputed(self.checkpoint) if grad else frozenset()
         stages = self._stages()
         traces = [*self._traces, *([] if trace is None else [trace])]
-        return Call(stages, self.devices, self._values, batch, plan, recompute, grad, keep, traces)
+        self._calls += grad
+        compares = grad and self._calls & (self._calls - 1) == 0
+        return Call(stages, self.devices, self._values, batch, plan, recompute, grad, keep, compares, traces)
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())

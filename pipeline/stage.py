@@ -25,7 +25,7 @@ from pipeline.ambient import Ambient
 from pipeline.buffers import Buffers
 from pipeline.checkpoint import recomputing, saving_nothing
 from pipeline.errors import CheckpointError, DroppedError
-from pipeline.graph import MARK, enter, explore, gradients, hooks_asleep, mark, run_backward
+from pipeline.graph import MARK, enter, explore, gradients, hooks_asleep, mark, owned, run_backward
 from pipeline.randomness import (
     HostStates,
     Seeder,
@@ -35,7 +35,18 @@ from pipeline.randomness import (
     private_generators,
     same_host_states,
 )
-from pipeline.trees import Grads, Message, Tree, detached, flatten, versions
+from pipeline.trees import (
+    Checksums,
+    Grads,
+    Message,
+    Tree,
+    checksums,
+    detached,
+    flatten,
+    same_checksums,
+    storage_of,
+    versions,
+)
 
 Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
 GradsOf: TypeAlias = Callable[[Tree], Grads]
@@ -49,11 +60,24 @@ class _Parameter(NamedTuple):
     version: int
 
 
+class _Entered(NamedTuple):
+    """The cut before a stage: a leaf for each input (None where no gradient is wanted), and where gradients arrive."""
+
+    leaves: tuple[Tensor | None, ...]
+    arrived: list[Tensor | None]  # one for each leaf
+
+    def grads(self) -> Grads:
+        """What arrived, for each input; taken out."""
+        found = iter(self.arrived.copy())
+        self.arrived[:] = [None] * len(self.arrived)
+        return tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
+
+
 class _Record(NamedTuple):
-    """What stays between F and B of one chunk. Kept: leaves and outputs. Recomputed: the input."""
+    """What stays between F and B of one chunk. Kept: the cut and the outputs. Recomputed: the input."""
 
     message: Message | None
-    leaves: tuple[Tensor | None, ...]
+    entered: _Entered | None
     outputs: Tree | None
     input_versions: tuple[int, ...]
     nodes: int
@@ -69,10 +93,18 @@ class StageRun:
         grad: whether this call has gradients.
         seeder: seeds the generators for each (chunk, layer).
         ambient: torch's switches at the call.
+        compares: whether recomputations are compared with their forwards by value.
     """
 
     def __init__(
-        self, index: int, first_layer: int, layers: Sequence[nn.Module], grad: bool, seeder: Seeder, ambient: Ambient
+        self,
+        index: int,
+        first_layer: int,
+        layers: Sequence[nn.Module],
+        grad: bool,
+        seeder: Seeder,
+        ambient: Ambient,
+        compares: bool,
     ) -> None:
         self.index = index
         self.grad = grad
@@ -95,6 +127,8 @@ class StageRun:
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_sums: dict[int, Tensor] = {}
         self._records: dict[int, _Record] = {}
+        self._compares = compares
+        self._checksums: dict[int, Checksums] = {}
         self._mutates_input = True  # until chunk 0 has shown that it does not
         self._first = True
 
@@ -121,12 +155,13 @@ class StageRun:
         if keep:
             self._keep_generators(chunk)
         if not self.grad:
-            given = tuple(tensor.clone() for tensor in tensors) if self._mutates_input else tensors
+            given = tuple([tensor.clone() for tensor in tensors]) if self._mutates_input else tensors
+            given_before = versions(given)
             output = self._outputs(chunk, message.tree.build(given))
-            self._learn_mutation(given, (0,) * len(given), message, before)
+            self._learn_mutation(given, given_before, message, before)
             self.buffers.after_forward()
             return Message(self._handed_over(output), (False,) * len(output.tensors))
-        leaves, given = self._enter(message)
+        entered, given = self._enter(message)
         given_before = versions(given)
         with self._aliased():
             if recompute:
@@ -137,7 +172,8 @@ class StageRun:
                         raise
                     self._saves_until_the_end = True
                     self.buffers.roll_back()
-                    leaves, given = self._enter(message)
+                    entered, given = self._enter(message)
+                    given_before = versions(given)
                     output = self._outputs_only(chunk, message.tree.build(given))
             else:
                 output = self._outputs(chunk, message.tree.build(given))
@@ -147,9 +183,11 @@ class StageRun:
         self.buffers.after_forward()
         needs_grad = tuple(tensor.requires_grad for tensor in output.tensors)
         if any(needs_grad):
-            nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], leaves)
-            kept = _Record(None, leaves, output, (), nodes)
-            self._records[chunk] = _Record(message, (), None, before, nodes) if recompute else kept
+            nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], entered.leaves)
+            kept = _Record(None, entered, output, (), nodes)
+            self._records[chunk] = _Record(message, None, None, before, nodes) if recompute else kept
+        if keep and self._compares:
+            self._checksums[chunk] = checksums(output.tensors)
         return Message(self._handed_over(output), needs_grad)
 
     def _handed_over(self, output: Tree) -> Tree:
@@ -174,19 +212,20 @@ class StageRun:
         if self._first or self._draws_from_host:
             self._host_states[chunk] = host_states()
 
-    def _enter(self, message: Message) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-        """Cut: the leaves of this chunk (None where no gradient is wanted), and what the layers get."""
+    def _enter(self, message: Message) -> tuple[_Entered, tuple[Tensor, ...]]:
+        """Cut: the leaves of this chunk, and what the layers get."""
         tensors = message.tree.tensors
         if self._mutates_input:
-            tensors = tuple(tensor.clone() for tensor in tensors)
+            tensors = tuple([tensor.clone() for tensor in tensors])
         leaves: list[Tensor | None] = []
         for tensor, needs_grad in zip(tensors, message.needs_grad, strict=True):
             leaf = mark(tensor.detach().requires_grad_(), f"the input of stage {self.index}") if needs_grad else None
             leaves.append(leaf)
         wanted = [leaf for leaf in leaves if leaf is not None]
-        entered = iter(enter(*wanted) if wanted else ())
+        arrived: list[Tensor | None] = [None] * len(wanted)
+        entered = iter(enter(arrived, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
-        return tuple(leaves), tuple(given)
+        return _Entered(tuple(leaves), arrived), tuple(given)
 
     def _learn_mutation(
         self, given: Sequence[Tensor], given_before: Sequence[int], message: Message, before: Sequence[int]
@@ -194,7 +233,13 @@ class StageRun:
         """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
         if self._first:
             self._first = False
-            self._mutates_input = any(now != then for now, then in zip(versions(given), given_before, strict=True))
+            self._mutates_input = versions(given) != given_before or _differ(given, message.tree.tensors)
+            if self._mutates_input and _share_memory(message.tree.tensors):
+                raise RuntimeError(
+                    f"stage {self.index} ({self.layers}) writes its input in place, and two tensors of that input share "
+                    "memory: one would see what is written into the other, which a stage boundary cannot keep. Write to "
+                    "a copy (x * 2 instead of x.mul_(2)), or put these layers into the stage before."
+                )
         elif versions(message.tree.tensors) != before:
             raise CheckpointError(
                 f"stage {self.index} ({self.layers}) wrote its input in place, which it did not do for the first "
@@ -224,21 +269,22 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def backward(self, chunk: int, grads_of: GradsOf, retain: bool) -> Grads | None:
-        """B: add to the sums, and return the gradients of the input (None: nothing here needs a gradient).
+    def backward(self, chunk: int, grads_of: GradsOf, wanted: bool, retain: bool) -> Grads | None:
+        """B: add to the sums, and return the gradients of the input (None: no gradient comes or goes here).
 
         Args:
             chunk: its index.
             grads_of: from the outputs of this chunk to their gradients.
+            wanted: whether there is any gradient to propagate.
             retain: another backward of this chunk may come.
         """
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
-        if record is None:
+        if record is None or not wanted:
             return None
-        if record.outputs is None:
-            leaves, output = self._recompute(chunk, record)
+        if record.entered is None or record.outputs is None:
+            entered, output = self._recompute(chunk, record)
         else:
-            leaves, output = record.leaves, record.outputs
+            entered, output = record.entered, record.outputs
         grads = grads_of(output)
         pairs = [
             (tensor, grad)
@@ -247,17 +293,12 @@ class StageRun:
         ]
         if pairs:
             with self._aliased():  # a layer's own torch.utils.checkpoint runs its forward now
-                self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], leaves, retain)
-        result = tuple(None if leaf is None else leaf.grad for leaf in leaves)
-        if retain and record.outputs is not None:
-            for leaf in leaves:
-                if leaf is not None:
-                    leaf.grad = None
+                self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], entered.leaves, retain)
         if not retain:
             self.buffers.forget(chunk)
             self._generator_states.pop(chunk, None)
             self._host_states.pop(chunk, None)
-        return result
+        return entered.grads()
 
     def _differentiate(
         self, roots: list[Tensor], grads: list[Tensor], leaves: Sequence[Tensor | None], retain: bool
@@ -274,21 +315,22 @@ class StageRun:
         targets = own + aliases + foreign
         with hooks_asleep(foreign):
             found = gradients(roots, targets, grads, retain=True)
-        for leaf, grad in zip(own + aliases, found, strict=False):
+        for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
-                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+                alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
         for leaf, grad in zip(foreign, found[len(own) + len(aliases) :], strict=True):
             if grad is not None:
                 total = self._foreign_sums.get(id(leaf))
-                self._foreign_sums[id(leaf)] = grad if total is None else total + grad
+                self._foreign_sums[id(leaf)] = owned(grad, leaf) if total is None else total + grad
 
-    def _recompute(self, chunk: int, record: _Record) -> tuple[tuple[Tensor | None, ...], Tree]:
+    def _recompute(self, chunk: int, record: _Record) -> tuple[_Entered, Tree]:
         """R: the forward of a chunk once more, with its graph kept."""
         assert record.message is not None  # a record holds its input or its graph
         self.check_unchanged(chunk, record.message.tree.tensors, record.input_versions)
         with self.as_at_forward(chunk), self._aliased():
-            leaves, given = self._enter(record.message)
+            entered, given = self._enter(record.message)
             output = self._outputs(chunk, record.message.tree.build(given))
+        self._check_same(chunk, output)
         roots = [tensor for tensor in output.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
         if nodes != record.nodes:
@@ -298,7 +340,17 @@ class StageRun:
                 "between, such as a counter. Make it a buffer, test pipeline.is_recomputing() where a module "
                 "counts, or use checkpoint='never'."
             )
-        return leaves, output
+        return entered, output
+
+    def _check_same(self, chunk: int, output: Tree) -> None:
+        """Now and then: compare a recomputation's values with those of its forward."""
+        before = self._checksums.get(chunk)
+        if before is not None and not same_checksums(before, checksums(output.tensors)):
+            raise CheckpointError(
+                f"the recomputation of stage {self.index} ({self.layers}), chunk {chunk}, gave other values than its "
+                "forward. A layer depends on state that its forward changes and that is no buffer (a counter, a tensor in "
+                "a list, a random.Random). Make it a buffer, or use checkpoint='never' and no create_graph."
+            )
 
     # ------------------------------------------------------------------------------------- as it was at the forward
 
@@ -363,6 +415,7 @@ class StageRun:
         """
         with self.as_at_forward(chunk), self.on_views(views):
             tree = self._outputs(chunk, value)
+        self._check_same(chunk, tree)
         return tree.build(tree.tensors)
 
     def on_views(self, views: dict[int, Tensor]) -> AbstractContextManager[None]:
@@ -402,6 +455,7 @@ class StageRun:
         self._records.clear()
         self._generator_states.clear()
         self._host_states.clear()
+        self._checksums.clear()
 
 
 class _Swap:
@@ -421,6 +475,17 @@ class _Swap:
     def __exit__(self, *exc: object) -> None:
         for (place, name, _), found in zip(self._places, self._found, strict=True):
             place[name] = found
+
+
+def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """By value, for what version counters do not show (inference mode, `.data`). Not on an accelerator: it would wait."""
+    pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
+    return any([not torch.equal(one, other) for one, other in pairs])
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    places = [storage_of(tensor) for tensor in tensors]
+    return len(set(places)) < len(places)
 
 
 def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
-from pipeline.graph import MARK, deliver, explore, gradients, hooked, hooks_asleep
+from pipeline.graph import MARK, deliver, explore, gradients, hooked, hooks_asleep, owned
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
 from pipeline.trees import Grads, Tree
@@ -73,7 +73,7 @@ class LossEnd:
         for leaf, grad in zip(foreign, found[len(own) :], strict=True):
             if grad is not None:
                 earlier = self._call.loss_sums.get(id(leaf))
-                self._call.loss_sums[id(leaf)] = (leaf, grad if earlier is None else earlier[1] + grad)
+                self._call.loss_sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
         grads = iter(found)
         return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
 
@@ -118,14 +118,24 @@ def hand_over(
         pairs.clear()
         deliver(inputs)
         return None
-    deliver(inputs)
-    found = hooked(pairs)
     known = {id(param): (name, param) for name, param in named}
+    pairs.extend(pair for pair in inputs if id(pair[0]) in known)  # a parameter that was given as input too
+    deliver([pair for pair in inputs if id(pair[0]) not in known])
+    found = hooked(_summed(pairs))
     known.update({id(owner): ("", owner) for owner, _ in found if id(owner) not in known})
     store = GradStore([param if not name else (name, param) for name, param in known.values()])
     for owner, grad in found:
         store.add_(owner, grad)
     return store
+
+
+def _summed(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Each owner once."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for owner, grad in pairs:
+        earlier = found.get(id(owner))
+        found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
+    return list(found.values())
 
 
 def optimize(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
+Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -112,6 +113,38 @@ def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple([tensor.detach() for tensor in tensors])
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where a tensor's memory is: equal for tensors that share it. A sparse tensor shares with none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def checksums(tensors: Sequence[Tensor]) -> Checksums:
+    """Of each tensor its sum and the sum of its magnitudes, in float64."""
+    found = []
+    with torch.no_grad():
+        for tensor in tensors:
+            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            values = values.to_dense() if values.layout is not torch.strided else values
+            values = values.to(torch.float64)
+            found.append((values.sum(), values.abs().sum(), tensor.dtype))
+    return found
+
+
+def same_checksums(ones: Checksums, others: Checksums) -> bool:
+    """Whether two checksums agree up to what kernels that are not deterministic may differ by."""
+    if len(ones) != len(others):
+        return False
+    return all([_close(*one, *other) for one, other in zip(ones, others, strict=True)])
+
+
+def _close(
+    one: Tensor, size: Tensor, dtype: torch.dtype, other: Tensor, other_size: Tensor, other_dtype: torch.dtype
+) -> bool:
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 1e-2)
+    agree = (one - other).abs() <= tolerance * size.clamp(min=1e-300)
+    return dtype == other_dtype and bool(agree | ~torch.isfinite(size) & ~torch.isfinite(other_size))
 
 
 def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -1,0 +1,158 @@
+"""Does a Pipe give what the plain module gives? One configuration, run through a door and compared bit for bit.
+
+    config --observe--> Result of the pipe    config --expect--> Result of the plain module    differences(ours, theirs)
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from law_models import MODELS, Case, normal, per_row
+from law_reference import Result, call_seed, reference, reference_step
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeline import Pipe
+
+SEED = 17
+
+CHECKPOINTS: dict[str, Any] = {
+    "always": "always",
+    "except_last": "except_last",
+    "never": "never",
+    "callable": lambda stage, chunk: (stage + chunk) % 2 == 0,
+}
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "balance": ("whole", "first alone", "last alone", "halves", "each alone"),
+    "chunks": (1, 2, 3, 4, 8),
+    "rows": (1, 2, 5, 7, 8, 16),
+    "checkpoint": tuple(CHECKPOINTS),
+    "train": (True, False),
+    "door": ("forward", "step mean", "step sum"),
+    "schedule": ("gpipe", "1f1b"),
+    "input_grad": (True, False),
+}
+
+
+def balance_of(kind: str | list[int], layers: int) -> list[int]:
+    """The layers of each stage."""
+    if isinstance(kind, list):
+        return kind
+    half = layers // 2
+    kinds = {
+        "whole": [layers],
+        "first alone": [1, layers - 1],
+        "last alone": [layers - 1, 1],
+        "halves": [half, layers - half],
+        "each alone": [1] * layers,
+    }
+    return kinds[kind]
+
+
+def ready(case: Case, train: bool, input_grad: bool, rows: int) -> Any:
+    """Put the model in its mode; return the input."""
+    case.model.train(train)
+    x = case.make_input(rows)
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        leaf.requires_grad_(input_grad and leaf.is_floating_point())
+    return x
+
+
+def row_loss(reduction: str) -> Callable[[Any, Tensor], Tensor]:
+    """A mean or a sum over rows of a non-linear number for each."""
+    return lambda out, y: getattr(per_row(out) * y, reduction)()
+
+
+def target_of(rows: int) -> Tensor:
+    return normal(rows, seed=9)
+
+
+def expect(config: Mapping[str, Any]) -> Result:
+    """What the plain module gives."""
+    case = MODELS[config["model"]]()
+    x = ready(case, config["train"], config["input_grad"], config["rows"])
+    seed = call_seed(SEED)
+    if config["door"] == "forward":
+        return reference(case.model, x, config["chunks"], seed, case.loss, case.extras)
+    reduction = config["door"].split()[1]
+    target = target_of(config["rows"])
+    return reference_step(
+        case.model, x, target, config["chunks"], seed, row_loss(reduction), reduction, extras=case.extras
+    )
+
+
+def observe(config: Mapping[str, Any]) -> Result:
+    """What a Pipe gives; x is found as it was."""
+    case = MODELS[config["model"]]()
+    x = ready(case, config["train"], config["input_grad"], config["rows"])
+    tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
+    pipe = Pipe(
+        case.model,
+        balance_of(config["balance"], len(case.model)),
+        config["chunks"],
+        checkpoint=CHECKPOINTS[config["checkpoint"]],
+        schedule=config["schedule"],
+    )
+    torch.manual_seed(SEED)
+    if config["door"] == "forward":
+        outputs = pipe(x)
+        loss = case.loss(outputs)
+        if loss.requires_grad:
+            loss.backward()
+    else:
+        reduction = config["door"].split()[1]
+        target = target_of(config["rows"])
+        step = pipe.step(x, target, loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
+        outputs, loss = step.outputs, step.loss
+    for tensor, (value, version) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, value) and tensor._version == version, "x was written"
+    return observed(case, x, outputs, loss)
+
+
+def observed(case: Case, x: Any, outputs: Any, loss: Tensor | None) -> Result:
+    """What a call of a Pipe around `case.model` left behind."""
+    tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    return Result(
+        outputs=pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), outputs),
+        loss=None if loss is None else loss.detach(),
+        input_grads=[tensor.grad for tensor in tensors],
+        grads={name: param.grad for name, param in case.model.named_parameters()},
+        buffers={name: buffer.detach().clone() for name, buffer in case.model.named_buffers()},
+        extra_grads=[leaf.grad for leaf in case.extras],
+    )
+
+
+def differences(ours: Result, theirs: Result) -> list[str]:
+    """What is not the same bits (or the same None), in words."""
+    return [
+        f"{field}{pytree.keystr(path)}: {_short(mine)} instead of {_short(other)}"
+        for field in ("outputs", "loss", "input_grads", "grads", "buffers", "extra_grads")
+        for path, mine, other in _paired(getattr(ours, field), getattr(theirs, field))
+        if not same(mine, other)
+    ]
+
+
+def _paired(ours: Any, theirs: Any) -> Iterator[tuple[Any, Any, Any]]:
+    left, spec = pytree.tree_flatten_with_path(ours)
+    right, other_spec = pytree.tree_flatten_with_path(theirs)
+    if spec != other_spec:
+        yield (), spec, other_spec
+        return
+    for (path, mine), (_, other) in zip(left, right, strict=True):
+        yield path, mine, other
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"Tensor{list(value.shape)} {value.flatten()[:3].tolist()}"
+    return str(value)

@@ -1,0 +1,373 @@
+"""Law 8, the edge: bad input is refused before anything runs, with the value and what to do."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from partition import PartitionError
+from pipeline import NoChunk, Pipe
+from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name
+
+ROWS, WIDE = 6, 4
+
+
+def net():
+    return nn.Sequential(nn.Linear(WIDE, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def mean(output, target):
+    return output.mean()
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def hooked():
+    model = net()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_parameter():
+    model = net()
+    model.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
+def with_buffer():
+    model = net()
+    model.register_buffer("offset", torch.ones(1))
+    return model
+
+
+MODULES = {
+    "a Linear": (lambda: nn.Linear(2, 2), TypeError, r"must be an nn\.Sequential.*got Linear.*nn\.Sequential\(layer"),
+    "a list": (lambda: [nn.Linear(2, 2)], TypeError, r"must be an nn\.Sequential.*got list"),
+    "None": (lambda: None, TypeError, r"got NoneType"),
+    "own forward": (lambda: OwnForward(nn.Tanh()), ValueError, r"OwnForward.*forward of its own.*nn\.Sequential\(\*"),
+    "empty": (nn.Sequential, ValueError, r"no layers"),
+    "hooks": (hooked, ValueError, r"hooks of its own.*Register them on the Pipe"),
+    "own parameter": (with_parameter, ValueError, r"parameters or buffers of its own \(scale\).*into a layer"),
+    "own buffer": (with_buffer, ValueError, r"parameters or buffers of its own \(offset\)"),
+    "lazy": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)),
+        ValueError,
+        r"without a shape: \['1\.weight', '1\.bias'\].*on a sample",
+    ),
+    "lazy buffer": (
+        lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False)),
+        ValueError,
+        r"without a shape: .*0\.running_mean.*on a sample",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_cannot_be_cut_is_refused(name):
+    build, error, words = MODULES[name]
+    with pytest.raises(error, match=words):
+        Pipe(build(), None, 2)
+
+
+BALANCES = {
+    "sum": ([2, 2], r"balance sums to 4 but the module has 3 layers \(balance: \[2, 2\]\).*Use balance=\[1, 2\]"),
+    "zero": ([3, 0], r"balance\[1\] is 0, below 1"),
+    "negative": ([4, -1], r"balance\[1\] is -1, below 1"),
+    "float": ([1.5, 1.5], r"balance\[0\] is 1\.5, not an int; balance\[1\] is 1\.5"),
+    "empty": ([], r"balance is empty"),
+    "too many": ([1, 1, 1, 1], r"balance sums to 4 but the module has 3 layers"),
+}
+
+
+@pytest.mark.parametrize("name", BALANCES)
+def test_a_balance_that_does_not_fit_is_refused(name):
+    balance, words = BALANCES[name]
+    with pytest.raises(PartitionError, match=words):
+        Pipe(net(), balance, 2)
+    with pytest.raises(TypeError, match="balance must be the layers of each stage.*got 3"):
+        Pipe(net(), 3, 2)
+
+
+def test_more_stages_than_devices_are_refused():
+    words = r"balance has 3 stages but there are 2 devices \(cpu, cpu\).*devices=\[\.\.\.\] with 3 entries.*of 2 stages"
+    with pytest.raises(ValueError, match=words):
+        Pipe(net(), [1, 1, 1], devices=["cpu", "cpu"])
+    with pytest.raises(ValueError, match="there are 0 devices|at least one device|no devices"):
+        Pipe(net(), [3], devices=[])
+    with pytest.raises(ValueError, match="device|0 stages"):
+        Pipe(net(), None, devices=[])
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_too_few_chunks_are_refused(chunks):
+    with pytest.raises(ValueError, match=rf"chunks is {chunks}\..*at least 1"):
+        Pipe(net(), [2, 1], chunks)
+    pipe = Pipe(net(), [2, 1], 2)
+    with pytest.raises(ValueError, match=rf"chunks is {chunks}\."):
+        pipe.chunks = chunks
+    assert pipe.chunks == 2
+
+
+@pytest.mark.parametrize("chunks", [2.0, "2", None, True, [2], torch.tensor(2)])
+def test_chunks_that_are_no_whole_number_are_refused(chunks):
+    with pytest.raises(TypeError, match=r"chunks is .*whole number"):
+        Pipe(net(), [2, 1], chunks)
+
+
+@pytest.mark.parametrize("policy", ["alway", "", None, 2, True, ["always"]])
+def test_an_unknown_checkpoint_is_refused(policy):
+    words = r"checkpoint is .*'always', 'except_last', 'never', or a callable \(stage, chunk\) -> bool"
+    with pytest.raises(ValueError, match=words):
+        Pipe(net(), [2, 1], 2, checkpoint=policy)
+    pipe = Pipe(net(), [2, 1], 2)
+    with pytest.raises(ValueError, match=words):
+        pipe.checkpoint = policy
+    assert pipe.checkpoint == "except_last"
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes", torch.tensor(True)])
+def test_a_checkpoint_callable_that_answers_something_else_is_refused(answer):
+    pipe = Pipe(net(), [2, 1], 2, checkpoint=lambda stage, chunk: answer)
+    with pytest.raises(ValueError, match=r"checkpoint returned .* for stage 0, chunk 0\. Return True or False"):
+        pipe(torch.randn(ROWS, WIDE))
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match=r"1f2b.*1f1b"):
+        Pipe(net(), [2, 1], 2, schedule="1f2b")
+    for schedule in (None, 3):
+        with pytest.raises((TypeError, ValueError), match="schedule|None|3"):
+            Pipe(net(), [2, 1], 2, schedule=schedule)
+
+
+def split_schedule():
+    order = tuple(Action(0, kind, chunk) for chunk in range(2) for kind in (Kind.F, Kind.I, Kind.W))
+    return Schedule("split", Placement.linear(1), 2, (order,))
+
+
+def test_a_schedule_of_other_stages_chunks_or_kinds_is_refused():
+    with pytest.raises(ScheduleError, match="the schedule has 3 stages but the balance has 2"):
+        Pipe(net(), [2, 1], 2, schedule=by_name("gpipe", 3, 2))
+    with pytest.raises(ScheduleError, match="actions of kind I, W.*backward is not split"):
+        Pipe(net(), [3], 2, schedule=split_schedule())
+    pipe = Pipe(net(), [2, 1], 4, schedule=by_name("gpipe", 2, 4))
+    words = r"made for 4 chunks but this mini-batch gives 3 \(chunks=4; fewer rows.*Give a schedule by name"
+    for call in (
+        lambda: pipe(torch.randn(3, WIDE)),
+        lambda: pipe.step(torch.randn(3, WIDE), loss_fn=mean),
+        lambda: pipe.evaluate(torch.randn(3, WIDE), loss_fn=mean),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            call()
+    assert pipe(torch.randn(4, WIDE)).shape == (4, 2)
+
+
+class First(nn.Module):
+    def forward(self, value):
+        while not isinstance(value, torch.Tensor):
+            value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+        return value
+
+
+class Thing:
+    def __repr__(self):
+        return "a thing"
+
+
+INPUTS = {
+    "other lengths": (
+        lambda x: (x, torch.randn(5, 2)),
+        ValueError,
+        r"different length.*Tensor\[6, 4\].*Tensor\[5, 2\].*rows: \[5, 6\].*NoChunk",
+    ),
+    "nothing to cut": (lambda x: (NoChunk(x), 3), ValueError, r"nothing to cut.*Tensor\[6, 4\].*at least one tensor"),
+    "no tensor": (lambda x: {"a": 1, "b": None}, ValueError, r"nothing to cut.*'a': 1"),
+    "empty tuple": (lambda x: (), ValueError, r"nothing to cut"),
+    "0-d": (lambda x: torch.tensor(1.0), ValueError, r"0-d tensor.*NoChunk\(tensor\)"),
+    "0-d beside": (lambda x: (x, torch.tensor(1.0)), ValueError, r"0-d tensor.*NoChunk\(tensor\)"),
+    "no rows": (lambda x: x[:0], ValueError, r"0 rows.*at least one row"),
+    "numpy": (lambda x: (x, np.ones(3)), TypeError, r"numpy\.ndarray.*torch\.from_numpy"),
+    "numpy alone": (lambda x: x.numpy(), TypeError, r"(?s)numpy\.ndarray.*torch\.from_numpy"),
+    "numpy number": (lambda x: (x, np.float64(1.0)), TypeError, r"numpy\.float64"),
+    "object": (lambda x: [x, Thing()], TypeError, r"Thing \(a thing\).*register_pytree_node"),
+    "bytes": (lambda x: (x, b"abc"), TypeError, r"builtins\.bytes"),
+    "both bare and whole": (lambda x: (x, NoChunk(x)), ValueError, r"both bare and in NoChunk"),
+    "NoChunk in NoChunk": (lambda x: (x, NoChunk(NoChunk(x[0]))), (TypeError, ValueError), r"NoChunk"),
+    "object in NoChunk": (lambda x: (x, NoChunk(Thing())), TypeError, r"Thing"),
+}
+
+
+@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_an_input_that_cannot_be_cut_is_refused(name, door):
+    build, error, words = INPUTS[name]
+    pipe = Pipe(nn.Sequential(First(), *net()), [2, 2], 2)
+    value = build(torch.randn(ROWS, WIDE))
+    generator = torch.default_generator.get_state()
+    with pytest.raises(error, match=words) as caught:
+        if door == "forward":
+            pipe(value)
+        elif door == "step":
+            pipe.step(value, loss_fn=mean)
+        else:
+            pipe.evaluate(value, loss_fn=mean)
+    assert "the input" in str(caught.value) or " x " in f" {caught.value} "
+    assert torch.equal(torch.default_generator.get_state(), generator)  # refused before anything was drawn
+
+
+class Gives(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.calls = make, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.make(x, self.calls)
+
+
+OUTPUTS = {
+    "0-d": (lambda x, n: x.mean(), r"without dimensions.*mean or their sum.*pipe\.step"),
+    "0-d in a tuple": (lambda x, n: (x, x.mean()), r"without dimensions"),
+    "constant rows": (lambda x, n: x[:1], r"chunks of \[3, 2\] rows gave shapes \[\[1, 2\], \[1, 2\]\].*chunks=1"),
+    "a weight": (lambda x, n: (x, torch.ones(2, 2)), r"cannot be joined along dim 0"),
+    "other plain values": (lambda x, n: (x, n), r"chunk 0 gave .*1\) and chunk 1 gave .*2\).*plain values.*chunks=1"),
+    "other structure": (lambda x, n: (x,) if n == 1 else [x], r"cannot be joined.*same structure"),
+    "other keys": (lambda x, n: {str(n): x}, r"cannot be joined.*'1'.*'2'"),
+    "None once": (lambda x, n: (x, None if n == 1 else x), r"cannot be joined"),
+    "True and 1": (lambda x, n: (x, True if n == 1 else 1), r"cannot be joined"),
+    "sometimes the same tensor twice": (lambda x, n: (x, x if n == 1 else x * 2), r"cannot be joined"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("door", ["forward", "no_grad", "evaluate"])
+def test_outputs_that_cannot_be_joined_are_refused(name, door):
+    make, words = OUTPUTS[name]
+    pipe = Pipe(nn.Sequential(*net(), Gives(make)), [2, 2], 2, checkpoint="never")
+    x = torch.randn(5, WIDE)
+    with pytest.raises(ValueError, match=words):
+        if door == "forward":
+            pipe(x)
+        elif door == "no_grad":
+            with torch.no_grad():
+                pipe(x)
+        else:
+            pipe.evaluate(x, loss_fn=lambda output, _: torch.zeros(()))
+
+
+LEAVES = [(np.ones(2), r"numpy\.ndarray.*torch\.from_numpy"), (Thing(), r"Thing \(a thing\)")]
+
+
+@pytest.mark.parametrize("leaf,words", LEAVES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_leaf_that_cannot_cross_stages_is_named_with_its_stage(leaf, words, place):
+    layers = list(net())
+    layers.insert(place + 1, Gives(lambda x, n: (x, leaf)))
+    balance = [2, 2] if place == 0 else [3, 1]
+    last = balance[0] - 1
+    with pytest.raises(TypeError, match=rf"the output of stage 0 \(layers 0\.\.{last}\) holds a .*{words}") as caught:
+        Pipe(nn.Sequential(*layers), balance, 2)(torch.randn(ROWS, WIDE))
+    assert caught.value.__notes__ == [f"stage 0 (layers 0..{last}), chunk 0, 0F0"]
+
+
+TARGETS = {
+    "other rows": (torch.randn(5, 2), ValueError, r"the target has 5 rows but the input has 6.*NoChunk"),
+    "0-d": (torch.tensor(1.0), ValueError, r"the target holds a 0-d tensor"),
+    "numpy": (np.ones(ROWS), TypeError, r"the target holds a numpy\.ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("door", ["step", "evaluate"])
+def test_a_target_that_does_not_fit_is_refused(name, door):
+    target, error, words = TARGETS[name]
+    pipe = Pipe(net(), [2, 1], 2)
+    with pytest.raises(error, match=words):
+        getattr(pipe, door)(torch.randn(ROWS, WIDE), target, loss_fn=mean)
+
+
+def sgd(pipe):
+    return torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+
+STEPS = {
+    "grads": (lambda pipe: {"grads": "stores"}, r"grads is 'stores'\. Use 'param' or 'store'"),
+    "store and optimizer": (lambda pipe: {"grads": "store", "optimizer": sgd(pipe)}, r"store\.apply\(optimizer\)"),
+    "lbfgs": (lambda pipe: {"optimizer": torch.optim.LBFGS(pipe.parameters())}, r"LBFGS.*closure around pipe\.step"),
+    "clip alone": (lambda pipe: {"clip_grad_norm": 1.0}, r"clip_grad_norm without an optimizer.*grads='store'"),
+    "clip and scaler": (
+        lambda pipe: {"clip_grad_norm": 1.0, "scaler": torch.amp.GradScaler("cpu"), "grads": "store"},
+        r"clip_grad_norm with a scaler needs the optimizer",
+    ),
+    "reduction": (lambda pipe: {"loss_reduction": "avg"}, r"loss_reduction is 'avg'\. Use 'mean' or 'sum'"),
+    "other reduction": (
+        lambda pipe: {"loss_fn": nn.MSELoss(), "loss_reduction": "sum"},
+        r"loss_reduction is 'sum' but MSELoss has reduction='mean'",
+    ),
+    "no reduction": (lambda pipe: {"loss_fn": nn.MSELoss(reduction="none")}, r"reduction='none'\. Use 'mean' or"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_arguments_of_step_that_exclude_each_other_are_refused(name):
+    pipe = Pipe(net(), [2, 1], 2)
+    build, words = STEPS[name]
+    x = torch.randn(ROWS, WIDE)
+    with pytest.raises(ValueError, match=words):
+        pipe.step(x, torch.randn(ROWS, 2), **{"loss_fn": mean, **build(pipe)})
+    assert all(param.grad is None for param in pipe.parameters())
+
+
+def test_a_loss_fn_that_is_none_or_gives_no_number_is_refused():
+    pipe = Pipe(net(), [2, 1], 2)
+    x = torch.randn(ROWS, WIDE)
+    with pytest.raises(TypeError, match="loss_fn is 3, which is not callable"):
+        pipe.step(x, loss_fn=3)
+    with pytest.raises(TypeError, match=r"returned 1\.0 as a loss.*floating-point tensor"):
+        pipe.step(x, loss_fn=lambda output, _: 1.0)
+    with pytest.raises(ValueError, match=r"a loss of shape \[3, 2\]\. Return one number"):
+        pipe.step(x, loss_fn=lambda output, _: output)
+    with pytest.raises(ValueError, match=r"a tuple of 3\. Return a loss, or \(sum, count\)"):
+        pipe.step(x, loss_fn=lambda output, _: (output.sum(), 1, 2))
+    assert all(param.grad is None for param in pipe.parameters())
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(off):
+    pipe = Pipe(net(), [2, 1], 2)
+    with off(), pytest.raises(RuntimeError, match=r"switched off \(no_grad\)\. Use pipe\.evaluate"):
+        pipe.step(torch.randn(ROWS, WIDE), loss_fn=mean)
+
+
+def test_a_step_in_which_nothing_requires_a_gradient_is_refused():
+    pipe = Pipe(net().requires_grad_(False), [2, 1], 2)
+    with pytest.raises(RuntimeError, match="does not depend on anything that requires grad.*pipe.evaluate"):
+        pipe.step(torch.randn(ROWS, WIDE), loss_fn=mean)
+
+
+class Running(nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("mean", buffer)
+
+    def forward(self, x):
+        return x
+
+
+def test_a_buffer_that_two_stages_share_is_refused():
+    buffer = torch.zeros(2)
+    model = nn.Sequential(Running(buffer), nn.Tanh(), Running(buffer))
+    with pytest.raises(ValueError, match=r"buffer '2\.mean' is shared by stages 0 and 1.*one stage"):
+        Pipe(model, [2, 1], 2)
+    assert Pipe(model, [3], 2)(torch.ones(2, 2)).shape == (2, 2)
+
+
+def test_a_parameter_that_two_devices_share_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' of stage 1 on meta is shared with stage 0 on cpu"):
+        Pipe(model, [1, 1], 2, devices=["cpu", "meta"])

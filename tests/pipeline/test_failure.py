@@ -1,0 +1,535 @@
+"""Law 8: an exception keeps its type, names its action, and leaves everything as it was; lost gradients are errors."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, call_seed, same, step_by_chunks, twins
+from torch import nn
+
+from pipeline import CheckpointError, Pipe, StuckError, is_recomputing
+from pipeline.engine import drive_inline, needs_of
+from scheduler import Action, Kind
+
+ROWS, WIDE, CHUNKS = 7, 4, 3
+F64 = torch.float64
+SCHEDULES = ("gpipe", "1f1b")
+
+
+class Trouble(Exception):
+    """Of the user."""
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.fuse.burn("backward")
+        return grad, None
+
+
+class Fuse(nn.Module):
+    """Identity that raises at the n-th forward, recomputation or backward once it is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.where, self.count, self.error = None, 0, Trouble
+        self.generator = torch.Generator().manual_seed(11)
+
+    def set(self, where, count, error=Trouble):
+        self.where, self.count, self.error = where, count, error
+
+    def burn(self, where):
+        if where == self.where:
+            self.count -= 1
+            if self.count == 0:
+                self.where = None  # once: the next call works
+                raise self.error("burnt")
+
+    def forward(self, x):
+        self.burn("recomputation" if is_recomputing() else "forward")
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return InBackward.apply(x, self) + 0.01 * noise
+
+
+class Counter(nn.Module):
+    """A buffer that is another tensor after each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen = self.seen + len(x)
+        return x
+
+
+def net():
+    front = [nn.Linear(WIDE, 6), nn.BatchNorm1d(6), Counter()]
+    return nn.Sequential(*front, nn.Linear(6, 6), Fuse(), nn.Dropout(0.3), nn.Linear(6, 2)).double()
+
+
+def batch():
+    return torch.randn(ROWS, WIDE, dtype=F64), torch.randn(ROWS, 2, dtype=F64)
+
+
+def mse(output, target):
+    return (output - target).pow(2).mean()
+
+
+def everything(pipe):
+    """All that a failed call must leave as it was."""
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    state |= {f"{name}.grad": None if p.grad is None else p.grad.clone() for name, p in pipe.named_parameters()}
+    return state
+
+
+def assert_as_before(pipe, before, identities):
+    now = everything(pipe)
+    assert list(now) == list(before)
+    wrong = [name for name, value in now.items() if not same(value, before[name])]
+    assert not wrong, f"changed by the failed call: {wrong}"
+    assert {name: id(param) for name, param in pipe.named_parameters()} == identities
+    assert all(type(param) is nn.Parameter for param in pipe.parameters())
+
+
+def run(door, pipe, x, y):
+    return mse(pipe(x), y).backward() if door == "forward" else pipe.step(x, y, loss_fn=mse)
+
+
+WHERE = {  # where it fails, how often it gets there first, the note
+    ("forward", 2): "stage 1 (layers 3..4), chunk 1, 1F1",
+    ("recomputation", 1): "stage 1 (layers 3..4), chunk 0, 1B0",
+    ("recomputation", 3): "stage 1 (layers 3..4), chunk 2, 1B2",
+    ("backward", 2): "stage 1 (layers 3..4), chunk 1, 1B1",
+}
+
+
+@pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("where,count", WHERE)
+def test_an_exception_in_an_action_names_it_and_leaves_everything_as_before(where, count, door, schedule, error):
+    checkpoint = "always" if where == "recomputation" else "never"
+    ours = net()
+    pipe = Pipe(ours, [3, 2, 2], CHUNKS, schedule=schedule, checkpoint=checkpoint)
+    x, y = batch()
+    run(door, pipe, x, y)  # there are gradients, moved buffers
+    identities = {name: id(param) for name, param in pipe.named_parameters()}
+    loss = mse(pipe(x), y) if door == "forward" and where != "forward" else None
+    before = everything(pipe)
+    pipe[4].set(where, count, error)
+    generator = torch.default_generator.get_state()
+    with pytest.raises(error, match="burnt") as caught:
+        run(door, pipe, x, y) if loss is None else loss.backward()
+    assert caught.type is error
+    assert WHERE[where, count] in caught.value.__notes__
+    assert_as_before(pipe, before, identities)
+    after = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator)
+    if loss is None:
+        torch.empty((), dtype=torch.int64).random_()  # the one draw of the call
+    assert torch.equal(after, torch.default_generator.get_state())
+
+
+@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
+def test_a_failed_call_leaves_the_generators_that_modules_hold(door):
+    pipe = Pipe(net(), [3, 2, 2], CHUNKS)
+    state = pipe[4].generator.get_state()
+    pipe[4].set("forward", 2)
+    with pytest.raises(Trouble):
+        if door == "evaluate":
+            pipe.evaluate(*batch(), loss_fn=mse)
+        else:
+            run(door, pipe, *batch())
+    assert torch.equal(pipe[4].generator.get_state(), state)
+
+
+@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("where,count", WHERE)
+def test_the_call_after_a_failed_one_is_right(where, count, door):
+    checkpoint = "always" if where == "recomputation" else "never"
+    ours, theirs = twins(net())
+    pipe = Pipe(ours, [3, 2, 2], CHUNKS, checkpoint=checkpoint)
+    x, y = batch()
+    if door == "forward" and where != "forward":
+        loss = mse(pipe(x), y)
+        pipe[4].set(where, count)
+        with pytest.raises(Trouble):
+            loss.backward()
+        ByChunks(theirs, x, CHUNKS)  # that forward did happen: buffers and the private generator moved
+    else:
+        pipe[4].set(where, count)
+        with pytest.raises(Trouble):
+            run(door, pipe, x, y)
+        pipe[4].generator.manual_seed(11)  # its state after a failure is the matter of another test
+    seed = call_seed(2)
+    if door == "forward":
+        run(door, pipe, x, y)
+        reference = ByChunks(theirs, x, CHUNKS, seed)
+        reference.backward(mse(reference.output, y))
+    else:
+        run(door, pipe, x, y)
+        step_by_chunks(theirs, x, y, CHUNKS, mse, seed)
+    assert_same_grads(pipe, theirs)
+    for name, buffer in pipe.named_buffers():
+        assert same(buffer, dict(theirs.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_an_exception_in_the_loss_names_the_last_stage(schedule, chunk):
+    pipe = Pipe(net(), [3, 2, 2], CHUNKS, schedule=schedule)
+    x, y = batch()
+    before, identities = everything(pipe), {name: id(param) for name, param in pipe.named_parameters()}
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(1)
+        if len(calls) == chunk + 1:
+            raise Trouble("in the loss")
+        return mse(output, target)
+
+    with pytest.raises(Trouble, match="in the loss") as caught:
+        pipe.step(x, y, loss_fn=loss_fn)
+    assert caught.value.__notes__ == [f"stage 2 (layers 5..6), chunk {chunk}, 2B{chunk}"]
+    assert_as_before(pipe, before, identities)
+
+
+@pytest.mark.parametrize("door", ["evaluate", "no_grad"])
+def test_a_failed_evaluation_leaves_modes_and_buffers(door):
+    pipe = Pipe(net(), [3, 2, 2], CHUNKS)
+    pipe[1].eval()
+    x, y = batch()
+    before, identities = everything(pipe), {name: id(param) for name, param in pipe.named_parameters()}
+    flags = [module.training for module in pipe.modules()]
+    pipe[4].set("forward", 3)
+    with pytest.raises(Trouble) as caught:
+        if door == "evaluate":
+            pipe.evaluate(x, y, loss_fn=mse)
+        else:
+            with torch.no_grad():
+                pipe(x)
+    assert caught.value.__notes__ == ["stage 1 (layers 3..4), chunk 2, 1F2"]
+    assert [module.training for module in pipe.modules()] == flags
+    assert_as_before(pipe, before, identities)
+
+
+class Unjoinable(nn.Module):
+    on = True
+
+    def forward(self, x):
+        return x.mean() if self.on else x
+
+
+@pytest.mark.parametrize("door", ["forward", "step with outputs", "no_grad"])
+def test_an_output_that_cannot_be_joined_leaves_everything_as_before(door):
+    last = Unjoinable()
+    pipe = Pipe(nn.Sequential(*net(), last), [3, 2, 3], CHUNKS)
+    x, y = batch()
+    last.on = False
+    for _ in range(2):  # a third step no longer compares the loss on the joined output
+        pipe.step(x, y, loss_fn=mse, outputs=True)
+    last.on = True
+    before, identities = everything(pipe), {name: id(param) for name, param in pipe.named_parameters()}
+    with pytest.raises(ValueError, match="cannot be joined"):
+        if door == "forward":
+            pipe(x)
+        elif door == "no_grad":
+            with torch.no_grad():
+                pipe(x)
+        else:
+            pipe.step(x, y, loss_fn=lambda output, _: output, outputs=True)
+    assert_as_before(pipe, before, identities)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_second_backward_after_a_failed_one_is_right_or_refused(checkpoint, retain, count):
+    # Some chunks are spent by then: leaving them out would be wrong and silent.
+    layers = [nn.Linear(WIDE, 6), Fuse(), nn.Linear(6, 2)]
+    ours, theirs = twins(nn.Sequential(*layers).double())
+    x, _ = batch()
+    seed = call_seed(1)
+    loss = Pipe(ours, [1, 2], CHUNKS, checkpoint=checkpoint)(x).sum()  # saves nothing itself
+    ours[1].set("backward", count)
+    with pytest.raises(Trouble):
+        loss.backward(retain_graph=retain)
+    assert all(param.grad is None for param in ours.parameters())
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert not retain and "backward" in str(error)
+        return
+    reference = ByChunks(theirs, x, CHUNKS, seed)
+    reference.backward(reference.output.sum())
+    assert_same_grads(ours, theirs)
+
+
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_a_failed_call_keeps_nothing_alive(door):
+    pipe = Pipe(net(), [3, 2, 2], CHUNKS, checkpoint="never")
+    seen = []
+    pipe[3].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    pipe[4].set("forward", 3)
+    with pytest.raises(Trouble):
+        run(door, pipe, *batch())
+    gc.collect()
+    assert len(seen) == 3 and all(ref() is None for ref in seen)
+
+
+def test_an_optimizer_that_raises_leaves_the_weights():
+    class Bad(torch.optim.SGD):
+        def step(self, closure=None):
+            raise Trouble("in the optimizer")
+
+    pipe = Pipe(net(), [3, 2, 2], CHUNKS)
+    before = [param.detach().clone() for param in pipe.parameters()]
+    with pytest.raises(Trouble, match="in the optimizer"):
+        pipe.step(*batch(), loss_fn=mse, optimizer=Bad(pipe.parameters(), lr=0.1))
+    assert all(same(param.detach(), old) for param, old in zip(pipe.parameters(), before, strict=True))
+
+
+# --------------------------------------------------------------------------------- changed between F and recomputation
+
+
+def small(frozen=False):
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model = nn.Sequential(nn.Linear(WIDE, 6), nn.Tanh(), inner, nn.Linear(6, 2)).double()
+    model[2][0].weight.requires_grad_(not frozen)
+    return model
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_parameter_changed_in_place_before_its_recomputation_is_named(frozen, create_graph):
+    pipe = Pipe(small(frozen), [2, 2], CHUNKS, checkpoint="always")
+    x, y = batch()
+    loss = mse(pipe(x), y)
+    with torch.no_grad():
+        pipe[2][0].weight.mul_(1.1)
+    words = r"parameter '2\.0\.weight' .*changed in place between the forward and the recomputation"
+    with pytest.raises(CheckpointError, match=words):
+        torch.autograd.grad(loss, [pipe[0].weight], create_graph=create_graph)
+
+
+@pytest.mark.parametrize("change", ["optimizer", "load_state_dict", "frozen mul_"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_weights_changed_before_the_backward_are_an_error_in_every_mode(change, checkpoint):
+    ours = small()
+    ours[0].bias.requires_grad_(change != "frozen mul_")
+    pipe = Pipe(ours, [2, 2], CHUNKS, checkpoint=checkpoint)
+    x, y = batch()
+    mse(pipe(x), y).backward()
+    loss = mse(pipe(x), y)
+    if change == "optimizer":
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    elif change == "load_state_dict":
+        pipe.load_state_dict(small().state_dict())
+    else:
+        with torch.no_grad():
+            pipe[2][0].weight.mul_(1.1)
+    before = {name: param.grad.clone() for name, param in pipe.named_parameters() if param.grad is not None}
+    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
+        loss.backward()
+    assert all(same(param.grad, before.get(name)) for name, param in pipe.named_parameters())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_an_input_changed_in_place_before_the_backward_is_an_error(checkpoint, create_graph):
+    pipe = Pipe(small(), [2, 2], CHUNKS, checkpoint=checkpoint)
+    x, y = batch()
+    loss = mse(pipe(x), y)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="input .*changed in place|modified by an inplace operation"):
+        torch.autograd.grad(loss, list(pipe.parameters()), create_graph=create_graph)
+
+
+def test_an_input_changed_in_place_is_named_by_stage_and_shape():
+    pipe = Pipe(small(), [2, 2], CHUNKS, checkpoint="always")
+    x, y = batch()
+    loss = mse(pipe(x), y)
+    x.add_(1)
+    words = r"input of stage 0 \(shapes \[\[3, 4\]\]\) was changed in place.*chunk 0.*clone"
+    with pytest.raises(CheckpointError, match=words):
+        loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_output_changed_in_place_is_right_or_torchs_own_error(checkpoint, chunks):
+    ours, theirs = twins(nn.Sequential(nn.Linear(WIDE, 6), nn.Linear(6, 2), nn.Tanh()).double())
+    x, _ = batch()
+    try:
+        Pipe(ours, [1, 2], chunks, checkpoint=checkpoint)(x).mul_(2).sum().backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return
+    reference = ByChunks(theirs, x, chunks)
+    reference.backward((reference.output * 2).sum())
+    assert_same_grads(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------- a way round the cut
+
+
+class Keeps(nn.Module):
+    """Leaves what it computes on another module."""
+
+    def __init__(self, box, what=lambda x: x):
+        super().__init__()
+        self.box, self.what, self.linear = box, what, nn.Linear(WIDE, WIDE)
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.box["kept"] = self.what(x)
+        return x
+
+
+class Takes(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.box = box
+
+    def forward(self, x):
+        return x + self.box["kept"]
+
+
+@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_an_activation_that_goes_round_the_boundary_is_refused(door, checkpoint):
+    box = {}
+    pipe = Pipe(nn.Sequential(Keeps(box), nn.Tanh(), Takes(box)).double(), [2, 1], CHUNKS, checkpoint=checkpoint)
+    x, _ = batch()
+    words = "did not come through its input.*gradient would be lost.*Return it from"
+    with pytest.raises(RuntimeError, match=words) as caught:
+        pipe(x).sum().backward() if door == "forward" else pipe.step(x, loss_fn=lambda output, _: output.mean())
+    assert caught.value.__notes__ == ["stage 1 (layer 2), chunk 0, 1F0"]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_an_activation_that_stays_within_its_stage_is_fine(checkpoint):
+    box, other = {}, {}
+    ours = nn.Sequential(Keeps(box), nn.Tanh(), Takes(box)).double()
+    theirs = nn.Sequential(Keeps(other), nn.Tanh(), Takes(other)).double()
+    theirs.load_state_dict(ours.state_dict())
+    x, _ = batch()
+    Pipe(ours, [3], CHUNKS, checkpoint=checkpoint)(x).sum().backward()
+    reference = ByChunks(theirs, x, CHUNKS)
+    reference.backward(reference.output.sum())
+    assert_same_grads(ours, theirs)
+
+
+class Recurrent(nn.Module):
+    """Adds the last hidden state, of the chunk or call before, as it is or detached."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.linear, self.hidden, self.detach = nn.Linear(WIDE, WIDE), None, detach
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.hidden is not None:
+            x = x + self.hidden
+        self.hidden = x.mean().detach() if self.detach else x.mean()
+        return x
+
+
+@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_state_kept_from_an_earlier_chunk_or_call_is_refused(door, chunks):
+    pipe = Pipe(nn.Sequential(Recurrent(False), nn.Linear(WIDE, 2)).double(), [1, 1], chunks, checkpoint="always")
+    x, y = batch()
+    with pytest.raises(RuntimeError):
+        for _ in range(2):
+            run(door, pipe, x, y)
+
+
+@pytest.mark.parametrize("what", ["parameter", "activation"])
+@pytest.mark.parametrize("first", ["output", "kept"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one backward", "two backwards"])
+def test_an_activation_kept_on_a_module_and_used_in_the_loss_outside_is_never_lost(checkpoint, first, what, apart):
+    # The auxiliary loss of a mixture of experts: `loss + layer.aux_loss`. Its gradient would end in an alias.
+    found = []
+    torch.manual_seed(0)
+    box, layers = {}, [nn.Linear(WIDE, WIDE), None]
+    kept = {"parameter": lambda x: layers[1].linear.bias.sum(), "activation": lambda x: x.sum()}
+    layers[1] = Keeps(box, kept[what])
+    model = nn.Sequential(*layers).double()
+    x, _ = batch()
+    for module in (Pipe(model, [1, 1], 1, checkpoint=checkpoint), model):
+        model.zero_grad()
+        try:
+            output = module(x).sum()
+            parts = [output, box["kept"]] if first == "output" else [box["kept"], output]
+            if apart:
+                parts[0].backward(retain_graph=True)
+                parts[1].backward()
+            else:
+                (parts[0] + parts[1]).backward()
+        except RuntimeError:
+            assert module is not model
+            return
+        found.append([param.grad for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_loss_that_takes_an_activation_past_its_arguments_is_refused():
+    box = {}
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDE, WIDE), Keeps(box)).double(), [1, 1], CHUNKS, checkpoint="never")
+    with pytest.raises(RuntimeError, match="loss_fn computes with a tensor that depends on .*did not come through"):
+        pipe.step(batch()[0], loss_fn=lambda output, _: output.mean() + box["kept"].mean())
+
+
+# ------------------------------------------------------------------------------------------------------------ the rest
+
+
+def test_a_stuck_lane_is_an_error_that_says_what_each_lane_waits_for():
+    orders = [
+        [Action(0, Kind.F, 0), Action(0, Kind.B, 0)],
+        [Action(1, Kind.B, 0), Action(1, Kind.F, 0)],  # its B before its own F
+        [Action(2, Kind.F, 0), Action(2, Kind.B, 0)],
+    ]
+    ran = []
+    with pytest.raises(StuckError) as caught:
+        drive_inline(orders, needs_of(orders, stages=3), ran.append)
+    assert [str(action) for action in ran] == ["0F0"]
+    for words in ("lane 0 waits at 0B0 for 1B0", "lane 1 waits at 1B0 for 1F0 and 2B0", "lane 2 waits at 2F0 for 1F0"):
+        assert words in str(caught.value)
+    orders = [[Action(0, Kind.F, 0)], [Action(1, Kind.B, 0)]]
+    with pytest.raises(StuckError, match="lane 0 is done; lane 1 waits at 1B0 for 1F0"):
+        drive_inline(orders, needs_of(orders, stages=2), lambda action: None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func's own imports
+def test_transforms_and_forward_mode_are_refused_with_the_way_to_go():
+    pipe = Pipe(small(), [2, 2], CHUNKS)
+    x, _ = batch()
+    params = dict(pipe.named_parameters())
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="torch.func transforms.*create_graph=True"):
+            transform(lambda given: torch.func.functional_call(pipe, given, (x,)).sum())(params)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="forward-mode AD cannot go through a Pipe"):
+            pipe(dual)
+    assert all(param is params[name] for name, param in pipe.named_parameters())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_second_backward_is_refused_in_torchs_own_words(checkpoint):
+    pipe = Pipe(small(), [2, 2], CHUNKS, checkpoint=checkpoint)
+    loss = pipe(batch()[0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
