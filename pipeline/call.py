@@ -95,6 +95,8 @@ class Call:
         try:
             with generators_kept(self._devices):
                 self._drive(0)
+                for stage in self.stages:
+                    stage.check_parameters()
                 if self.batch.chunks > 1:
                     for stage in self.stages:
                         stage.buffers.check_unseen(f"stage {stage.index} ({stage.layers})")

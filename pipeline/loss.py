@@ -72,6 +72,15 @@ class Loss:
         return part
 
     @property
+    def key(self) -> str:
+        """What loss functions of the same code share, such as a lambda written in the training loop."""
+        function = self._whole.func if isinstance(self._whole, partial) else self._whole
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            return f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}"
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+
+    @property
     def divisor(self) -> Tensor | None:
         """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
         if not self._counts:
@@ -87,17 +96,16 @@ class Loss:
         total = _sum(self._parts)
         return (total.double() / self._count()).to(total.dtype) if self._counts else total
 
-    def check(self, output: Any, target: Any) -> None:
-        """Compare with loss_fn on the whole, joined output.
+    def check(self, output: Any, target: Any) -> Tensor:
+        """Compare with loss_fn on the whole, joined output; return its value there.
 
         Raises:
             ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
         """
-        with torch.no_grad():
-            value = self._whole(output, target)
+        value = self._whole(output, target)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
-            whole = total.double() / count
+            whole = (total.double() / count).to(total.dtype)
         else:
             whole = self._checked(value, "a loss")
         ours = self.value
@@ -108,14 +116,37 @@ class Loss:
         scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         scale = scale / self._count().abs() if self._counts else scale
         near = tolerance * (scale.nan_to_num(0.0, 0.0).item() + 1e-3)
-        if not torch.allclose(ours.double(), whole.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
-            raise ValueError(
-                f"{self._name} is not a {self._reduction} over rows: the chunks' losses ({list(self._rows)} rows) "
-                f"combine to {ours.item():.8g}, but on the whole output it is {whole.item():.8g}. Return (sum, "
-                "count) from loss_fn (the sum over what counts, and how much that is), or give loss_reduction='sum' "
-                "if it adds. A loss that draws random numbers or compares rows with each other cannot be cut into "
-                "chunks: use the forward door, loss_fn(pipe(x), target).backward()."
+        found = whole.detach()
+        if not torch.allclose(ours.double(), found.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
+            raise self._neither(
+                f"the chunks' losses ({list(self._rows)} rows) combine to {ours.item():.8g}, but on the whole output "
+                f"it is {found.item():.8g}"
             )
+        return whole
+
+    def check_grad(self, ours: Tensor, whole: Tensor) -> None:
+        """Compare the chunks' gradients of an output, joined, with those of the whole.
+
+        Raises:
+            ValueError: they disagree. The losses may agree nevertheless: those of surrogates, of which only the
+                gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
+        """
+        ours = ours if self.divisor is None else ours / self.divisor.to(ours.device)
+        tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
+        largest = torch.nan_to_num(whole.abs(), 0.0, 0.0).amax().item() if whole.numel() else 0.0
+        if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+            raise self._neither(
+                f"the chunks' losses ({list(self._rows)} rows) combine to the loss of the whole output, but their "
+                "gradients do not combine to its gradient"
+            )
+
+    def _neither(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self._name} is not a {self._reduction} over rows: {what}. Return (sum, count) from loss_fn (the sum "
+            "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
+            "random numbers or compares rows with each other cannot be cut into chunks: use the forward door, "
+            "loss_fn(pipe(x), target).backward()."
+        )
 
     def _count(self) -> Tensor:
         return _sum(self._counts)

@@ -83,7 +83,7 @@ class Pipe(nn.Module):
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
-        self._losses = 0  # how many losses were computed: the first, second, fourth, ... is compared
+        self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self.checkpoint = checkpoint
         self.chunks = chunks
         self.schedule = schedule
@@ -334,19 +334,19 @@ class Pipe(nn.Module):
         self, call: Call, loss: Loss, target: Any, outputs: bool, scaler: torch.amp.GradScaler | None
     ) -> None:
         """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
-        self._losses += 1
-        compare = call.batch.chunks > 1 and self._losses & (self._losses - 1) == 0
-        end = LossEnd(call, loss, scatter_like(target, call.batch, "the target"), len(self), scaler)
+        number = self._losses.get(loss.key, 0) + (call.batch.chunks > 1)
+        compare = call.batch.chunks > 1 and number & (number - 1) == 0
+        end = LossEnd(call, loss, scatter_like(target, call.batch, "the target"), len(self), scaler, compare)
         call.loss_grads = end
         call.keep_outputs = outputs or compare
         try:
             call.run_forward()
             if compare:
                 end.check(call)
-        except BaseException:
-            self._losses -= 1  # the next call compares in its place
+        except BaseException:  # not counted: the next call compares in its place
             call.abandon()
             raise
+        self._losses[loss.key] = number
 
     def _joined(self, call: Call) -> Any:
         tree, _ = gather([message.tree for message in call.outputs], call.batch.rows)

@@ -129,6 +129,7 @@ class StageRun:
         self._records: dict[int, _Record] = {}
         self._compares = compares
         self._checksums: dict[int, Checksums] = {}
+        self._parameter_sums = checksums([slot.real for slot in self._parameters]) if compares else []
         self._mutates_input = True  # until chunk 0 has shown that it does not
         self._first = True
 
@@ -236,9 +237,9 @@ class StageRun:
             self._mutates_input = versions(given) != given_before or _differ(given, message.tree.tensors)
             if self._mutates_input and _share_memory(message.tree.tensors):
                 raise RuntimeError(
-                    f"stage {self.index} ({self.layers}) writes its input in place, and two tensors of that input share "
-                    "memory: one would see what is written into the other, which a stage boundary cannot keep. Write to "
-                    "a copy (x * 2 instead of x.mul_(2)), or put these layers into the stage before."
+                    f"stage {self.index} ({self.layers}) writes its input in place, and two tensors of that input "
+                    "share memory: one would see what is written into the other, which a stage boundary cannot "
+                    "keep. Write to a copy (x * 2 instead of x.mul_(2)), or put these layers into the stage before."
                 )
         elif versions(message.tree.tensors) != before:
             raise CheckpointError(
@@ -293,7 +294,8 @@ class StageRun:
         ]
         if pairs:
             with self._aliased():  # a layer's own torch.utils.checkpoint runs its forward now
-                self._differentiate([tensor for tensor, _ in pairs], [grad for _, grad in pairs], entered.leaves, retain)
+                roots, root_grads = zip(*pairs, strict=True)
+                self._differentiate(roots, root_grads, entered.leaves, retain)
         if not retain:
             self.buffers.forget(chunk)
             self._generator_states.pop(chunk, None)
@@ -301,7 +303,7 @@ class StageRun:
         return entered.grads()
 
     def _differentiate(
-        self, roots: list[Tensor], grads: list[Tensor], leaves: Sequence[Tensor | None], retain: bool
+        self, roots: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], retain: bool
     ) -> None:
         if not self.foreign:
             run_backward(roots, grads, retain)
@@ -348,8 +350,9 @@ class StageRun:
         if before is not None and not same_checksums(before, checksums(output.tensors)):
             raise CheckpointError(
                 f"the recomputation of stage {self.index} ({self.layers}), chunk {chunk}, gave other values than its "
-                "forward. A layer depends on state that its forward changes and that is no buffer (a counter, a tensor in "
-                "a list, a random.Random). Make it a buffer, or use checkpoint='never' and no create_graph."
+                "forward. A layer depends on state that its forward changes and that is no buffer (a counter, a "
+                "tensor in a list, a random.Random). Make it a buffer, or use checkpoint='never' and no "
+                "create_graph."
             )
 
     # ------------------------------------------------------------------------------------- as it was at the forward
@@ -392,6 +395,17 @@ class StageRun:
                 f"the input of stage {self.index} (shapes {shapes}) was changed in place between the forward and the "
                 f"recomputation of chunk {chunk}. Change it after backward(), or give the pipe a clone."
             )
+
+    def check_parameters(self) -> None:
+        """Now and then: did the forwards write a parameter without its version counter (`.data`)?"""
+        silent = [slot for slot in self._parameters if slot.real._version == slot.version]
+        if self._parameter_sums and len(silent) == len(self._parameters):
+            if not same_checksums(self._parameter_sums, checksums([slot.real for slot in self._parameters])):
+                raise CheckpointError(
+                    f"a forward of stage {self.index} ({self.layers}) wrote a parameter through .data, unseen by "
+                    "autograd: chunks that run in another order would see other values. Write parameters in a "
+                    "torch.no_grad() block after the backward."
+                )
 
     def _name_of(self, wanted: _Parameter) -> str:
         for index, layer in self._layers:
@@ -478,7 +492,7 @@ class _Swap:
 
 
 def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """By value, for what version counters do not show (inference mode, `.data`). Not on an accelerator: it would wait."""
+    """By value, for what version counters do not show (inference mode, `.data`). Not on a GPU: the host would wait."""
     pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
     return any([not torch.equal(one, other) for one, other in pairs])
 

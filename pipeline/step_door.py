@@ -45,12 +45,22 @@ class Step:
 class LossEnd:
     """The loss behind the last stage: from the outputs of a chunk to their gradients."""
 
-    def __init__(self, call: Call, loss: Loss, target: Batch, layers: int, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        loss: Loss,
+        target: Batch,
+        layers: int,
+        scaler: torch.amp.GradScaler | None,
+        compares: bool,
+    ) -> None:
         self._call = call
+        self._compares = compares
         self._loss = loss
         self._target = target
         self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
+        self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
 
     def __call__(self, chunk: int, tree: Tree) -> Grads:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
@@ -60,7 +70,10 @@ class LossEnd:
         if not part.requires_grad:
             return (None,) * len(leaves)
         part = part if self._scaler is None else self._scaler.scale(part)
-        return self._differentiate(part, leaves)
+        grads = self._differentiate(part, leaves)
+        if self._compares:
+            self._grads[chunk] = grads
+        return grads
 
     def _differentiate(self, part: Tensor, leaves: Sequence[Tensor]) -> Grads:
         own = [leaf for leaf in leaves if leaf.requires_grad]
@@ -78,12 +91,36 @@ class LossEnd:
         return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
 
     def check(self, call: Call) -> None:
-        """Compare with the un-pipelined loss, on the joined output."""
+        """Compare loss and gradient with the un-pipelined ones, on the joined output.
+
+        The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction.
+        """
         joined, _ = gather([message.tree for message in call.outputs], call.batch.rows)
         target = self._target.tree.build(self._target.tree.tensors)
         device = joined.tensors[0].device if joined.tensors else None
         call.seeder.seed(0, self._layers)
-        self._loss.check(joined.build(joined.tensors), _moved(target, device))
+        columns = zip(*(message.needs_grad for message in call.outputs), strict=True)
+        leaves = [
+            tensor.detach().requires_grad_(any(need)) for tensor, need in zip(joined.tensors, columns, strict=True)
+        ]
+        with torch.set_grad_enabled(call.grad):
+            whole = self._loss.check(joined.build(leaves), _moved(target, device))
+        wanted = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
+        if not wanted or not whole.requires_grad:
+            return
+        found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
+        for index, expected in zip(wanted, found, strict=True):
+            ours = self._joined_grad(call, index)
+            if self._scaler is None or torch.isfinite(ours).all():  # an overflow is the scaler's affair
+                self._loss.check_grad(ours, torch.zeros_like(ours) if expected is None else expected)
+
+    def _joined_grad(self, call: Call, index: int) -> Tensor:
+        pieces = []
+        for chunk, message in enumerate(call.outputs):
+            grad = self._grads.get(chunk, (None,) * (index + 1))[index]
+            pieces.append(torch.zeros_like(message.tree.tensors[index]) if grad is None else grad)
+        joined = torch.cat(pieces)
+        return joined if self._scaler is None else joined / self._scaler.get_scale()
 
 
 def collect(call: Call, loss: Loss) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -101,8 +138,9 @@ def collect(call: Call, loss: Loss) -> tuple[list[tuple[Tensor, Tensor]], list[t
         )
     divisor = loss.divisor
     if divisor is not None:
-        for _, grad in (*pairs, *inputs):
+        for _, grad in pairs:
             grad.div_(divisor.to(grad.device))
+        inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
     return pairs, inputs
 
 
@@ -145,8 +183,9 @@ def optimize(
     """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
     if scaler is not None and clip is not None:
         scaler.unscale_(optimizer)
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, clip)
+    if clip is not None:  # of what is stepped: a loss may have parameters of its own
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        torch.nn.utils.clip_grad_norm_(list(dict.fromkeys([*parameters, *stepped])), clip)
     if scaler is None:
         optimizer.step()
     else:

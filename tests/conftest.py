@@ -1,4 +1,4 @@
-"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, no state left behind."""
+"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, nothing left behind."""
 
 from collections.abc import Iterator
 
