@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
-from pipeline.trees import storage_of
+from pipeline.trees import same_values, storage_of
 
 
 class _Slot(NamedTuple):
@@ -37,7 +37,8 @@ class _Slot(NamedTuple):
 class Buffers:
     """The buffers of one stage during one call."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._places = [(module._buffers, dict(module._buffers)) for module in modules]  # those that are None too
         found = [
             (module, name, tensor)
             for module in modules
@@ -50,6 +51,7 @@ class Buffers:
             _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)
             for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
         ]
+        self._spare: list[Tensor] | None = None
         self._mutated: set[int] = set()  # owners
         self._before: dict[int, dict[int, Tensor]] = {}  # chunk -> slot -> value
         self._seen_first = False
@@ -75,14 +77,14 @@ class Buffers:
         """Learn which modules change their buffers."""
         fresh = [slot for slot in self._slots if slot.owner not in self._mutated]
         for slot in fresh:
-            if _touched(slot) or (not self._seen_first and not _equal(_now(slot), slot.initial)):
+            if _touched(slot) or (not self._seen_first and not same_values(_now(slot), slot.initial)):
                 self._mutated.add(slot.owner)
         self._seen_first = True
 
     def check_unseen(self, what: str) -> None:
         """Raise if a buffer changed that was never seen to change."""
         for slot in self._slots:
-            if slot.owner not in self._mutated and not _equal(_now(slot), slot.initial):
+            if slot.owner not in self._mutated and not same_values(_now(slot), slot.initial):
                 raise CheckpointError(
                     f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
                     "with torch's in-place operations, in every chunk or in none, or use chunks=1."
@@ -96,9 +98,10 @@ class Buffers:
         written = [tensor if tensor is None else _version(tensor) for tensor in found]
         changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
         copies = _copies([before.get(index, self._slots[index].initial) for index in changing])
-        for slot in self._slots:
-            if not slot.tensor.requires_grad:  # one that does is a leaf of the caller's own, not a record of values
-                slot.place[slot.name] = slot.initial
+        if self._spare is None:  # one that writes unseen must not write `initial`, to which a failure goes back
+            self._spare = _copies([slot.initial for slot in self._slots])
+        for slot, spare in zip(self._slots, self._spare, strict=True):
+            slot.place[slot.name] = _leaf_of_caller(slot) if slot.tensor.requires_grad else spare
         for index, copy in zip(changing, copies, strict=True):
             self._slots[index].place[self._slots[index].name] = copy
         try:
@@ -113,17 +116,37 @@ class Buffers:
                     "closure). Write it as self." + slot.name + "."
                 )
 
+    def moved(self) -> bool:
+        """Whether a buffer that this call only reads holds another value by now.
+
+        A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters.
+        """
+        read = [slot for slot in self._slots if slot.owner not in self._mutated]
+        return any(not same_values(slot.tensor, slot.initial) for slot in read)
+
     def forget(self, chunk: int) -> None:
         """No recomputation of this chunk will come any more."""
         self._before.pop(chunk, None)
 
     def roll_back(self) -> None:
         """Make every buffer what it was when the call began: the same tensor with the same values."""
+        for place, tensors in self._places:
+            place.clear()
+            place.update(tensors)
         for slot in self._slots:
-            slot.place[slot.name] = slot.tensor
-            if not _equal(slot.tensor, slot.initial):
+            if not same_values(slot.tensor, slot.initial):
                 with torch.no_grad():
                     slot.tensor.copy_(slot.initial)
+
+
+def _leaf_of_caller(slot: _Slot) -> Tensor:
+    """A buffer that requires a gradient is no record of values: it is differentiated, so it stays itself."""
+    if _version(slot.tensor) != slot.version:
+        raise CheckpointError(
+            f"buffer '{slot.name}', which requires a gradient, was changed in place between the forward and the "
+            "recomputation. Change it after backward()."
+        )
+    return slot.tensor
 
 
 def _owners(found: Sequence[tuple[nn.Module, str, Tensor]]) -> list[int]:
@@ -168,14 +191,3 @@ def _touched(slot: _Slot) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """By value; nan equals nan, or a buffer that holds one would seem to change for ever."""
-    if one is other:
-        return True
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one, other):
-        return True
-    return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

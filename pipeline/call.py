@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.ambient import Ambient
 from pipeline.engine import drive_inline
-from pipeline.graph import hooks_asleep
+from pipeline.graph import Gate, hooks_asleep
 from pipeline.mailbox import Mailbox, describe
 from pipeline.microbatch import Batch
 from pipeline.plan import Plan
@@ -63,12 +63,14 @@ class Call:
         traces: Sequence[Trace],
     ) -> None:
         self.batch = batch
+        self._live = [grad and tensor.requires_grad for tensor in batch.tree.tensors]
         self.grad = grad
         self.seeder = Seeder(draw_seed(), devices)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
+        keeps = grad and (keep or bool(recompute))
         self.stages = [
-            StageRun(index, first, layers, grad, self.seeder, self._ambient, compares)
+            StageRun(index, first, layers, grad, self.seeder, self._ambient, keeps, compares)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
@@ -84,7 +86,6 @@ class Call:
         self._retain = False
         self._traces = traces
         self._lane_of = plan.schedule.placement.lane_of
-        self._work = {Kind.F: self._forward, Kind.B: self._backward}
 
     # ------------------------------------------------------------------------------------------------------ phases
 
@@ -96,10 +97,9 @@ class Call:
             with generators_kept(self._devices):
                 self._drive(0)
                 for stage in self.stages:
-                    stage.check_parameters()
-                if self.batch.chunks > 1:
-                    for stage in self.stages:
-                        stage.buffers.check_unseen(f"stage {stage.index} ({stage.layers})")
+                    stage.aliases.check_memory()
+                    if self.batch.chunks > 1:
+                        stage.recall.buffers.check_unseen(stage.name)
         except BaseException:
             self.abandon()
             raise
@@ -122,12 +122,12 @@ class Call:
     def _resume(self) -> None:
         now = self._ambient.now()
         for stage in self.stages:
-            stage.resume(now)
+            stage.recall.resume(now)
 
     def abandon(self) -> None:
         """Undo what a failed call did: the buffers are put back, what was kept goes."""
         for stage in self.stages:
-            stage.buffers.roll_back()
+            stage.recall.roll_back()
             stage.drop_sums()
         self.loss_sums = {}
         self.release()
@@ -137,6 +137,7 @@ class Call:
         for stage in self.stages:
             stage.release()
         self.outputs = []
+        self.loss_grads = None  # it knows this call
 
     def _drive(self, number: int) -> None:
         phase = self._plan.phases[number]
@@ -147,7 +148,7 @@ class Call:
     def _perform(self, action: Action) -> None:
         start = perf_counter()
         try:
-            self._work[action.kind](action.stage, action.chunk)
+            _WORK[action.kind](self, action.stage, action.chunk)
         except BaseException as error:
             error.add_note(describe(action, self.stages[action.stage].layers))
             raise
@@ -199,7 +200,7 @@ class Call:
 
     def owners(self) -> list[Tensor]:
         """The parameters and foreign leaves that an output depends on, each once."""
-        found = {id(each): each for stage in self.stages for each in stage.used_parameters()}
+        found = {id(each): each for stage in self.stages for each in stage.aliases.used_parameters}
         found.update({key: leaf for stage in self.stages for key, leaf in stage.foreign.items()})
         return list(found.values())
 
@@ -218,19 +219,20 @@ class Call:
         self._resume()
         foreign = [leaf for stage in self.stages for leaf in stage.foreign.values()]
         apart = {id(leaf) for leaf in foreign}
-        with torch.enable_grad():  # a view has no hooks; those of the owner act later, once, on what is returned
-            targets = [owner if id(owner) in apart else owner.view_as(owner) for owner in owners]
+        gate = Gate()
+        with torch.enable_grad():
+            targets = [owner if id(owner) in apart else _entered(owner, gate) for owner in owners]
         views = {id(owner): target for owner, target in zip(owners, targets, strict=True)}
         totals: list[Tensor | None] = [None] * len(owners)
         inputs: list[Grads] = []
         for chunk, chunk_grads in enumerate(grads):
             with generators_kept(self._devices), torch.enable_grad():
-                pieces, tree = self._compose(chunk, views)
+                pieces, tree = self._compose(chunk, views, gate)
             roots, root_grads = _paired(tree.tensors, chunk_grads)
             wanted = [piece for piece in pieces if piece.requires_grad]
             found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
             if roots:
-                with hooks_asleep(foreign), ExitStack() as stack:
+                with hooks_asleep(foreign), gate.closed(), ExitStack() as stack:
                     for stage in self.stages:  # a layer's own torch.utils.checkpoint runs its forward now
                         stack.enter_context(stage.on_views(views))
                     found = torch.autograd.grad(
@@ -242,14 +244,24 @@ class Call:
             totals = [add_grads(one, other) for one, other in zip(totals, found[len(wanted) :], strict=True)]
         return self.batch.join_grads(inputs), totals
 
-    def _compose(self, chunk: int, views: dict[int, Tensor]) -> tuple[list[Tensor], Tree]:
-        pieces = [piece[chunk].view_as(piece[chunk]) for piece in self.batch.pieces]
-        given = [self.stages[0].own_input(piece) for piece in pieces]
-        value = self.batch.tree.build(given)
+    def _compose(self, chunk: int, views: dict[int, Tensor], gate: Gate) -> tuple[list[Tensor], Tree]:
+        pieces = [
+            gate.enter(piece[chunk]) if live else piece[chunk].detach()
+            for piece, live in zip(self.batch.pieces, self._live, strict=True)
+        ]
+        value = self.batch.tree.build(pieces)
         for stage, device in zip(self.stages, self._devices, strict=True):
-            stage.check_unchanged(chunk, (), ())
+            stage.check_unchanged(chunk)
             value = stage.compose(chunk, _on_device(value, device), views)
         return pieces, flatten(value, "the output")
+
+
+_WORK = {Kind.F: Call._forward, Kind.B: Call._backward}  # not bound to a call, which would hold itself
+
+
+def _entered(owner: Tensor, gate: Gate) -> Tensor:
+    """Behind the gate; an owner that was frozen since the forward is a leaf of this call."""
+    return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
 
 
 def _paired(tensors: Sequence[Tensor], grads: Grads) -> tuple[list[Tensor], list[Tensor]]:

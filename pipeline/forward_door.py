@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from pipeline.call import Call
 from pipeline.errors import CheckpointError
-from pipeline.graph import deliver
+from pipeline.graph import deliver, refuse_tangents
 from pipeline.microbatch import gather
 from pipeline.trees import Grads, Tree, versions
 
@@ -59,12 +58,20 @@ class Backward:
         self._input_versions = versions(call.batch.tree.tensors)
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        if any(grad is not None and torch._C._functorch.is_batchedtensor(grad) for grad in grads):
+            raise RuntimeError(
+                "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
+                "is_grads_batched=True), which gives the same."
+            )
         parts = self._parts(grads)
         batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
-        if torch.is_grad_enabled() or batched:
+        moved = any(stage.recall.buffers.moved() for stage in self._call.stages)
+        if torch.is_grad_enabled() or batched or moved:
             self._check_input()
             with _outside_vmap(batched):
                 inputs, totals = self._call.differentiate(parts, self.owners, torch.is_grad_enabled())
+            if not retain:
+                self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
         self._call.run_backward(parts, retain)
         inputs = self._call.input_grads()
@@ -145,10 +152,4 @@ def refuse_transforms(tensors: Sequence[Tensor]) -> None:
             "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
             "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
         )
-    if torch._C._is_fwd_grad_enabled() and torch.autograd.forward_ad._current_level >= 0:
-        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
-            raise RuntimeError(
-                "forward-mode AD cannot go through a Pipe: an input or a parameter carries a tangent, which would "
-                "be lost. Use torch.autograd.grad with create_graph=True, or pipe.to_sequential() for the plain "
-                "module."
-            )
+    refuse_tangents(tensors)

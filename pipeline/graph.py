@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import _engine_run_backward
 
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
@@ -101,6 +102,48 @@ def owned(grad: Tensor, owner: Tensor) -> Tensor:
     return grad.clone() if grad.is_sparse else torch.empty_like(owner, requires_grad=False).copy_(grad)
 
 
+class Gate:
+    """Lets gradients through from a recomputation to what it was computed from, except while it is closed.
+
+    While the gradient of a captured leaf is asked for, paths that lead to it round the Pipe, through the input or
+    through another owner, are closed: whoever asked for the Pipe's gradients adds those. Derivatives of the result
+    pass.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """A view behind the gate. It has no hooks: those of `tensor` act later, once, on what is returned."""
+        return _through(self, tensor)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within: nothing passes."""
+        self.is_open = False
+        try:
+            yield
+        finally:
+            self.is_open = True
+
+
+class Through(torch.autograd.Function):
+    """Identity that a gate opens and closes."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, tensor: Tensor) -> Tensor:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        return None, grad if ctx.gate.is_open else None
+
+
+_through: Callable[..., Tensor] = Through.apply
+
+
 class Deliver(torch.autograd.Function):
     """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
 
@@ -139,6 +182,21 @@ def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
     with torch.enable_grad():
         root = _delivery([grad for _, grad in pairs], *owners)
     return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
+
+
+def refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    """Raise where a forward-mode tangent would be lost.
+
+    Raises:
+        RuntimeError: a tensor carries one.
+    """
+    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise RuntimeError(
+                "forward-mode AD cannot go through a Pipe: an input, a parameter, a buffer or a captured tensor "
+                "carries a tangent, which would be lost. Use torch.autograd.grad with create_graph=True, or "
+                "pipe.to_sequential() for the plain module."
+            )
 
 
 @contextmanager

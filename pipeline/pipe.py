@@ -27,6 +27,7 @@ from pipeline.checkpoint import Policy, check_policy
 from pipeline.loss import Loss, LossFn
 from pipeline.microbatch import Batch, gather, scatter, scatter_like
 from pipeline.plan import Plan, plan_forward, plan_step
+from pipeline.randomness import generators_kept
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
 from pipeline.values import chain
@@ -270,6 +271,7 @@ class Pipe(nn.Module):
             for module, training in flags:
                 module.training = training
         joined = self._joined(call) if outputs else None
+        call.release()
         return Step(loss.value, None, joined, None if recorder is None else recorder.timeline)
 
     @contextmanager
@@ -342,7 +344,8 @@ class Pipe(nn.Module):
         try:
             call.run_forward()
             if compare:
-                end.check(call)
+                with generators_kept(self.devices):
+                    end.check(call)
         except BaseException:  # not counted: the next call compares in its place
             call.abandon()
             raise
@@ -353,7 +356,7 @@ class Pipe(nn.Module):
         return tree.build(tree.tensors)
 
     def _refuse_transforms(self, batch: Batch) -> None:
-        forward_door.refuse_transforms([*batch.tree.tensors, *self.parameters()])
+        forward_door.refuse_transforms([*batch.tree.tensors, *self.parameters(), *self.buffers()])
 
     # --------------------------------------------------------------------------------------------- moving and loading
 

@@ -103,17 +103,21 @@ def same_host_states(one: HostStates, other: HostStates) -> bool:
     return one[0] == other[0] and all(numpy.array_equal(mine, theirs) for mine, theirs in numpys)
 
 
-@contextmanager
-def host_at(states: HostStates) -> Iterator[None]:
-    """Put Python's and numpy's global generators at earlier states, and back where they were at the end."""
-    found = host_states()
+def put_host_back(states: HostStates) -> None:
+    """Put Python's and numpy's global generators at earlier states."""
     random.setstate(states[0])
     numpy.random.set_state(states[1])
+
+
+@contextmanager
+def host_at(states: HostStates) -> Iterator[None]:
+    """Within: Python's and numpy's global generators are at earlier states. At the end: where they were found."""
+    found = host_states()
+    put_host_back(states)
     try:
         yield
     finally:
-        random.setstate(found[0])
-        numpy.random.set_state(found[1])
+        put_host_back(found)
 
 
 @contextmanager

@@ -147,6 +147,17 @@ def _close(
     return dtype == other_dtype and bool(agree | ~torch.isfinite(size) & ~torch.isfinite(other_size))
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal in every bit that counts: nan equals nan."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two contributions to one gradient; None is no contribution, not zero."""
     if one is None or other is None:

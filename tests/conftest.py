@@ -1,4 +1,4 @@
-"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, nothing left behind."""
+"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, a clean slate."""
 
 from collections.abc import Iterator
 

@@ -78,6 +78,34 @@ def test_a_captured_leaf_that_fast_weights_depend_on_gets_each_of_its_paths_once
 
 
 @every_mode
+def test_a_captured_parameter_of_the_pipe_gets_each_of_its_paths_once(mode):
+    """Registered, used by its own layer, held by another in a list, and behind the input: three paths."""
+    first = linear(4, 4)
+    held = [first.weight]
+    model = nn.Sequential(first, nn.Tanh(), Apply(lambda x: x @ held[0]), linear(4, 2))
+
+    def call(net):
+        return flat_orders(net(normal(5, 4) @ first.weight).sin().sum(), list(model.parameters()), 3)
+
+    for cut in ([3, 1], [2, 2]):
+        pipe, plain = Pipe(model, cut, 3, checkpoint=MODES[mode]), Plain(model, 3)
+        assert_close(call(pipe), call(plain))
+
+
+@every_mode
+def test_a_leaf_captured_inside_an_inner_pipe_and_outside_gets_each_of_its_paths_once(mode):
+    leaf = normal(4, seed=9).requires_grad_()
+    inside = nn.Sequential(linear(4, 4), Apply(lambda x: x.tanh() * leaf), linear(4, 4))
+    ends = linear(4, 4), Apply(lambda x: x * leaf), linear(4, 2)
+    inner = Pipe(inside, [2, 1], 2, checkpoint=MODES[mode])
+    pipe = Pipe(nn.Sequential(ends[0], inner, *ends[1:]), [2, 2], 3, checkpoint=MODES[mode])
+    plain = nn.Sequential(ends[0], inside, *ends[1:])
+    targets = [leaf, *plain.parameters()]
+    found = flat_orders(pipe(normal(5, 4) * leaf).sin().sum(), targets, 3)
+    assert_close(found, flat_orders(plain(normal(5, 4) * leaf).sin().sum(), targets, 3))
+
+
+@every_mode
 def test_a_captured_leaf_that_is_a_no_chunk_input_gets_each_of_its_paths_once(mode):
     leaf = normal(4, seed=9).requires_grad_()
     model = nn.Sequential(Apply(lambda pair: pair[0] * pair[1]), *around(Apply(lambda x: x.tanh() * leaf)))
@@ -128,11 +156,18 @@ class Scale(nn.Module):
 
 @every_mode
 @both_orders
+@pytest.mark.parametrize("calls_before", [0, 2])
 @pytest.mark.parametrize("how", ["number", "tensor", "dropout", "counter"])
-def test_a_recomputation_that_gives_other_numbers_than_its_forward_is_an_error(mode, create_graph, how):
-    """The graph has the same shape, so only the numbers tell. Kept graphs go on to give the right numbers."""
+def test_a_recomputation_that_gives_other_numbers_than_its_forward_is_an_error(mode, create_graph, how, calls_before):
+    """The graph has the same shape, so only the numbers tell. Kept graphs go on to give the right numbers.
+
+    In any call: what changes after this forward says nothing about the first one.
+    """
     model = around(Scale(how))
     pipe, plain = nets(mode, model)
+    for _ in range(calls_before):
+        pipe(normal(5, 4))
+    model[1].calls = 0
     call_seed(7)
     wanted = torch.autograd.grad(plain(normal(5, 4)).sin().sum(), list(model.parameters()))
     model[1].calls = 0

@@ -1,0 +1,159 @@
+"""The parameters of a stage as leaves of one call: who stands in for them, and do they still hold what they held?
+
+    module._parameters["weight"] = p      found; for as long as the stage computes, an alias stands in its place:
+    nn.Parameter(p.detach())              a leaf of its own on p's memory, version counter shared
+    alias.grad                            the stage's sum over chunks, added to as each gradient is computed
+
+So the parameters themselves see one whole gradient per backward pass. They are read from the modules at each call; a
+swap puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from pipeline.errors import CheckpointError
+from pipeline.graph import mark
+from pipeline.trees import checksums, same_checksums, versions
+
+Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
+
+
+class _Slot(NamedTuple):
+    module: nn.Module
+    name: str
+    real: Tensor
+    alias: Tensor
+    version: int
+
+
+class Aliases:
+    """The parameters of one stage during one call.
+
+    Args:
+        modules: the modules of the stage.
+        layers: its layers, by their index in the Sequential.
+        stage: how errors name the stage.
+        compares: whether to look for parameters that a forward wrote without their version counters.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], layers: Sequence[tuple[int, nn.Module]], stage: str, compares: bool
+    ) -> None:
+        found: dict[int, Tensor] = {}
+        self._layers = layers
+        self._stage = stage
+        self._slots: list[_Slot] = []
+        for module in modules:
+            for name, real in module._parameters.items():
+                if real is not None:
+                    alias = found[id(real)] if id(real) in found else found.setdefault(id(real), _alias(real, stage))
+                    self._slots.append(_Slot(module, name, real, alias, versions([real])[0]))
+        self._places = [(slot.module._parameters, slot.name, slot.alias) for slot in self._slots]
+        self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
+        self._used: set[int] = set()
+        self._sums = checksums([slot.real for slot in self._slots]) if compares else []
+
+    def __contains__(self, leaf: int) -> bool:
+        return leaf in self._trained
+
+    def use(self, leaf: int) -> None:
+        """An output depends on the alias with this id."""
+        self._used.add(leaf)
+
+    @property
+    def used(self) -> list[Tensor]:
+        """The aliases that an output depends on."""
+        return [slot.alias for key, slot in self._trained.items() if key in self._used]
+
+    @property
+    def used_parameters(self) -> list[Tensor]:
+        """The real parameters that an output depends on, in the order of the modules."""
+        return [slot.real for key, slot in self._trained.items() if key in self._used]
+
+    def stand_in(self) -> Swap:
+        """Within: the aliases stand in the modules."""
+        return Swap(self._places)
+
+    def stand_back(self, views: dict[int, Tensor]) -> Swap:
+        """Within: `views` of the real parameters (by their ids) stand in the modules."""
+        places = [(slot.module._parameters, slot.name, views.get(id(slot.real), slot.alias)) for slot in self._slots]
+        return Swap(places)
+
+    # -------------------------------------------------------------------------------------------------------- sums
+
+    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (parameter, this stage's sum over chunks), and forget the sums."""
+        for slot in self._trained.values():
+            if slot.alias.grad is not None:
+                grad, slot.alias.grad = slot.alias.grad, None
+                yield slot.real, grad
+
+    def drop_sums(self) -> None:
+        """Forget what was summed."""
+        for slot in self._trained.values():
+            slot.alias.grad = None
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def check_versions(self, chunk: int) -> None:
+        """Raise if a parameter was written since F."""
+        for slot in self._slots:
+            if slot.alias._version != slot.version:
+                raise CheckpointError(
+                    f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "
+                    f"in place between the forward and the recomputation of chunk {chunk}: it is at version "
+                    f"{slot.alias._version}, expected version {slot.version}. Step the optimizer after backward()."
+                )
+
+    def check_memory(self) -> None:
+        """Raise if a forward gave a parameter other memory (its alias got that, it did not), or wrote it unseen."""
+        for slot in self._slots:
+            if slot.alias.data_ptr() != slot.real.data_ptr():
+                raise RuntimeError(
+                    f"parameter '{self._name_of(slot)}' of {self._stage} got new data within the forward (param.data "
+                    "= ...). Write it in place before the forward, in a torch.no_grad() block."
+                )
+        if not self._sums or any(slot.alias._version != slot.version for slot in self._slots):
+            return
+        if not same_checksums(self._sums, checksums([slot.real for slot in self._slots])):
+            raise CheckpointError(
+                f"a forward of {self._stage} wrote a parameter through .data, unseen by autograd: chunks that run in "
+                "another order would see other values. Write it before the forward, in a torch.no_grad() block."
+            )
+
+    def _name_of(self, wanted: _Slot) -> str:
+        for index, layer in self._layers:
+            for path, module in layer.named_modules():
+                if module is wanted.module:
+                    return ".".join(part for part in (str(index), path, wanted.name) if part)
+        return wanted.name
+
+
+class Swap:
+    """Within: other tensors stand in the modules' places. At the end: what was found."""
+
+    __slots__ = ("_places", "_found")
+
+    def __init__(self, places: list[tuple[Place, str, Tensor]]) -> None:
+        self._places = places
+        self._found: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._found = [place[name] for place, name, _ in self._places]
+        for place, name, tensor in self._places:
+            place[name] = tensor
+
+    def __exit__(self, *exc: object) -> None:
+        for (place, name, _), found in zip(self._places, self._found, strict=True):
+            place[name] = found
+
+
+def _alias(real: Tensor, stage: str) -> Tensor:
+    if not real.requires_grad:
+        return real.detach()
+    leaf = nn.Parameter(real.detach()) if type(real) is nn.Parameter else real.detach().requires_grad_()
+    return mark(leaf, f"a parameter of {stage}")

@@ -1,0 +1,170 @@
+"""What was so when a stage ran forward, to be so again when it is recomputed; and is what comes out the same?
+
+    before F(i)   buffers, private generators, Python's and numpy's generators: kept where they will be needed
+    after F(i)    a few entries of each output are kept, now and then a sum over all of it
+    R(i)          within `as_at_forward(i)`: switches, training flags, buffers, generators; afterwards the outputs are
+    compared
+
+What a module keeps elsewhere (a counter, a list) cannot be put back: the comparison finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.ambient import Ambient
+from pipeline.buffers import Buffers
+from pipeline.checkpoint import recomputing
+from pipeline.errors import CheckpointError
+from pipeline.randomness import (
+    HostStates,
+    generators_at,
+    host_at,
+    host_states,
+    private_generators,
+    put_host_back,
+    same_host_states,
+)
+from pipeline.trees import Checksums, checksums, same_checksums, same_values
+
+States: TypeAlias = list[tuple[torch.Generator, Tensor]]
+ENTRIES = 32  # of each output, compared after every recomputation
+
+
+class Recall:
+    """What one stage must find as it was, in one call.
+
+    Args:
+        modules: the modules of the stage.
+        ambient: torch's switches at the call.
+        stage: how errors name the stage.
+        keeps: whether a recomputation may come at all.
+        compares: whether whole outputs are compared, not just some entries.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, keeps: bool, compares: bool
+    ) -> None:
+        self.buffers = Buffers(modules)
+        self._modules = modules
+        self._ambient = ambient
+        self._stage = stage
+        self._compares = compares
+        self._flags = [module.training for module in modules]
+        self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
+        self._generators = private_generators(modules)
+        self._found: States = [(generator, generator.get_state()) for generator in self._generators]
+        self._states: dict[int, States] = {}
+        self._host_found: HostStates | None = host_states() if keeps else None
+        self._draws_from_host = False  # chunk 0 shows
+        self._host: dict[int, HostStates] = {}
+        self._samples: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, Checksums] = {}
+
+    # ------------------------------------------------------------------------------------------------ at the forward
+
+    def before_forward(self, chunk: int, keep: bool, first: bool) -> None:
+        """Keep what F of `chunk` is about to change."""
+        self.buffers.before_forward(chunk, keep)
+        if keep and self._generators:
+            self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
+        if keep and first and self._host_found is not None:
+            self._host[chunk] = self._host_found
+        elif keep and self._draws_from_host:
+            self._host[chunk] = host_states()
+
+    def after_forward(self, chunk: int, keep: bool, first: bool, outputs: Sequence[Tensor]) -> None:
+        """Learn what F changes, and remember what came out."""
+        self.buffers.after_forward()
+        if not keep:
+            return
+        if first and self._host_found is not None:
+            self._draws_from_host = not same_host_states(self._host_found, host_states())
+        if self._compares:
+            self._sums[chunk] = checksums(outputs)
+        self._samples[chunk] = _sampled(outputs)
+
+    def roll_back(self) -> None:
+        """Make everything what it was when the call began."""
+        self.buffers.roll_back()
+        for generator, state in self._found:
+            generator.set_state(state)
+        if self._draws_from_host and self._host_found is not None:
+            put_host_back(self._host_found)
+
+    # ------------------------------------------------------------------------------------------ at the recomputation
+
+    def resume(self, now: Ambient) -> None:
+        """The backward begins, maybe long after the forward: find out which switches and flags differ by now."""
+        self._differing = []
+        if now != self._ambient:
+            self._differing.append(self._ambient.entered)
+        if self._flags != [module.training for module in self._modules]:
+            self._differing.append(partial(_training_flags, self._modules, self._flags))
+
+    @contextmanager
+    def as_at_forward(self, chunk: int) -> Iterator[None]:
+        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
+        with ExitStack() as stack:
+            stack.enter_context(recomputing())
+            for differing in self._differing:
+                stack.enter_context(differing())
+            if self.buffers:
+                stack.enter_context(self.buffers.as_before(chunk))
+            if self._generators:
+                stack.enter_context(generators_at(self._states[chunk]))
+            if self._draws_from_host:
+                stack.enter_context(host_at(self._host[chunk]))
+            yield
+
+    def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
+        """Raise if a recomputation gave other values than its forward."""
+        sums = self._sums.get(chunk)
+        same = sums is None or same_checksums(sums, checksums(outputs))
+        if not same or not all(map(same_values, self._samples[chunk], _sampled(outputs))):
+            raise CheckpointError(
+                f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
+                "depends on state that is no buffer and has changed since (a counter, an attribute, a tensor in a "
+                "list). Make it a buffer, change it after backward(), or use checkpoint='never' and no create_graph."
+            )
+
+    def forget(self, chunk: int) -> None:
+        """No recomputation of this chunk will come any more."""
+        self.buffers.forget(chunk)
+        for kept in (self._states, self._host, self._samples, self._sums):
+            kept.pop(chunk, None)
+
+    def release(self) -> None:
+        """No recomputation will come any more."""
+        for kept in (self._states, self._host, self._samples, self._sums):
+            kept.clear()
+
+
+def _sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Some entries of each tensor, spread evenly. None of those on a GPU: comparing them would make the host wait."""
+    with torch.no_grad():
+        return [_entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+
+
+def _entries(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // ENTRIES)].clone()
+
+
+@contextmanager
+def _training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    found = [module.training for module in modules]
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, found, strict=True):
+            module.training = flag
