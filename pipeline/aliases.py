@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
-from pipeline.graph import mark
+from pipeline.graph import Watch, mark
 from pipeline.trees import checksums, same_checksums, versions
 
 Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
@@ -37,11 +37,17 @@ class Aliases:
         modules: the modules of the stage.
         layers: its layers, by their index in the Sequential.
         stage: how errors name the stage.
+        watch: is told when a gradient arrives.
         compares: whether to look for parameters that a forward wrote without their version counters.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], layers: Sequence[tuple[int, nn.Module]], stage: str, compares: bool
+        self,
+        modules: Sequence[nn.Module],
+        layers: Sequence[tuple[int, nn.Module]],
+        stage: str,
+        watch: Watch,
+        compares: bool,
     ) -> None:
         found: dict[int, Tensor] = {}
         self._layers = layers
@@ -50,8 +56,9 @@ class Aliases:
         for module in modules:
             for name, real in module._parameters.items():
                 if real is not None:
-                    alias = found[id(real)] if id(real) in found else found.setdefault(id(real), _alias(real, stage))
-                    self._slots.append(_Slot(module, name, real, alias, versions([real])[0]))
+                    if id(real) not in found:
+                        found[id(real)] = _alias(real, stage, watch)
+                    self._slots.append(_Slot(module, name, real, found[id(real)], versions([real])[0]))
         self._places = [(slot.module._parameters, slot.name, slot.alias) for slot in self._slots]
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
@@ -152,8 +159,12 @@ class Swap:
             place[name] = found
 
 
-def _alias(real: Tensor, stage: str) -> Tensor:
-    if not real.requires_grad:
-        return real.detach()
-    leaf = nn.Parameter(real.detach()) if type(real) is nn.Parameter else real.detach().requires_grad_()
-    return mark(leaf, f"a parameter of {stage}")
+def _alias(real: Tensor, stage: str, watch: Watch) -> Tensor:
+    alias: Tensor = real.detach()
+    if real.requires_grad:
+        alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
+        alias.register_post_accumulate_grad_hook(watch)
+    noted = vars(real)
+    if noted:
+        vars(alias).update(noted)  # what layers have noted on their parameter
+    return mark(alias, f"a parameter of {stage}")

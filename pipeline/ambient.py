@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +24,10 @@ class Ambient(NamedTuple):
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
-    default_dtype: torch.dtype
-    attention: tuple[bool, ...]
+    switches: tuple[Any, ...]  # in the order of _SWITCHES
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
+    saved_tensors_hooks: tuple[Any, Any] | None
 
     @classmethod
     def capture(cls, device_types: Iterable[str]) -> Ambient:
@@ -37,10 +36,10 @@ class Ambient(NamedTuple):
         return cls(
             tuple(kinds),
             torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(),
-            _attention_kernels(),
+            tuple([get() for get, _ in _SWITCHES]),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
+            torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
 
     def now(self) -> Ambient:
@@ -56,8 +55,10 @@ class Ambient(NamedTuple):
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
-            stack.enter_context(_default_dtype(self.default_dtype))
-            stack.enter_context(_attention(self.attention))
+            stack.enter_context(_switched(self.switches))
+            if now.saved_tensors_hooks != self.saved_tensors_hooks:
+                hooks = self.saved_tensors_hooks or (_as_it_is, _as_it_is)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             if now.function_modes != self.function_modes:
                 stack.enter_context(_function_modes(self.function_modes))
             if now.dispatch_modes != self.dispatch_modes:
@@ -72,51 +73,58 @@ def eagerly(function: Callable[..., Any], *args: Any) -> Any:
     """
     if "torch._dynamo" not in sys.modules:  # nothing is being compiled, and importing it takes a second
         return function(*args)
-    return _opaque(function)(*args)
-
-
-@cache
-def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    opaque: Callable[..., Any] = torch.compiler.disable(function)
-    return opaque
-
-
-def _attention_kernels() -> tuple[bool, ...]:
-    """Which kernels scaled_dot_product_attention may choose from: flash, math, memory-efficient, cuDNN."""
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )
-
-
-def _set_attention(kernels: tuple[bool, ...]) -> None:
-    flash, math, efficient, cudnn = kernels
-    torch._C._set_sdp_use_flash(flash)
-    torch._C._set_sdp_use_math(math)
-    torch._C._set_sdp_use_mem_efficient(efficient)
-    torch._C._set_sdp_use_cudnn(cudnn)
+    opaque = getattr(function, "opaque", None)
+    if opaque is None:
+        opaque = torch.compiler.disable(function)
+        setattr(function, "opaque", opaque)
+    return opaque(*args)
 
 
 @contextmanager
-def _attention(kernels: tuple[bool, ...]) -> Iterator[None]:
-    found = _attention_kernels()
-    _set_attention(kernels)
+def weights_cast_anew(grad: bool) -> Iterator[None]:
+    """At the end: autocast forgets the casts of weights that it keeps for the length of a region.
+
+    They belong to leaves of one call, so that no other call finds them again; kept, they would pile up.
+    """
     try:
         yield
     finally:
-        _set_attention(found)
+        if grad and torch.is_autocast_cache_enabled() and torch._C._is_any_autocast_enabled():
+            torch.clear_autocast_cache()
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Within: torch-function modes do not see what the Pipe computes for itself. They are meant for the layers."""
+    return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()
+
+
+# What else changes the kernels that a layer runs on, or the dtype of what it makes: how to read it and how to set it.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    found = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _switched(values: tuple[Any, ...]) -> Iterator[None]:
+    found = [get() for get, _ in _SWITCHES]
+    for (_, put), value in zip(_SWITCHES, values, strict=True):
+        put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(found)
+        for (_, put), value in zip(_SWITCHES, found, strict=True):
+            put(value)
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from pipeline.ambient import Ambient
+from pipeline.ambient import Ambient, weights_cast_anew
 from pipeline.engine import drive_inline
-from pipeline.graph import Gate, hooks_asleep
+from pipeline.graph import Gate
+from pipeline.hooks import hooks_asleep
 from pipeline.mailbox import Mailbox, describe
 from pipeline.microbatch import Batch
 from pipeline.plan import Plan
@@ -94,7 +95,7 @@ class Call:
         for chunk in range(self.batch.chunks):
             self._mailbox.put(CALLER, chunk, {"x": self.batch.message(chunk, self.grad)})
         try:
-            with generators_kept(self._devices):
+            with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
@@ -111,7 +112,7 @@ class Call:
         for chunk, chunk_grads in enumerate(grads):
             self._mailbox.put_grads(CALLER, chunk, {"y": chunk_grads})
         try:
-            with generators_kept(self._devices):
+            with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(1)
         except BaseException:
             for stage in self.stages:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pipeline.call import Call
 from pipeline.errors import CheckpointError
-from pipeline.graph import deliver, refuse_tangents
+from pipeline.graph import refuse_tangents
+from pipeline.hooks import deliver, skip_none
 from pipeline.microbatch import gather
 from pipeline.trees import Grads, Tree, versions
 
@@ -28,7 +29,11 @@ def run(call: Call) -> Any:
     """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient."""
     call.run_forward()
     messages, call.outputs = call.outputs, []
-    joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+    try:
+        joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+    except BaseException:
+        call.abandon()
+        raise
     needs_grad = [any(column) for column in zip(*(message.needs_grad for message in messages), strict=True)]
     if not any(needs_grad):
         return joined.build(joined.tensors)
@@ -56,8 +61,22 @@ class Backward:
         self._sizes = sizes
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
+        self._is_spent = False  # a backward failed part-way
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of the wanted inputs and of the owners."""
+        result = self._compute(grads, retain)
+        tensors = self._call.batch.tree.tensors
+        receivers = [*(tensors[index] for index in self._wanted), *self.owners]
+        skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
+        return result
+
+    def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        if self._is_spent:
+            raise RuntimeError(
+                "an earlier backward through this output of the Pipe failed part-way, and its chunks are spent. Run "
+                "the forward again, or use retain_graph=True where a backward may fail."
+            )
         if any(grad is not None and torch._C._functorch.is_batchedtensor(grad) for grad in grads):
             raise RuntimeError(
                 "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
@@ -73,7 +92,13 @@ class Backward:
             if not retain:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
-        self._call.run_backward(parts, retain)
+        try:
+            self._call.run_backward(parts, retain)
+        except BaseException:
+            self._is_spent = not retain
+            if self._is_spent:
+                self._call.release()
+            raise
         inputs = self._call.input_grads()
         sums = self._call.sums()
         if not retain:

@@ -75,6 +75,39 @@ def gradients(
     return found
 
 
+class Watch:
+    """Whether a stage's own backward is under way: at any other time a gradient that arrives here would be lost."""
+
+    __slots__ = ("_stage", "_is_on")
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within: the stage's own backward runs."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def __call__(self, _: Tensor | None = None) -> None:
+        """A gradient arrives, at an alias or at the cut.
+
+        Raises:
+            RuntimeError: it comes from outside.
+        """
+        if not self._is_on:
+            raise RuntimeError(
+                f"a backward from outside reached {self._stage}: a tensor that a layer computed there was used "
+                "without passing through the output of the Pipe (an auxiliary loss kept on a module, an activity "
+                "penalty, a backward() within a forward). Its gradient would be lost. Return it as part of the "
+                "output."
+            )
+
+
 class Entry(torch.autograd.Function):
     """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place.
 
@@ -83,15 +116,17 @@ class Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, found: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, watch: Watch, found: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.watch = watch
         ctx.found = found
         ctx.set_materialize_grads(False)
         return tuple([leaf.detach() for leaf in leaves])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        ctx.watch()
         ctx.found[:] = grads
-        return (None,) * (len(grads) + 1)
+        return (None,) * (len(grads) + 2)
 
 
 enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
@@ -144,46 +179,6 @@ class Through(torch.autograd.Function):
 _through: Callable[..., Tensor] = Through.apply
 
 
-class Deliver(torch.autograd.Function):
-    """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:
-        ctx.grads = grads
-        return torch.zeros((), device=owners[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        result = (None, *ctx.grads)
-        ctx.grads.clear()  # held nowhere else, a gradient becomes `.grad` without a copy
-        return result
-
-
-_delivery: Callable[..., Tensor] = Deliver.apply
-
-
-def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to their owners' `.grad` as one backward pass would. Takes the gradients over: empties `pairs`."""
-    if not pairs:
-        return
-    owners = [owner for owner, _ in pairs]
-    grads = [grad for _, grad in pairs]
-    pairs.clear()
-    with torch.enable_grad():
-        root = _delivery(grads, *owners)
-    torch.autograd.backward(root)
-
-
-def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Apply the owners' tensor hooks to whole gradients, touching no `.grad`."""
-    if not pairs:
-        return []
-    owners = [owner for owner, _ in pairs]
-    with torch.enable_grad():
-        root = _delivery([grad for _, grad in pairs], *owners)
-    return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
-
-
 def refuse_tangents(tensors: Sequence[Tensor]) -> None:
     """Raise where a forward-mode tangent would be lost.
 
@@ -197,17 +192,3 @@ def refuse_tangents(tensors: Sequence[Tensor]) -> None:
                 "carries a tangent, which would be lost. Use torch.autograd.grad with create_graph=True, or "
                 "pipe.to_sequential() for the plain module."
             )
-
-
-@contextmanager
-def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Within: the leaves' tensor hooks do nothing. They act later, once, on the whole gradient."""
-    tables = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    found = [list(table.items()) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, items in zip(tables, found, strict=True):
-            table.update(items)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipeline.ambient import without_function_modes
 from pipeline.trees import Grads, Message, Tree, add_grads, flatten, same_structure
 
 
@@ -82,7 +83,8 @@ class Batch:
             return None
         pieces = self.pieces[index]
         filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
-        return filled[0] if len(filled) == 1 else torch.cat(filled)
+        with without_function_modes():
+            return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
 def scatter(value: Any, chunks: int, what: str = "the input") -> Batch:
@@ -145,7 +147,8 @@ def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tupl
             )
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
     sizes = tuple(_joinable(column, rows) for column in columns)
-    return Tree(tuple(torch.cat(column) for column in columns), first.skeleton), sizes
+    with without_function_modes():
+        return Tree(tuple([torch.cat(column) for column in columns]), first.skeleton), sizes
 
 
 def describe(tree: Tree) -> str:

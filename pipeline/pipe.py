@@ -10,6 +10,8 @@ Everything about one call lives in a `Call` and goes with it; a Pipe holds setti
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -231,12 +233,12 @@ class Pipe(nn.Module):
         self._run_with_loss(call, loss, target, outputs, scaler)
         try:
             pairs, inputs = step_door.collect(call, loss)
+            joined = self._joined(call) if outputs else None
+            call.release()
+            store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
         except BaseException:
             call.abandon()
             raise
-        joined = self._joined(call) if outputs else None
-        call.release()
-        store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
         if store is not None and clip_grad_norm is not None:
             store.clip_(clip_grad_norm)
         if optimizer is not None:
@@ -267,10 +269,14 @@ class Pipe(nn.Module):
                 call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
                 loss = Loss(loss_fn, loss_reduction, batch.rows)
                 self._run_with_loss(call, loss, target, outputs, None)
+                try:
+                    joined = self._joined(call) if outputs else None
+                except BaseException:
+                    call.abandon()
+                    raise
         finally:
             for module, training in flags:
                 module.training = training
-        joined = self._joined(call) if outputs else None
         call.release()
         return Step(loss.value, None, joined, None if recorder is None else recorder.timeline)
 
@@ -312,6 +318,11 @@ class Pipe(nn.Module):
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())
+        if len(layers) != sum(self.balance):
+            raise ValueError(
+                f"the Pipe has {len(layers)} layers but its balance is {self.balance}: one was added or removed "
+                "since. Change the nn.Sequential first and wrap it anew: Pipe(module, balance, chunks)."
+            )
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
         return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
@@ -380,6 +391,16 @@ class Pipe(nn.Module):
         """Refused: see `to`."""
         raise TypeError(_cannot_move("cpu()"))
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's. torchgpipe's keys are read too, with the versions of their layers."""
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None and "partitions" not in self._modules:
+            renamed = OrderedDict(state_dict)
+            names = {key: key.split(".", 2)[-1] for key in versions if re.match(r"partitions\.\d+\.", key)}
+            setattr(renamed, "_metadata", OrderedDict((names.get(key, key), value) for key, value in versions.items()))
+            state_dict = renamed
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
         old = f"{prefix}partitions."
@@ -404,7 +425,7 @@ def _check_plain(module: nn.Sequential) -> None:
     if module._parameters or module._buffers:
         names = ", ".join([*module._parameters, *module._buffers])
         raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
-    lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
+    lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
 

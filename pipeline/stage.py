@@ -22,15 +22,16 @@ from pipeline.checkpoint import saving_nothing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
     MARK,
+    Watch,
     enter,
     explore,
     gradients,
-    hooks_asleep,
     mark,
     owned,
     refuse_tangents,
     run_backward,
 )
+from pipeline.hooks import hooks_asleep
 from pipeline.randomness import Seeder
 from pipeline.recall import Recall
 from pipeline.trees import Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
@@ -94,7 +95,8 @@ class StageRun:
         modules = _modules(layers)
         self.name = f"stage {index} ({self.layers})"
         self.recall = Recall(modules, ambient, self.name, keeps, compares)
-        self.aliases = Aliases(modules if grad else (), self._layers, self.name, compares)
+        self._watch = Watch(self.name)
+        self.aliases = Aliases(modules if grad else (), self._layers, self.name, self._watch, compares)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
         self._foreign_sums: dict[int, Tensor] = {}
@@ -174,7 +176,7 @@ class StageRun:
             leaves.append(leaf)
         wanted = [leaf for leaf in leaves if leaf is not None]
         arrived: list[Tensor | None] = [None] * len(wanted)
-        entered = iter(enter(arrived, *wanted) if wanted else ())
+        entered = iter(enter(self._watch, arrived, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
         return _Cut(tuple(leaves), arrived), tuple(given)
 
@@ -248,7 +250,7 @@ class StageRun:
         ]
         if pairs:
             self._seeder.seed(chunk, BACKWARD - self._layers[-1][0])
-            with self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
+            with self._watch.on(), self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
                 roots, root_grads = zip(*pairs, strict=True)
                 self._differentiate(roots, root_grads, cut.leaves, retain)
         if not retain:

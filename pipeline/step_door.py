@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
-from pipeline.graph import MARK, deliver, explore, gradients, hooked, hooks_asleep, owned
+from pipeline.graph import MARK, explore, gradients, owned
+from pipeline.hooks import deliver, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
 from pipeline.trees import Grads, Tree
