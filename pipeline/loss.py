@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.ambient import without_function_modes
+
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -187,8 +189,9 @@ def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
     """Added in the order of the chunks."""
     first, *more = (by_chunk[chunk] for chunk in sorted(by_chunk))
     total: Tensor = first
-    for each in more:
-        total = total + each
+    with without_function_modes():
+        for each in more:
+            total = total + each
     return total
 
 

@@ -357,7 +357,7 @@ def test_an_input_changed_in_place_is_named_by_stage_and_shape():
     x, y = batch()
     loss = mse(pipe(x), y)
     x.add_(1)
-    words = r"input of stage 0 \(shapes \[\[3, 4\]\]\) was changed in place.*chunk 0.*clone"
+    words = r"input of stage 0 \(layers 0..1\) \(shapes \[\[3, 4\]\]\) was changed in place.*chunk 0.*clone"
     with pytest.raises(CheckpointError, match=words):
         loss.backward()
 

@@ -265,26 +265,6 @@ def test_hooks_of_a_captured_leaf_act_once_on_the_whole_gradient(door, checkpoin
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_hooks_of_a_captured_tensor_that_is_no_leaf_act_once_or_are_refused(checkpoint):
-    # The table is computed once outside the pipe; the plain module's hook sees its whole gradient.
-    x, y = batch()
-    found = []
-    for kind in ("pipe", "plain"):
-        torch.manual_seed(0)
-        leaf = nn.Parameter(torch.randn(2, dtype=torch.float64))
-        table = leaf * 2
-        table.register_hook(clipped)
-        model = nn.Sequential(nn.Linear(WIDE, 2), Scaled(table)).double()
-        try:
-            mse((Pipe(model, [1, 1], CHUNKS, checkpoint=checkpoint) if kind == "pipe" else model)(x), y).backward()
-        except RuntimeError as error:
-            assert kind == "pipe" and "hook" in str(error)
-            return
-        found.append(leaf.grad)
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_hooks_of_a_weight_that_two_stages_share_act_once(door, checkpoint):

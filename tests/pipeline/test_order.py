@@ -183,8 +183,8 @@ def test_a_call_within_a_layer_of_another_pipe_keeps_its_own_order() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner_model, self.inner_log = probes(2)
-            self.inner = [Pipe(self.inner_model, [1, 1], 2)]  # in a list: no parameters of this layer
+            inner, self.inner_log = probes(2)
+            self.inner = [Pipe(inner, [1, 1], 2)]  # in a list: no parameters of this layer
 
         def forward(self, x: Tensor) -> Tensor:
             run(self.inner[0], labelled(2), "step")

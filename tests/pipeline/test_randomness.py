@@ -196,6 +196,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("call", range(3))
 @pytest.mark.parametrize("door", ["forward", "no_grad", "inference", "step", "evaluate"])
 @pytest.mark.parametrize("policy", ["always", "never"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_call_draws_one_number_and_leaves_the_generator_where_that_left_it(
     call: int, door: str, policy: str
 ) -> None:
