@@ -7,8 +7,8 @@ the caller's own input aside. The stages are Linear-Tanh blocks: the Linear save
 
     one chunk in one stage   each block's output, and the stage's input: the output that the stage before may hold too,
                              for chunk 0 a copy of it (a stage that writes its input is found out on a copy)
-    peak                     the most, over the actions in the order that ran, of the storages of all kept (stage, chunk)
-                             pairs of that moment and of the one that is being recomputed
+    peak                     the most, over the actions in the order that ran, of the storages of all (stage, chunk)
+                             pairs kept at that moment and of the one that is being recomputed
 
 The inputs of chunks that will be recomputed are held by the pipe, not by autograd: a column of its own.
 """

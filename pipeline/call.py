@@ -25,6 +25,7 @@ from pipeline.mailbox import Mailbox, describe
 from pipeline.microbatch import Batch
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, draw_seed, generators_kept
+from pipeline.recall import Known
 from pipeline.stage import StageRun
 from pipeline.trace import Trace
 from pipeline.trees import Grads, Message, Tree, add_grads, flatten
@@ -45,7 +46,8 @@ class Call:
         plan: what runs.
         recompute: the (stage, chunk) pairs that are recomputed.
         grad: whether this call has gradients.
-        compares: whether recomputations are compared with their forwards by value.
+        compares: whether whole recomputations are compared with their forwards.
+        known: what earlier calls have found out about the stages; this one adds to it.
         keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
         traces: who records the actions.
     """
@@ -61,6 +63,7 @@ class Call:
         grad: bool,
         keep: bool,
         compares: bool,
+        known: Known,
         traces: Sequence[Trace],
     ) -> None:
         self.batch = batch
@@ -69,9 +72,8 @@ class Call:
         self.seeder = Seeder(draw_seed(), devices)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
-        keeps = grad and (keep or bool(recompute))
         self.stages = [
-            StageRun(index, first, layers, grad, self.seeder, self._ambient, keeps, compares)
+            StageRun(index, first, layers, grad, self.seeder, self._ambient, known, compares)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
@@ -79,6 +81,7 @@ class Call:
         self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
         self.keep_outputs = True
         self._devices = devices
+        self._known = known
         self._values = values
         self._mailbox = Mailbox(values)
         self._plan = plan
@@ -99,6 +102,8 @@ class Call:
                 self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
+                    if stage.recall.draws_from_host:
+                        self._known.draws_from_host.add(stage.index)
                     if self.batch.chunks > 1:
                         stage.recall.buffers.check_unseen(stage.name)
         except BaseException:

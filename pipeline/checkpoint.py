@@ -120,15 +120,19 @@ def saving_nothing(until_the_end: bool) -> Iterator[None]:
             each.clear()
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
-    """R: the same forward again, with gradients on."""
-    token = _recomputing.set(True)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        _recomputing.reset(token)
+class Recomputing:
+    """R: within, the same forward runs again, with gradients on."""
+
+    __slots__ = ("_token", "_grad")
+
+    def __enter__(self) -> None:
+        self._token = _recomputing.set(True)
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        _recomputing.reset(self._token)
 
 
 def _drop(tensor: Tensor) -> None:

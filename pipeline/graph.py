@@ -84,14 +84,12 @@ class Watch:
         self._stage = stage
         self._is_on = False
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Within: the stage's own backward runs."""
         self._is_on = True
-        try:
-            yield
-        finally:
-            self._is_on = False
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_on = False
 
     def __call__(self, _: Tensor | None = None) -> None:
         """A gradient arrives, at an alias or at the cut.

@@ -30,6 +30,7 @@ from pipeline.loss import Loss, LossFn
 from pipeline.microbatch import Batch, gather, scatter, scatter_like
 from pipeline.plan import Plan, plan_forward, plan_step
 from pipeline.randomness import generators_kept
+from pipeline.recall import Known
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
 from pipeline.values import chain
@@ -86,6 +87,7 @@ class Pipe(nn.Module):
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
+        self._known = Known()
         self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self.checkpoint = checkpoint
         self.chunks = chunks
@@ -314,7 +316,8 @@ class Pipe(nn.Module):
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
         compares = grad and self._calls & (self._calls - 1) == 0
-        return Call(stages, self.devices, self._values, batch, plan, recompute, grad, keep, compares, traces)
+        settings = (plan, recompute, grad, keep, compares, self._known, traces)
+        return Call(stages, self.devices, self._values, batch, *settings)
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.ambient import Ambient
 from pipeline.buffers import Buffers
-from pipeline.checkpoint import recomputing
+from pipeline.checkpoint import Recomputing
 from pipeline.errors import CheckpointError
 from pipeline.randomness import (
     HostStates,
@@ -31,10 +32,18 @@ from pipeline.randomness import (
     put_host_back,
     same_host_states,
 )
-from pipeline.trees import Checksums, checksums, same_checksums, same_values
+from pipeline.trees import Checksums, checksums, detached, same_checksums, same_values
 
 States: TypeAlias = list[tuple[torch.Generator, Tensor]]
 ENTRIES = 32  # of each output, compared after every recomputation
+
+
+@dataclass(frozen=True)
+class Known:
+    """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
+
+    draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
+    writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
 
 
 class Recall:
@@ -44,25 +53,25 @@ class Recall:
         modules: the modules of the stage.
         ambient: torch's switches at the call.
         stage: how errors name the stage.
-        keeps: whether a recomputation may come at all.
-        compares: whether whole outputs are compared, not just some entries.
+        host: whether this stage is known to draw from Python's or numpy's global generators.
+        compares: whether to find that out anew, and to compare whole outputs, not just some entries.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, keeps: bool, compares: bool
+        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, host: bool, compares: bool
     ) -> None:
         self.buffers = Buffers(modules)
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
-        self._compares = compares
+        self.compares = compares
         self._flags = [module.training for module in modules]
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._generators = private_generators(modules)
         self._found: States = [(generator, generator.get_state()) for generator in self._generators]
         self._states: dict[int, States] = {}
-        self._host_found: HostStates | None = host_states() if keeps else None
-        self._draws_from_host = False  # chunk 0 shows
+        self.draws_from_host = host  # chunk 0 shows
+        self._host_found: HostStates | None = host_states() if host or compares else None
         self._host: dict[int, HostStates] = {}
         self._samples: dict[int, list[Tensor]] = {}
         self._sums: dict[int, Checksums] = {}
@@ -74,9 +83,7 @@ class Recall:
         self.buffers.before_forward(chunk, keep)
         if keep and self._generators:
             self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
-        if keep and first and self._host_found is not None:
-            self._host[chunk] = self._host_found
-        elif keep and self._draws_from_host:
+        if keep and (self.draws_from_host or first and self.compares):
             self._host[chunk] = host_states()
 
     def after_forward(self, chunk: int, keep: bool, first: bool, outputs: Sequence[Tensor]) -> None:
@@ -84,9 +91,9 @@ class Recall:
         self.buffers.after_forward()
         if not keep:
             return
-        if first and self._host_found is not None:
-            self._draws_from_host = not same_host_states(self._host_found, host_states())
-        if self._compares:
+        if first and self.compares and not self.draws_from_host:
+            self.draws_from_host = not same_host_states(self._host[chunk], host_states())
+        if self.compares:
             self._sums[chunk] = checksums(outputs)
         self._samples[chunk] = _sampled(outputs)
 
@@ -95,7 +102,7 @@ class Recall:
         self.buffers.roll_back()
         for generator, state in self._found:
             generator.set_state(state)
-        if self._draws_from_host and self._host_found is not None:
+        if self.draws_from_host and self._host_found is not None:
             put_host_back(self._host_found)
 
     # ------------------------------------------------------------------------------------------ at the recomputation
@@ -108,18 +115,23 @@ class Recall:
         if self._flags != [module.training for module in self._modules]:
             self._differing.append(partial(_training_flags, self._modules, self._flags))
 
-    @contextmanager
-    def as_at_forward(self, chunk: int) -> Iterator[None]:
+    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
+        if self._differing or self.buffers or self._generators or self.draws_from_host:
+            return self._put_back(chunk)
+        return Recomputing()
+
+    @contextmanager
+    def _put_back(self, chunk: int) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(recomputing())
+            stack.enter_context(Recomputing())
             for differing in self._differing:
                 stack.enter_context(differing())
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
                 stack.enter_context(generators_at(self._states[chunk]))
-            if self._draws_from_host:
+            if self.draws_from_host:
                 stack.enter_context(host_at(self._host[chunk]))
             yield
 
@@ -127,7 +139,7 @@ class Recall:
         """Raise if a recomputation gave other values than its forward."""
         sums = self._sums.get(chunk)
         same = sums is None or same_checksums(sums, checksums(outputs))
-        if not same or not all(map(same_values, self._samples[chunk], _sampled(outputs))):
+        if not same or not all(map(same_values, self._samples[chunk], _sampled(detached(outputs)))):
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
                 "depends on state that is no buffer and has changed since (a counter, an attribute, a tensor in a "
@@ -148,14 +160,15 @@ class Recall:
 
 def _sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Some entries of each tensor, spread evenly. None of those on a GPU: comparing them would make the host wait."""
-    with torch.no_grad():
-        return [_entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+    return [_entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // ENTRIES)].clone()
+    step = max(1, tensor.numel() // ENTRIES)
+    if tensor.is_contiguous():
+        return tensor.as_strided((tensor.numel() // step,), (step,)).clone()
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.reshape(-1)[::step].clone()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from pipeline.graph import (
 )
 from pipeline.hooks import hooks_asleep
 from pipeline.randomness import Seeder
-from pipeline.recall import Recall
+from pipeline.recall import Known, Recall
 from pipeline.trees import Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
 
 GradsOf: TypeAlias = Callable[[Tree], Grads]
@@ -73,7 +73,7 @@ class StageRun:
         grad: whether this call has gradients.
         seeder: seeds the generators for each (chunk, layer).
         ambient: torch's switches at the call.
-        keeps: whether a recomputation of any chunk may come.
+        known: what earlier calls have found out.
         compares: whether whole recomputations are compared with their forwards.
     """
 
@@ -85,7 +85,7 @@ class StageRun:
         grad: bool,
         seeder: Seeder,
         ambient: Ambient,
-        keeps: bool,
+        known: Known,
         compares: bool,
     ) -> None:
         self.index = index
@@ -94,7 +94,8 @@ class StageRun:
         self._seeder = seeder
         modules = _modules(layers)
         self.name = f"stage {index} ({self.layers})"
-        self.recall = Recall(modules, ambient, self.name, keeps, compares)
+        self._known = known
+        self.recall = Recall(modules, ambient, self.name, index in known.draws_from_host, compares)
         self._watch = Watch(self.name)
         self.aliases = Aliases(modules if grad else (), self._layers, self.name, self._watch, compares)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
@@ -127,14 +128,14 @@ class StageRun:
         self.recall.before_forward(chunk, keep, first)
         cut, given, given_before, output = self._first_attempt(chunk, message, recompute, first)
         self._learn_mutation(given, given_before, message, before, first)
-        self.recall.after_forward(chunk, keep, first, output.tensors)
+        buffers = self.recall.buffers
+        tensors = buffers.hand_over(output.tensors) if buffers else detached(output.tensors)
+        self.recall.after_forward(chunk, keep, first, tensors)
         needs_grad = tuple([self.grad and tensor.requires_grad for tensor in output.tensors])
         if any(needs_grad):
             nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], cut.leaves)
             kept = _Record(None, cut, output, (), nodes)
             self._records[chunk] = _Record(message, None, None, before, nodes) if recompute else kept
-        buffers = self.recall.buffers
-        tensors = buffers.hand_over(output.tensors) if buffers else detached(output.tensors)
         return Message(Tree(tensors, output.skeleton), needs_grad)
 
     def _first_attempt(
@@ -190,7 +191,10 @@ class StageRun:
     ) -> None:
         """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
         if first:
-            self._mutates_input = versions(given) != given_before or _differ(given, message.tree.tensors)
+            if (self.recall.compares or not self.grad) and _differ(given, message.tree.tensors):
+                self._known.writes_unseen.add(self.index)
+            unseen = self.index in self._known.writes_unseen
+            self._mutates_input = unseen or versions(given) != given_before
             if self._mutates_input and _share_memory(message.tree.tensors):
                 raise RuntimeError(
                     f"{self.name} writes its input in place, and two tensors of that input share memory: one would "
@@ -250,7 +254,7 @@ class StageRun:
         ]
         if pairs:
             self._seeder.seed(chunk, BACKWARD - self._layers[-1][0])
-            with self._watch.on(), self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
+            with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
                 roots, root_grads = zip(*pairs, strict=True)
                 self._differentiate(roots, root_grads, cut.leaves, retain)
         if not retain:
@@ -285,6 +289,12 @@ class StageRun:
         with self.recall.as_at_forward(chunk), self.aliases.stand_in():
             cut, given = self._enter(record.message)
             output = self._outputs(chunk, record.message.tree.build(given))
+        if self.recall.compares:
+            self._check_path(chunk, output, record)
+        self.recall.check_same(chunk, output.tensors)
+        return cut, output
+
+    def _check_path(self, chunk: int, output: Tree, record: _Record) -> None:
         roots = [tensor for tensor in output.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
         if nodes != record.nodes:
@@ -294,8 +304,6 @@ class StageRun:
                 "such as a counter. Make it a buffer, test pipeline.is_recomputing() where a module counts, or use "
                 "checkpoint='never'."
             )
-        self.recall.check_same(chunk, output.tensors)
-        return cut, output
 
     def check_unchanged(self, chunk: int) -> None:
         """Raise if a parameter or a captured leaf was written since F."""

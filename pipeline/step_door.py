@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.ambient import without_function_modes
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
 from pipeline.graph import MARK, explore, gradients, owned
@@ -120,7 +121,8 @@ class LossEnd:
         for chunk, message in enumerate(call.outputs):
             grad = self._grads.get(chunk, (None,) * (index + 1))[index]
             pieces.append(torch.zeros_like(message.tree.tensors[index]) if grad is None else grad)
-        joined = torch.cat(pieces)
+        with without_function_modes():
+            joined = torch.cat(pieces)
         return joined if self._scaler is None else joined / self._scaler.get_scale()
 
 

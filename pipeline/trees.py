@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipeline.ambient import without_function_modes
+
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
 PLAIN = (type(None), bool, int, float, str)
@@ -162,4 +164,5 @@ def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two contributions to one gradient; None is no contribution, not zero."""
     if one is None or other is None:
         return other if one is None else one
-    return torch.add(one, other)
+    with without_function_modes():
+        return torch.add(one, other)
