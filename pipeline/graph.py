@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.graph import _engine_run_backward
 
+_engine = torch.autograd.Variable._execution_engine
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
 
 
@@ -62,14 +62,14 @@ def _node(tensor: Tensor) -> Any:
 
 def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor], retain: bool) -> None:
     """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it."""
-    _engine_run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine.run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients(
     roots: Sequence[Tensor], targets: Sequence[Tensor], grads: Sequence[Tensor], retain: bool
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
-    found: tuple[Tensor | None, ...] = _engine_run_backward(
+    found: tuple[Tensor | None, ...] = _engine.run_backward(
         tuple(roots), tuple(grads), retain, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
     )
     return found
