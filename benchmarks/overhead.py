@@ -105,7 +105,7 @@ def cleared(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]
 def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each contender, taken in turns of BLOCK runs, in another order each round.
 
-    The first run of a turn does not count: it finds the caches as another contender left them; a training loop does not.
+    The first run of a turn does not count: it finds the caches as another contender left them.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)

@@ -2,8 +2,8 @@
 
     python examples/characters.py [--steps 900]
 
-The text is what `help("for")` prints from, `pydoc_data.topics`: nearly half a million characters of English that every Python
-has. Three stages, 4 chunks, 1F1B, every activation recomputed (`checkpoint="always"`).
+The text is what `help("for")` prints from, `pydoc_data.topics`: nearly half a million characters of English that every
+Python has. Three stages, 4 chunks, 1F1B, every activation recomputed (`checkpoint="always"`).
 """
 
 from __future__ import annotations
