@@ -21,7 +21,7 @@ from pipeline.ambient import Ambient, weights_cast_anew
 from pipeline.engine import drive_inline
 from pipeline.graph import Gate
 from pipeline.hooks import hooks_asleep
-from pipeline.mailbox import Mailbox, describe
+from pipeline.mailbox import Mailbox
 from pipeline.microbatch import Batch
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, draw_seed, generators_kept
@@ -156,7 +156,7 @@ class Call:
         try:
             _WORK[action.kind](self, action.stage, action.chunk)
         except BaseException as error:
-            error.add_note(describe(action, self.stages[action.stage].layers))
+            error.add_note(f"{self.stages[action.stage].name}, chunk {action.chunk}, {action}")
             raise
         for trace in self._traces:
             trace.record(action, self._lane_of[action.stage], start)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from pipeline.trees import Grads, Message
-from pipeline.values import CALLER, Values
-from scheduler import Action
+from pipeline.values import Values
 
 Inbox: TypeAlias = dict[str, Message]
 GradBox: TypeAlias = dict[str, list[Grads]]
@@ -48,13 +47,5 @@ class Mailbox:
             for row in self._values.made_by[stage]
         }
 
-    def take_grads_of_caller(self, chunk: int) -> GradBox:
-        return self.take_grads(CALLER, chunk)
-
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
-
-
-def describe(action: Action, layers: str) -> str:
-    """How notes and errors name an action: `stage 1 (layers 3..5), chunk 2, 1F2`."""
-    return f"stage {action.stage} ({layers}), chunk {action.chunk}, {action}"

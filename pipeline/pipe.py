@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from partition import balance_costs, split
-from partition.splitting import check_balance, check_module
+from partition import split
+from partition.splitting import check_module
 from pipeline import forward_door, step_door
 from pipeline.ambient import eagerly
 from pipeline.call import Call
 from pipeline.checkpoint import Policy, check_policy
+from pipeline.edge import (
+    cannot_move,
+    check_plain,
+    check_schedule,
+    check_shared,
+    check_step,
+    choose_balance,
+    choose_devices,
+    device_of,
+)
 from pipeline.loss import Loss, LossFn
 from pipeline.microbatch import Batch, gather, scatter, scatter_like
 from pipeline.plan import Plan, plan_forward, plan_step
@@ -34,7 +43,7 @@ from pipeline.recall import Known
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
 from pipeline.values import chain
-from scheduler import Kind, Schedule, ScheduleError, by_name, verify
+from scheduler import Schedule, ScheduleError, by_name, verify
 
 
 class Pipe(nn.Module):
@@ -79,10 +88,10 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        _check_plain(module)
-        places = None if devices is None else [_device(device) for device in devices]
-        self.balance = _balance(module, balance, places)
-        self.devices = _devices(places, len(self.balance))
+        check_plain(module)
+        places = None if devices is None else [device_of(device) for device in devices]
+        self.balance = choose_balance(module, balance, places)
+        self.devices = choose_devices(places, len(self.balance))
         self._values = chain(len(self.balance))
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
@@ -95,7 +104,7 @@ class Pipe(nn.Module):
         self.training = module.training
         layers: Mapping[str, Any] = module._modules
         self._modules.update(layers)
-        _check_shared(self.partitions, self.devices)
+        check_shared(self.partitions, self.devices)
         for stage, device in zip(self.partitions, self.devices, strict=True):
             stage.to(device)
 
@@ -133,7 +142,7 @@ class Pipe(nn.Module):
     def schedule(self, schedule: str | Schedule) -> None:
         if isinstance(schedule, Schedule):
             verify(schedule)
-            _check_schedule(schedule, len(self.balance))
+            check_schedule(schedule, len(self.balance))
         else:
             by_name(schedule, len(self.balance), self.chunks)
         self._schedule = schedule
@@ -226,7 +235,7 @@ class Pipe(nn.Module):
                 exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
-        _check_step(optimizer, clip_grad_norm, scaler, grads)
+        check_step(optimizer, clip_grad_norm, scaler, grads)
         batch = scatter(x, self.chunks, "x")
         self._refuse_transforms(batch)
         recorder = Trace(len(self.balance)) if trace else None
@@ -382,17 +391,17 @@ class Pipe(nn.Module):
         """
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None:
-            raise TypeError(_cannot_move(f"to({device})"))
+            raise TypeError(cannot_move(f"to({device})"))
         super().to(*args, **kwargs)
         return self
 
     def cuda(self, device: Any = None) -> Pipe:
         """Refused: see `to`."""
-        raise TypeError(_cannot_move("cuda()"))
+        raise TypeError(cannot_move("cuda()"))
 
     def cpu(self) -> Pipe:
         """Refused: see `to`."""
-        raise TypeError(_cannot_move("cpu()"))
+        raise TypeError(cannot_move("cpu()"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's. torchgpipe's keys are read too, with the versions of their layers."""
@@ -412,104 +421,3 @@ class Pipe(nn.Module):
                 _, _, name = key[len(old) :].partition(".")
                 state_dict[prefix + name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _cannot_move(what: str) -> str:
-    return (
-        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
-        "module with pipe.to_sequential()."
-    )
-
-
-def _check_plain(module: nn.Sequential) -> None:
-    """Refuse what the Sequential itself would do besides calling its layers: a Pipe would leave it out."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
-    if module._parameters or module._buffers:
-        names = ", ".join([*module._parameters, *module._buffers])
-        raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
-    lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
-    if lazy:
-        raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
-
-
-def _balance(module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[torch.device] | None) -> list[int]:
-    if balance is not None:
-        return check_balance(balance, len(module))
-    count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
-    costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
-    return balance_costs(costs, min(count, len(costs)))
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
-
-
-def _devices(given: list[torch.device] | None, stages: int) -> list[torch.device]:
-    if given is None:
-        count = torch.cuda.device_count()
-        given = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")] * stages
-    if len(given) < stages:
-        raise ValueError(
-            f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
-            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(given)} stages."
-        )
-    return given[:stages]
-
-
-def _check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Refuse what stages share but cannot: a parameter on two devices, buffers written by two stages."""
-    owner: dict[int, int] = {}
-    for index, stage in enumerate(stages):
-        for name, param in stage.named_parameters():
-            other = owner.setdefault(id(param), index)
-            if devices[other] != devices[index]:
-                raise ValueError(
-                    f"parameter '{name}' of stage {index} on {devices[index]} is shared with stage {other} on "
-                    f"{devices[other]}. Put both stages on one device, or their layers into one stage."
-                )
-        for name, buffer in stage.named_buffers():
-            other = owner.setdefault(id(buffer), index)
-            if other != index:
-                raise ValueError(
-                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
-                    "Put their layers into one stage, or give each a buffer of its own."
-                )
-
-
-def _check_schedule(schedule: Schedule, stages: int) -> None:
-    if schedule.stages != stages:
-        raise ScheduleError(
-            f"the schedule has {schedule.stages} stages but the balance has {stages}. Make it for {stages} stages."
-        )
-    kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
-    if kinds:
-        raise ScheduleError(
-            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose "
-            "backward is not split."
-        )
-
-
-def _check_step(
-    optimizer: torch.optim.Optimizer | None, clip: float | None, scaler: torch.amp.GradScaler | None, grads: str
-) -> None:
-    if grads not in ("param", "store"):
-        raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
-    if grads == "store" and optimizer is not None:
-        raise ValueError(
-            "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
-        )
-    if clip is not None and optimizer is None and grads == "param":
-        raise ValueError(
-            "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
-            "torch.nn.utils.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
-        )
-    if scaler is not None and optimizer is None and clip is not None:
-        raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")

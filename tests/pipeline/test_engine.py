@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import StuckError
 from pipeline.engine import drive_inline, lane, merged_order, needs_of
-from pipeline.mailbox import Mailbox, describe
+from pipeline.mailbox import Mailbox
 from pipeline.plan import plan_forward, plan_step
 from pipeline.trace import Trace
 from pipeline.trees import Message, Tree
@@ -260,10 +260,6 @@ def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_ea
     mailbox.put_grads(1, 0, {"a": grads["1a"]})
     assert mailbox.take_grads(0, 0) == {"a": [grads["1a"], grads["2a"]]}
     assert len(mailbox) == 0
-
-
-def test_an_action_is_named_by_stage_layers_chunk_and_action() -> None:
-    assert describe(Action(1, Kind.F, 2), "layers 3..5") == "stage 1 (layers 3..5), chunk 2, 1F2"
 
 
 # --------------------------------------------------------------------------------------------------------------- trace

@@ -1,0 +1,127 @@
+"""What is refused before anything runs, and what is chosen where nothing was said?
+
+    Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_devices, check_schedule
+    pipe.step(...)                                    -->  check_step
+
+Each error says what was wrong, the value, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from partition import balance_costs
+from partition.splitting import check_balance
+from scheduler import Kind, Schedule, ScheduleError
+
+
+def cannot_move(what: str) -> str:
+    return (
+        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
+        "module with pipe.to_sequential()."
+    )
+
+
+def check_plain(module: nn.Sequential) -> None:
+    """Refuse what the Sequential itself would do besides calling its layers: a Pipe would leave it out."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
+    if module._state_dict_hooks or module._state_dict_pre_hooks or module._load_state_dict_pre_hooks:
+        raise ValueError("the nn.Sequential has state_dict hooks of its own, which would not run. Put them on a layer.")
+    if module._parameters or module._buffers:
+        names = ", ".join([*module._parameters, *module._buffers])
+        raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
+    lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
+    if lazy:
+        raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
+
+
+def choose_balance(
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[torch.device] | None
+) -> list[int]:
+    """Layers per stage: as given, or cut so that parameter bytes are even over the devices."""
+    if balance is not None:
+        return check_balance(balance, len(module))
+    count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
+    costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
+    return balance_costs(costs, min(count, len(costs)))
+
+
+def device_of(device: torch.device | str | int) -> torch.device:
+    """A device as tensors name theirs: with an index on CUDA, without on the CPU."""
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def choose_devices(given: list[torch.device] | None, stages: int) -> list[torch.device]:
+    """One device a stage: the first of those given, of all CUDA devices, or the CPU for all."""
+    if given is None:
+        count = torch.cuda.device_count()
+        given = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")] * stages
+    if len(given) < stages:
+        raise ValueError(
+            f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
+            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(given)} stages."
+        )
+    return given[:stages]
+
+
+def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    """Refuse what stages share but cannot: a parameter on two devices, buffers written by two stages."""
+    owner: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            other = owner.setdefault(id(param), index)
+            if devices[other] != devices[index]:
+                raise ValueError(
+                    f"parameter '{name}' of stage {index} on {devices[index]} is shared with stage {other} on "
+                    f"{devices[other]}. Put both stages on one device, or their layers into one stage."
+                )
+        for name, buffer in stage.named_buffers():
+            other = owner.setdefault(id(buffer), index)
+            if other != index:
+                raise ValueError(
+                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
+                    "Put their layers into one stage, or give each a buffer of its own."
+                )
+
+
+def check_schedule(schedule: Schedule, stages: int) -> None:
+    if schedule.stages != stages:
+        raise ScheduleError(
+            f"the schedule has {schedule.stages} stages but the balance has {stages}. Make it for {stages} stages."
+        )
+    kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
+    if kinds:
+        raise ScheduleError(
+            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose "
+            "backward is not split."
+        )
+
+
+def check_step(
+    optimizer: torch.optim.Optimizer | None, clip: float | None, scaler: torch.amp.GradScaler | None, grads: str
+) -> None:
+    if grads not in ("param", "store"):
+        raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
+    if grads == "store" and optimizer is not None:
+        raise ValueError(
+            "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
+        )
+    if clip is not None and optimizer is None and grads == "param":
+        raise ValueError(
+            "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
+            "torch.nn.utils.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
+        )
+    if scaler is not None and optimizer is None and clip is not None:
+        raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
