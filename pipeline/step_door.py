@@ -92,11 +92,12 @@ class LossEnd:
         grads = iter(found)
         return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
 
-    def check(self, call: Call) -> None:
+    def check(self) -> None:
         """Compare loss and gradient with the un-pipelined ones, on the joined output.
 
         The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction.
         """
+        call = self._call
         joined, _ = gather([message.tree for message in call.outputs], call.batch.rows)
         target = self._target.tree.build(self._target.tree.tensors)
         device = joined.tensors[0].device if joined.tensors else None
@@ -112,13 +113,13 @@ class LossEnd:
             return
         found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
         for index, expected in zip(wanted, found, strict=True):
-            ours = self._joined_grad(call, index)
+            ours = self._joined_grad(index)
             if self._scaler is None or torch.isfinite(ours).all():  # an overflow is the scaler's affair
                 self._loss.check_grad(ours, torch.zeros_like(ours) if expected is None else expected)
 
-    def _joined_grad(self, call: Call, index: int) -> Tensor:
+    def _joined_grad(self, index: int) -> Tensor:
         pieces = []
-        for chunk, message in enumerate(call.outputs):
+        for chunk, message in enumerate(self._call.outputs):
             grad = self._grads.get(chunk, (None,) * (index + 1))[index]
             pieces.append(torch.zeros_like(message.tree.tensors[index]) if grad is None else grad)
         with without_function_modes():
@@ -180,8 +181,10 @@ def _summed(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
 
 
 def optimize(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor], clip: float |
-    None
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    parameters: Sequence[Tensor],
+    clip: float | None,
 ) -> None:
     """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
     if scaler is not None and clip is not None:

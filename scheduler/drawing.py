@@ -63,7 +63,14 @@ def _cells(row: Sequence[Event], slot: Fraction | float, label: Callable[[Action
 def _footer(timeline: Timeline) -> str:
     peaks = " ".join(map(str, timeline.peak_in_flight))
     makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
-    return f"makespan {makespan:.6g} {timeline.unit}, bubble {bubble:.1%}, peak in flight {peaks}"
+    return f"makespan {_duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
+
+
+def _duration(value: float, unit: str) -> str:
+    """Slots as they are; seconds with three digits, in a unit that fits."""
+    if unit != "s" or value == 0 or value >= 1:
+        return f"{value:.6g} {unit}"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def _slot(timeline: Timeline, width: int | None) -> Fraction | float:

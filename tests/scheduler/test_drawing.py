@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from scheduler_strategies import schedules
 
-from scheduler import Action, Costs, Event, Schedule, ScheduleError, Timeline, by_name, draw, simulate
+from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, draw, simulate
 
 
 def golden(text):
@@ -109,3 +109,11 @@ def test_a_width_that_is_no_count_is_refused():
 def test_a_schedule_that_cannot_end_is_refused_by_draw():
     with pytest.raises(ScheduleError, match="lane 0 waits at 0B0 for 0F0, which lane 0 runs after 0B0"):
         draw(Schedule.parse("schedule wrong, chunks 1, stages on lanes 0\nlane 0: 0B0 0F0"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(2.5, "2.5 s"), (0.00412916, "4.13 ms"), (0.000031, "31 us"), (0.1239, "124 ms")]
+)
+def test_a_measured_makespan_is_told_in_a_unit_that_fits(seconds, words):
+    timeline = Timeline.measured([Event(Action(0, Kind.F, 0), 0, 5.0, 5.0 + seconds)], 1)
+    assert f"makespan {words}, bubble" in draw(timeline)
