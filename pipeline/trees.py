@@ -153,8 +153,10 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     """Equal in every bit that counts: nan equals nan."""
     if one is other:
         return True
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
+    if one.layout is not torch.strided:
+        return same_values(one.to_dense(), other.to_dense())
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
