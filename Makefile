@@ -14,7 +14,7 @@ demo: $(READY)
 	$(BIN)/python examples/hessian_product.py
 
 test: $(READY)
-	$(ONE) $(BIN)/python -m pytest -n 2 -m "not soak"
+	$(ONE) $(BIN)/python -m pytest -n 2
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks
