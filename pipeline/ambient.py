@@ -18,6 +18,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+_TORCHS_CHECKPOINT = "torch.utils.checkpoint"
+
 
 class Ambient(NamedTuple):
     """torch's switches at one moment, in this thread."""
@@ -39,7 +41,7 @@ class Ambient(NamedTuple):
             tuple([get() for get, _ in _SWITCHES]),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
-            torch._C._autograd._top_saved_tensors_default_hooks(False),
+            _saved_tensors_hooks(),
         )
 
     def now(self) -> Ambient:
@@ -96,6 +98,14 @@ def weights_cast_anew(grad: bool) -> Iterator[None]:
 def without_function_modes() -> AbstractContextManager[None]:
     """Within: torch-function modes do not see what the Pipe computes for itself. They are meant for the layers."""
     return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()
+
+
+def _saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The caller's hooks for saved tensors; but those of torch's checkpoint count what its own forward saves, no more."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT:
+        return None
+    return hooks
 
 
 # What else changes the kernels that a layer runs on, or the dtype of what it makes: how to read it and how to set it.

@@ -128,3 +128,41 @@ def test_deepcopies_know_what_their_original_found_out() -> None:
             kept = x.clone()
             each(x).sum().backward()
             assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("within", ["the caller's checkpoint", "a layer's checkpoint"])
+def test_a_pipe_within_torchs_own_checkpoint_has_the_plain_modules_gradients(
+    checkpoint: str, reentrant: bool, within: str
+) -> None:
+    from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+    model = nn.Sequential(linear(), nn.Tanh(), nn.Dropout(0.5), linear())
+    x = rows().requires_grad_()
+    pipe = Pipe(model, [2, 2], 3, checkpoint=checkpoint)
+    torch.manual_seed(7)
+    plain = torch.autograd.grad(pipe(x).square().sum(), [x, *model.parameters()])
+
+    def run(value: Tensor) -> Tensor:
+        return torchs_checkpoint(pipe, value, use_reentrant=reentrant)
+
+    alone = within == "the caller's checkpoint"
+    outer = run if alone else Pipe(nn.Sequential(Apply(run)), [1], 1, checkpoint=checkpoint)
+    x.grad = None
+    model.zero_grad()
+    if alone:
+        torch.manual_seed(7)
+        outer(x).square().sum().backward()
+        for grad, expected in zip([x.grad, *(p.grad for p in model.parameters())], plain, strict=True):
+            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
+    else:  # other masks, since the layer's seed differs: the gradient must be that of the output that was given
+        model.eval()
+        expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+        try:
+            outer(x).square().sum().backward()
+        except RuntimeError as error:
+            assert "outside" in str(error) or "Checkpointing" in str(error)
+            return
+        for grad, each in zip([x.grad, *(p.grad for p in model.parameters())], expected, strict=True):
+            torch.testing.assert_close(grad, each, rtol=1e-12, atol=1e-14)
