@@ -101,7 +101,7 @@ def without_function_modes() -> AbstractContextManager[None]:
 
 
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The caller's hooks for saved tensors; but those of torch's checkpoint count what its own forward saves, no more."""
+    """The caller's hooks for saved tensors; but those of torch's checkpoint count what its own forward saves."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT:
         return None
