@@ -129,8 +129,9 @@ def checksums(tensors: Sequence[Tensor]) -> Checksums:
         for tensor in tensors:
             values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             values = values.to_dense() if values.layout is not torch.strided else values
-            values = values.to(torch.float64)
-            found.append((values.sum(), values.abs().sum(), tensor.dtype))
+            values = values if values.is_floating_point() else values.to(torch.float64)
+            total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor
+            found.append((total, torch.linalg.vector_norm(values, 1, dtype=torch.float64), tensor.dtype))
     return found
 
 
