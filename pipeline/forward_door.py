@@ -166,8 +166,11 @@ def _outside_vmap(batched: bool) -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
-def refuse_transforms(tensors: Sequence[Tensor]) -> None:
+def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
     """Raise where the derivatives asked for do not go through autograd's graph, the only way that a Pipe offers.
+
+    Args:
+        tensors: gives the input, the parameters and the buffers; asked only where forward-mode AD is on.
 
     Raises:
         RuntimeError: within torch.func transforms, or with forward-mode tangents.
@@ -177,4 +180,5 @@ def refuse_transforms(tensors: Sequence[Tensor]) -> None:
             "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
             "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
         )
-    refuse_tangents(tensors)
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse_tangents(tensors())

@@ -379,7 +379,7 @@ class Pipe(nn.Module):
         return tree.build(tree.tensors)
 
     def _refuse_transforms(self, batch: Batch) -> None:
-        forward_door.refuse_transforms([*batch.tree.tensors, *self.parameters(), *self.buffers()])
+        forward_door.refuse_transforms(lambda: [*batch.tree.tensors, *self.parameters(), *self.buffers()])
 
     # --------------------------------------------------------------------------------------------- moving and loading
 

@@ -44,6 +44,7 @@ class Known:
 
     draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
+    only_reads: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # its input, with these training flags
 
 
 class Recall:
@@ -65,7 +66,7 @@ class Recall:
         self._ambient = ambient
         self._stage = stage
         self.compares = compares
-        self._flags = [module.training for module in modules]
+        self.flags = tuple([module.training for module in modules])
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._generators = private_generators(modules)
         self._found: States = [(generator, generator.get_state()) for generator in self._generators]
@@ -112,8 +113,8 @@ class Recall:
         self._differing = []
         if now != self._ambient:
             self._differing.append(self._ambient.entered)
-        if self._flags != [module.training for module in self._modules]:
-            self._differing.append(partial(_training_flags, self._modules, self._flags))
+        if self.flags != tuple([module.training for module in self._modules]):
+            self._differing.append(partial(_training_flags, self._modules, self.flags))
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""

@@ -103,7 +103,8 @@ class StageRun:
         self._foreign_sums: dict[int, Tensor] = {}
         self._records: dict[int, _Record] = {}
         self._first = True  # no chunk has run yet
-        self._mutates_input = True  # until chunk 0 has shown that it does not
+        # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
+        self._mutates_input = compares or not grad or (index, self.recall.flags) not in known.only_reads
         self._saves_until_the_end = False  # a layer calls autograd within its forward: chunk 0 shows
 
     @property
@@ -190,11 +191,13 @@ class StageRun:
         first: bool,
     ) -> None:
         """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
-        if first:
+        if first and self._mutates_input:
             if (self.recall.compares or not self.grad) and _differ(given, message.tree.tensors):
                 self._known.writes_unseen.add(self.index)
             unseen = self.index in self._known.writes_unseen
             self._mutates_input = unseen or versions(given) != given_before
+            if not self._mutates_input:
+                self._known.only_reads.add((self.index, self.recall.flags))
             if self._mutates_input and _share_memory(message.tree.tensors):
                 raise RuntimeError(
                     f"{self.name} writes its input in place, and two tensors of that input share memory: one would "
@@ -203,8 +206,8 @@ class StageRun:
                 )
         elif versions(message.tree.tensors) != before:
             raise CheckpointError(
-                f"{self.name} wrote its input in place, which it did not do for the first chunk. Write it for every "
-                "chunk or for none (for example x = x + 1 instead of x += 1)."
+                f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in "
+                "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
             )
 
     def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
