@@ -142,7 +142,8 @@ def _drop(tensor: Tensor) -> None:
 def _miss(dropped: None) -> Tensor:
     raise DroppedError(
         "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
-        "recomputed. Call it for every chunk or for none, or use checkpoint='never'."
+        "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every "
+        "chunk or for none, compute such tensors anew in each forward, or use checkpoint='never'."
     )
 
 

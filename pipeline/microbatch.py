@@ -180,10 +180,7 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
     if both:
         raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
     bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
-    try:
-        tree = flatten(bare, what)
-    except TypeError as error:
-        raise TypeError(f"{error}") from None
+    tree = flatten(bare, what)
     return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
 
 

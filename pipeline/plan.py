@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeline.checkpoint import POLICIES, Policy, recomputed
 from pipeline.engine import Needs, merged_order, needs_of
-from scheduler import Action, Kind, Schedule
+from scheduler import Action, Schedule
 
 
 class Phase(NamedTuple):
@@ -44,9 +44,7 @@ def plan_step(schedule: Schedule, devices: Sequence[object]) -> Plan:
 
 def plan_forward(schedule: Schedule, devices: Sequence[object]) -> Plan:
     """All F, then the rest."""
-    forwards = tuple(tuple(action for action in order if action.kind is Kind.F) for order in schedule.orders)
-    others = tuple(tuple(action for action in order if action.kind is not Kind.F) for order in schedule.orders)
-    return _plan(schedule, [forwards, others], devices)
+    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices)
 
 
 def _plan(schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object]) -> Plan:
