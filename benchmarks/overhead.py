@@ -1,11 +1,13 @@
 """What does the engine cost over a loop that one would write by hand? Ratios, measured in turns within one run.
 
     python benchmarks/overhead.py            tiny and big layers, both doors, and torchgpipe where it is installed
-    python benchmarks/overhead.py --quick    fewer rounds
+    python benchmarks/overhead.py --quick    fewer rounds, one process
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for the forward door one joined
 loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "us/action" is the difference
-divided by the number of actions (2 x stages x chunks). Medians; contenders run in turns, in another order each round.
+divided by the number of actions (2 x stages x chunks). Contenders run in turns, in another order each round; a process
+gives the ratio of two medians, the table the median over several processes (where memory lies differs from one to the
+next, and with it the ratio, by a few per cent), and the smallest and largest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +34,30 @@ CHUNKS = 8
 BLOCK = 4
 
 
-def layers(width: int) -> nn.Sequential:
+class Shape(NamedTuple):
+    """What is measured, and for how long."""
+
+    width: int
+    rows: int  # of a chunk
+    depth: int  # Linear-ReLU pairs in a stage
+    rounds: int
+    threads: int
+
+
+def layers(shape: Shape) -> nn.Sequential:
     """Two stages of Linear-ReLU."""
-    return nn.Sequential(*(part for _ in range(STAGES) for part in (nn.Linear(width, width), nn.ReLU())))
+    pairs = range(STAGES * shape.depth)
+    return nn.Sequential(*(part for _ in pairs for part in (nn.Linear(shape.width, shape.width), nn.ReLU())))
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def contenders(width: int, rows: int) -> dict[str, Callable[[], object]]:
+def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
     """Each computes the gradients of one mini-batch."""
-    model, x, y = layers(width), torch.randn(rows, width), torch.randn(rows, width)
+    rows, balance = shape.rows * CHUNKS, [2 * shape.depth] * STAGES
+    model, x, y = layers(shape), torch.randn(rows, shape.width), torch.randn(rows, shape.width)
     xs, ys = x.tensor_split(CHUNKS), y.tensor_split(CHUNKS)
 
     def joined(outputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -76,21 +93,21 @@ def contenders(width: int, rows: int) -> dict[str, Callable[[], object]]:
         "step/hand, twice": loop_twice,
     }
     for mode in ("never", "except_last", "always"):
-        pipe = Pipe(model, [2] * STAGES, CHUNKS, checkpoint=mode)
+        pipe = Pipe(model, balance, CHUNKS, checkpoint=mode)
         found[f"forward/{mode}"] = lambda pipe=pipe: mean_square(pipe(x), y).backward()  # type: ignore[misc]
         found[f"step/{mode}"] = lambda pipe=pipe: pipe.step(x, y, loss_fn=mean_square)  # type: ignore[misc]
         if importlib.util.find_spec("torchgpipe"):
-            found[f"torchgpipe/{mode}"] = torchgpipe(model, mode, x, y)
+            found[f"torchgpipe/{mode}"] = torchgpipe(model, balance, mode, x, y)
     return {name: cleared(model, run) for name, run in found.items()}
 
 
-def torchgpipe(model: nn.Sequential, mode: str, x: Tensor, y: Tensor) -> Callable[[], object]:
+def torchgpipe(model: nn.Sequential, balance: list[int], mode: str, x: Tensor, y: Tensor) -> Callable[[], object]:
     """The same forward and backward through torchgpipe."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchgpipe import GPipe
 
-        pipe = GPipe(model, [2] * STAGES, devices=["cpu"] * STAGES, chunks=CHUNKS, checkpoint=mode)
+        pipe = GPipe(model, balance, devices=["cpu"] * STAGES, chunks=CHUNKS, checkpoint=mode)
     return lambda: mean_square(pipe(x), y).backward()
 
 
@@ -102,14 +119,16 @@ def cleared(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]
     return fresh
 
 
-def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(shape: Shape) -> dict[str, float]:
     """Median seconds of each contender, taken in turns of BLOCK runs, in another order each round.
 
     The first run of a turn does not count: it finds the caches as another contender left them.
     """
+    torch.set_num_threads(shape.threads)
+    runs = contenders(shape)
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
-    for _ in range(rounds):
+    for _ in range(shape.rounds):
         for name, run in order.sample(list(runs.items()), len(runs)):
             for number in range(BLOCK):
                 start = time.perf_counter()
@@ -119,34 +138,44 @@ def measure(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def report(title: str, width: int, rows: int, rounds: int) -> None:
+def report(title: str, shape: Shape, processes: int) -> None:
     """Print one table."""
-    medians = measure(contenders(width, rows), rounds)
+    found = []
+    for _ in range(processes):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found.append(pool.submit(measure, shape).result())
     actions = 2 * STAGES * CHUNKS
-    shape = f"{STAGES} stages of Linear({width})-ReLU, {CHUNKS} chunks of {rows // CHUNKS} rows"
-    print(f"\n{title}: {shape}, {rounds} rounds of {BLOCK - 1} runs\n")
+    stages = f"{STAGES} stages of {shape.depth} x Linear({shape.width})-ReLU, {CHUNKS} chunks of {shape.rows} rows"
+    print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
     print("| door | checkpoint | ms | over the hand-written loop | us/action | torchgpipe's time over ours |")
     print("| --- | --- | --- | --- | --- | --- |")
     for door in ("forward", "step"):
         for mode in ("never", "except_last", "always"):
-            ours = medians[f"{door}/{mode}"]
-            hand = medians[f"{door}/hand" if mode == "never" else f"{door}/hand, twice"]
-            peer = medians.get(f"torchgpipe/{mode}")
-            ratio = "-" if peer is None else f"{peer / ours:.2f}"
-            cost = (ours - hand) / actions * 1e6
-            print(f"| {door} | {mode} | {ours * 1e3:.2f} | {ours / hand:.3f} | {cost:.0f} | {ratio} |")
+            hand = f"{door}/hand" if mode == "never" else f"{door}/hand, twice"
+            ours = f"{door}/{mode}"
+            ms = statistics.median(each[ours] for each in found) * 1e3
+            ratios = sorted(each[ours] / each[hand] for each in found)
+            cost = statistics.median(each[ours] - each[hand] for each in found) / actions * 1e6
+            peer = "-"
+            if f"torchgpipe/{mode}" in found[0]:
+                peer = f"{statistics.median(each[f'torchgpipe/{mode}'] / each[ours] for each in found):.2f}"
+            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            print(f"| {door} | {mode} | {ms:.2f} | {spread} | {cost:.0f} | {peer} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, one process")
+    parser.add_argument("--processes", type=int, default=5, help="how many to take the median of (default: 5)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.threads} thread(s)")
-    report("tiny layers", width=64, rows=16 * CHUNKS, rounds=20 if options.quick else 100)
-    report("big layers", width=1024, rows=128 * CHUNKS, rounds=2 if options.quick else 11)
+    quick, threads = options.quick, options.threads
+    processes = 1 if quick else options.processes
+    report("tiny layers", Shape(64, 16, 1, 20 if quick else 60, threads), processes)
+    report("big layers, one in a stage", Shape(1024, 128, 1, 2 if quick else 9, threads), processes)
+    report("big layers, four in a stage", Shape(1024, 128, 4, 2 if quick else 5, threads), processes)
 
 
 if __name__ == "__main__":
