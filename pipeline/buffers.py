@@ -66,9 +66,9 @@ class Buffers:
             [tensor.detach().clone() if storage_of(tensor) in places else tensor.detach() for tensor in tensors]
         )
 
-    def before_forward(self, chunk: int, keep: bool) -> None:
-        """Clone what is known to change; `keep`: a recomputation of this chunk may come."""
-        if keep and self._mutated:
+    def before_forward(self, chunk: int) -> None:
+        """Clone what is known to change: a recomputation of this chunk may come."""
+        if self._mutated:
             indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
             copies = _copies([_now(self._slots[index]) for index in indices])
             self._before[chunk] = dict(zip(indices, copies, strict=True))

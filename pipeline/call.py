@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from time import perf_counter
 
@@ -19,20 +20,21 @@ from torch import Tensor, nn
 
 from pipeline.ambient import Ambient, weights_cast_anew
 from pipeline.engine import drive_inline
-from pipeline.graph import Gate
+from pipeline.graph import Gate, Roots, roots_of
 from pipeline.hooks import hooks_asleep
 from pipeline.mailbox import Mailbox
 from pipeline.microbatch import Batch
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, draw_seed, generators_kept
 from pipeline.recall import Known
-from pipeline.stage import StageRun
+from pipeline.skip import Key
+from pipeline.stage import Exits, StageRun, share_memory
 from pipeline.trace import Trace
-from pipeline.trees import Grads, Message, Tree, add_grads, flatten
+from pipeline.trees import Bundle, Grads, Message, Tree, add_grads
 from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
 
-LossGrads = Callable[[int, Tree], Grads]
+LossEnd = Callable[[int, Tree], Roots]
 
 
 class Call:
@@ -73,11 +75,11 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, grad, self.seeder, self._ambient, known, compares)
+            StageRun(index, first, layers, values, grad, self.seeder, self._ambient, known, compares)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
-        self.loss_grads: LossGrads | None = None  # the loss stands behind the last stage: a step, an evaluation
+        self._loss_end: LossEnd | None = None
         self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
         self.keep_outputs = True
         self._devices = devices
@@ -91,12 +93,17 @@ class Call:
         self._traces = traces
         self._lane_of = plan.schedule.placement.lane_of
 
+    def end_in(self, loss_end: LossEnd) -> None:
+        """Put a loss behind the last stage: a step, an evaluation."""
+        self._loss_end = loss_end
+        self.stages[-1].ends_in_loss = True
+
     # ------------------------------------------------------------------------------------------------------ phases
 
     def run_forward(self) -> None:
         """Run the first phase. A failure leaves the buffers as they were."""
         for chunk in range(self.batch.chunks):
-            self._mailbox.put(CALLER, chunk, {"x": self.batch.message(chunk, self.grad)})
+            self._mailbox.put(CALLER, chunk, [self.batch.message(chunk, self.grad)])
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(0)
@@ -115,7 +122,7 @@ class Call:
         self._retain = retain
         self._resume()
         for chunk, chunk_grads in enumerate(grads):
-            self._mailbox.put_grads(CALLER, chunk, {"y": chunk_grads})
+            self._mailbox.put_grads(CALLER, chunk, [chunk_grads])
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(1)
@@ -143,7 +150,7 @@ class Call:
         for stage in self.stages:
             stage.release()
         self.outputs = []
-        self.loss_grads = None  # it knows this call
+        self._loss_end = None  # it knows this call
 
     def _drive(self, number: int) -> None:
         phase = self._plan.phases[number]
@@ -162,36 +169,47 @@ class Call:
             trace.record(action, self._lane_of[action.stage], start)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        (message,) = self._mailbox.take(stage, chunk).values()
-        message = _moved(message, self._devices[stage])
+        device, run = self._devices[stage], self.stages[stage]
+        inbox = [_moved(message, device) for message in self._mailbox.take(stage, chunk)]
         recompute = self.grad and (stage, chunk) in self._recompute
-        made = self.stages[stage].forward(chunk, message, recompute, self.grad and (self._keep or recompute))
-        self._mailbox.put(stage, chunk, {row.name: made for row in self._values.made_by[stage]})
+        made = run.forward(chunk, inbox, recompute, self.grad and (self._keep or recompute))
+        if run.writes_input:
+            self._check_alone(chunk, inbox, run)
+        self._mailbox.put(stage, chunk, made)
         if stage == len(self.stages) - 1:
-            output = self._mailbox.take(CALLER, chunk)["y"]
+            (output,) = self._mailbox.take(CALLER, chunk)
             if self.keep_outputs:
                 self.outputs.append(output)
-            if self.loss_grads is not None and not any(output.needs_grad):
-                self.loss_grads(chunk, output.tree)  # no backward will ask for it
+            if self._loss_end is not None and not any(output.needs_grad):
+                self._loss_end(chunk, output.tree)  # no backward will ask for it
+
+    def _check_alone(self, chunk: int, inbox: Sequence[Message], run: StageRun) -> None:
+        """A stage that writes its input gets copies: what else shares that memory would not see it written."""
+        others = [tensor for message in self._mailbox.under_way(chunk) for tensor in message.tree.tensors]
+        own = {id(tensor): tensor for message in inbox for tensor in message.tree.tensors}
+        if share_memory([*own.values(), *others]):
+            raise RuntimeError(
+                f"{run.name} writes its input in place, and a skip that a later stage pops shares memory with that "
+                "input: the plain module would see it written, which a stage boundary cannot keep. Write to a copy "
+                "(x * 2 instead of x.mul_(2)), or stash a clone."
+            )
 
     def _backward(self, stage: int, chunk: int) -> None:
-        device = self._devices[stage]
-        loss_grads = self.loss_grads
-        if stage == len(self.stages) - 1 and loss_grads is not None:
-            grads = self.stages[stage].backward(chunk, lambda tree: loss_grads(chunk, tree), True, self._retain)
+        device, run = self._devices[stage], self.stages[stage]
+        if run.ends_in_loss:
+            assert self._loss_end is not None  # end_in
+            grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
-            (readers,) = self._mailbox.take_grads(stage, chunk).values()
-            given = _summed(readers, device)
-            wanted = any([grad is not None for grad in given])
-            grads = self.stages[stage].backward(chunk, lambda tree: given, wanted, self._retain)
-        for row in self._values.read_by[stage]:
-            self._mailbox.put_grads(stage, chunk, {row.name: grads or ()})
+            given = [_summed(readers, device) for readers in self._mailbox.take_grads(stage, chunk)]
+            wanted = any([grad is not None for each in given for grad in each])
+            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
+        self._mailbox.put_grads(stage, chunk, grads)
 
     # --------------------------------------------------------------------------------------------------- gradients
 
     def input_grads(self) -> Grads:
         """The gradients of the input's tensors, after a backward."""
-        taken = [self._mailbox.take_grads(CALLER, chunk)["x"][0] for chunk in range(self.batch.chunks)]
+        taken = [self._mailbox.take_grads(CALLER, chunk)[0][0] for chunk in range(self.batch.chunks)]
         none: Grads = (None,) * len(self.batch.tree.tensors)
         return self.batch.join_grads([grads or none for grads in taken])
 
@@ -234,7 +252,9 @@ class Call:
         for chunk, chunk_grads in enumerate(grads):
             with generators_kept(self._devices), torch.enable_grad():
                 pieces, tree = self._compose(chunk, views, gate)
-            roots, root_grads = _paired(tree.tensors, chunk_grads)
+            given = zip(tree.tensors, chunk_grads, strict=True)
+            pairs = [(tensor, grad) for tensor, grad in given if grad is not None and tensor.requires_grad]
+            roots, root_grads = [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
             wanted = [piece for piece in pieces if piece.requires_grad]
             found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
             if roots:
@@ -255,11 +275,14 @@ class Call:
             gate.enter(piece[chunk]) if live else piece[chunk].detach()
             for piece, live in zip(self.batch.pieces, self._live, strict=True)
         ]
-        value = self.batch.tree.build(pieces)
+        under_way: dict[Key | str, Tree] = {"x": Tree(tuple(pieces), self.batch.tree.skeleton)}
         for stage, device in zip(self.stages, self._devices, strict=True):
             stage.check_unchanged(chunk)
-            value = stage.compose(chunk, _on_device(value, device), views)
-        return pieces, flatten(value, "the output")
+            trees = [under_way.pop(row.name) for row in self._values.read_by[stage.index]]
+            placed = [Tree(tuple([t.to(device) for t in tree.tensors]), tree.skeleton) for tree in trees]
+            made = stage.compose(chunk, Bundle.of(tuple(placed)), views)
+            under_way.update(zip([row.name for row in self._values.made_by[stage.index]], made.trees, strict=True))
+        return pieces, under_way["y"]
 
 
 _WORK = {Kind.F: Call._forward, Kind.B: Call._backward}  # not bound to a call, which would hold itself
@@ -270,17 +293,15 @@ def _entered(owner: Tensor, gate: Gate) -> Tensor:
     return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
 
 
-def _paired(tensors: Sequence[Tensor], grads: Grads) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None and t.requires_grad]
-    return [tensor for tensor, _ in pairs], [grad for _, grad in pairs]
-
-
 def _summed(readers: Sequence[Grads], device: torch.device) -> Grads:
     """The gradients of a value: its readers' contributions, added in their order."""
     total = readers[0]
+    if len(total) == 1 and len(readers) == 1:  # as a rule
+        (grad,) = total
+        return total if grad is None or grad.device == device else (grad.to(device),)
     for more in readers[1:]:
         total = tuple(map(add_grads, total, more)) if total and more else total or more
-    return tuple([grad if grad is None else grad.to(device) for grad in total])
+    return tuple([grad if grad is None or grad.device == device else grad.to(device) for grad in total])
 
 
 def _moved(message: Message, device: torch.device) -> Message:
@@ -290,6 +311,13 @@ def _moved(message: Message, device: torch.device) -> Message:
     return Message(Tree(tuple(tensor.to(device) for tensor in tensors), message.tree.skeleton), message.needs_grad)
 
 
-def _on_device(value: object, device: torch.device) -> object:
-    tree = flatten(value, "the input of a stage")
-    return tree.build([tensor.to(device) for tensor in tree.tensors])
+def _at_loss(loss_end: LossEnd, chunk: int, exits: Exits) -> Roots:
+    assert exits.outputs is not None  # the last stage keeps them for the loss
+    return loss_end(chunk, exits.outputs.trees[0])
+
+
+def _at_outputs(given: Sequence[Grads], exits: Exits) -> Roots:
+    if len(given) == 1:
+        return roots_of(given[0], exits.edges)
+    grads = [grad for each, size in zip(given, exits.sizes, strict=True) for grad in each or (None,) * size]
+    return roots_of(grads, exits.edges)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _engine = torch.autograd.Variable._execution_engine
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
@@ -36,10 +37,27 @@ def mark(leaf: Tensor, what: str) -> Tensor:
     return leaf
 
 
-def explore(roots: Sequence[Tensor]) -> Reached:
-    """Walk the autograd graph behind some tensors down to its leaves."""
+class Roots(NamedTuple):
+    """Where a backward begins, with what gradients, and what the graph reaches beyond the stage.
+
+    At tensors; or, where the tensors themselves are not needed any more, at their edges in the graph.
+    """
+
+    tensors: Sequence[Tensor | GradientEdge]
+    grads: Sequence[Tensor]
+    foreign: dict[int, Tensor]  # by id
+
+
+def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None]) -> Roots:
+    """Begin at the outputs that have a gradient; None stands for one that needs none."""
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
+    return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
+
+
+def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
+    """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors of `until`."""
     stack = [_node(root) for root in roots]
-    seen = set(stack)
+    seen = {*stack, *map(_node, until)}
     leaves: dict[int, Tensor] = {}
     while stack:
         node = stack.pop()
@@ -57,16 +75,16 @@ def explore(roots: Sequence[Tensor]) -> Reached:
 
 
 def _node(tensor: Tensor) -> Any:
-    return tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node
+    return tensor.grad_fn if tensor.grad_fn is not None else get_gradient_edge(tensor).node
 
 
-def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor], retain: bool) -> None:
+def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], retain: bool) -> None:
     """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it."""
     _engine.run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients(
-    roots: Sequence[Tensor], targets: Sequence[Tensor], grads: Sequence[Tensor], retain: bool
+    roots: Sequence[Tensor | GradientEdge], targets: Sequence[Tensor], grads: Sequence[Tensor], retain: bool
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
     found: tuple[Tensor | None, ...] = _engine.run_backward(

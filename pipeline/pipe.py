@@ -40,13 +40,14 @@ from pipeline.microbatch import Batch, gather, scatter, scatter_like
 from pipeline.plan import Plan, plan_forward, plan_step
 from pipeline.randomness import generators_kept
 from pipeline.recall import Known
+from pipeline.skip import Enclosed, routes, verify_skippables
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
 from pipeline.values import chain
 from scheduler import Schedule, ScheduleError, by_name, verify
 
 
-class Pipe(nn.Module):
+class Pipe(Enclosed):
     """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
 
     Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
@@ -62,7 +63,7 @@ class Pipe(nn.Module):
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
 
     Raises:
-        TypeError: not an nn.Sequential, or one with a forward of its own.
+        TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.
         ValueError: the balance, devices, chunks, schedule or checkpoint cannot be; the message says why and what can.
 
     Example:
@@ -92,7 +93,8 @@ class Pipe(nn.Module):
         places = None if devices is None else [device_of(device) for device in devices]
         self.balance = choose_balance(module, balance, places)
         self.devices = choose_devices(places, len(self.balance))
-        self._values = chain(len(self.balance))
+        verify_skippables(module)
+        self._values = chain(len(self.balance), routes(split(module, self.balance)))
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
@@ -362,7 +364,7 @@ class Pipe(nn.Module):
         number = self._losses.get(loss.key, 0) + (call.batch.chunks > 1)
         compare = call.batch.chunks > 1 and number & (number - 1) == 0
         end = LossEnd(call, loss, scatter_like(target, call.batch, "the target"), len(self), scaler, compare)
-        call.loss_grads = end
+        call.end_in(end)
         call.keep_outputs = outputs or compare
         try:
             call.run_forward()

@@ -81,15 +81,19 @@ class Recall:
 
     def before_forward(self, chunk: int, keep: bool, first: bool) -> None:
         """Keep what F of `chunk` is about to change."""
-        self.buffers.before_forward(chunk, keep)
-        if keep and self._generators:
+        if not keep:
+            return
+        if self.buffers:
+            self.buffers.before_forward(chunk)
+        if self._generators:
             self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
-        if keep and (self.draws_from_host or first and self.compares):
+        if self.draws_from_host or first and self.compares:
             self._host[chunk] = host_states()
 
     def after_forward(self, chunk: int, keep: bool, first: bool, outputs: Sequence[Tensor]) -> None:
         """Learn what F changes, and remember what came out."""
-        self.buffers.after_forward()
+        if self.buffers:
+            self.buffers.after_forward()
         if not keep:
             return
         if first and self.compares and not self.draws_from_host:
@@ -149,6 +153,8 @@ class Recall:
 
     def forget(self, chunk: int) -> None:
         """No recomputation of this chunk will come any more."""
+        if not self._samples:  # nothing was kept
+            return
         self.buffers.forget(chunk)
         for kept in (self._states, self._host, self._samples, self._sums):
             kept.pop(chunk, None)

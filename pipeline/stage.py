@@ -12,9 +12,11 @@ graph.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient
@@ -22,6 +24,7 @@ from pipeline.checkpoint import saving_nothing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
     MARK,
+    Roots,
     Watch,
     enter,
     explore,
@@ -34,9 +37,11 @@ from pipeline.graph import (
 from pipeline.hooks import hooks_asleep
 from pipeline.randomness import Seeder
 from pipeline.recall import Known, Recall
-from pipeline.trees import Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
+from pipeline.skip import Key, Skips, has_skips
+from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
+from pipeline.values import Values
 
-GradsOf: TypeAlias = Callable[[Tree], Grads]
+Begin: TypeAlias = Callable[["Exits"], Roots]
 BACKWARD = 0xFFFF  # what a backward draws (a noisy hook) is seeded as by the layer BACKWARD - last layer
 
 
@@ -45,20 +50,41 @@ class _Cut(NamedTuple):
 
     leaves: tuple[Tensor | None, ...]
     arrived: list[Tensor | None]  # one for each leaf
+    sizes: Sequence[int]  # how many inputs each value has that was read
 
-    def grads(self) -> Grads:
-        """What arrived, for each input; taken out."""
+    def grads(self) -> list[Grads]:
+        """What arrived, for each value that was read; taken out."""
         found = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
-        return tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
+        grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
+        if len(self.sizes) == 1:
+            return [grads]
+        return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
+
+
+class Exits(NamedTuple):
+    """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them."""
+
+    edges: list[Tensor | GradientEdge | None]  # for each tensor of the outputs; None: it needs no gradient
+    sizes: tuple[int, ...]  # how many tensors each output has
+    outputs: Bundle | None
+
+    @classmethod
+    def of(cls, outputs: Bundle, whole: bool) -> Exits:
+        """Of some outputs; `whole`: keep themselves, not just their edges in the graph."""
+        sizes = tuple([len(tree.tensors) for tree in outputs.trees])
+        if whole:
+            return cls([tensor if tensor.requires_grad else None for tensor in outputs.tensors], sizes, outputs)
+        return cls([get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors], sizes, None)
 
 
 class _Record(NamedTuple):
-    """What stays between F and B of one chunk. Kept: the cut and the outputs. Recomputed: the input."""
+    """What stays between F and B of one chunk. Kept: the cut and the exits. Recomputed: the input."""
 
-    message: Message | None
+    inbox: Bundle | None
+    needs_grad: Sequence[bool]
     cut: _Cut | None
-    outputs: Tree | None
+    exits: Exits | None
     input_versions: tuple[int, ...]
     nodes: int
 
@@ -70,6 +96,7 @@ class StageRun:
         index: the stage.
         first_layer: index of its first layer in the Sequential.
         layers: the layers.
+        values: what this stage reads and makes.
         grad: whether this call has gradients.
         seeder: seeds the generators for each (chunk, layer).
         ambient: torch's switches at the call.
@@ -82,6 +109,7 @@ class StageRun:
         index: int,
         first_layer: int,
         layers: Sequence[nn.Module],
+        values: Values,
         grad: bool,
         seeder: Seeder,
         ambient: Ambient,
@@ -91,20 +119,25 @@ class StageRun:
         self.index = index
         self.grad = grad
         self._layers = tuple(enumerate(layers, first_layer))
+        self._pops = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
+        self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
+        self._skips = has_skips(layers)
         self._seeder = seeder
+        self.ends_in_loss = False
         modules = _modules(layers)
         self.name = f"stage {index} ({self.layers})"
+        self._input_name = f"the input of {self.name}"
         self._known = known
         self.recall = Recall(modules, ambient, self.name, index in known.draws_from_host, compares)
         self._watch = Watch(self.name)
         self.aliases = Aliases(modules if grad else (), self._layers, self.name, self._watch, compares)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
-        self._foreign_sums: dict[int, Tensor] = {}
+        self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._records: dict[int, _Record] = {}
         self._first = True  # no chunk has run yet
         # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
-        self._mutates_input = compares or not grad or (index, self.recall.flags) not in known.only_reads
+        self.writes_input = compares or not grad or (index, self.recall.flags) not in known.only_reads
         self._saves_until_the_end = False  # a layer calls autograd within its forward: chunk 0 shows
 
     @property
@@ -115,96 +148,108 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- F
 
-    def forward(self, chunk: int, message: Message, recompute: bool, keep: bool) -> Message:
+    def forward(self, chunk: int, inbox: Sequence[Message], recompute: bool, keep: bool) -> list[Message]:
         """F: compute one chunk.
 
         Args:
             chunk: its index.
-            message: the input.
+            inbox: what this stage reads.
             recompute: keep the input rather than the graph.
             keep: a recomputation may come, of a kept chunk too (second order).
         """
         first, self._first = self._first, False
-        before = versions(message.tree.tensors)
+        read = Bundle.of(tuple([message.tree for message in inbox]))
+        needs_grad = inbox[0].needs_grad if len(inbox) == 1 else [need for each in inbox for need in each.needs_grad]
+        before = versions(read.tensors)
         self.recall.before_forward(chunk, keep, first)
-        cut, given, given_before, output = self._first_attempt(chunk, message, recompute, first)
-        self._learn_mutation(given, given_before, message, before, first)
+        cut, given, given_before, made = self._first_attempt(chunk, read, needs_grad, recompute, first)
+        self._learn_mutation(given, given_before, read, before, first)
         buffers = self.recall.buffers
-        tensors = buffers.hand_over(output.tensors) if buffers else detached(output.tensors)
+        tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
         self.recall.after_forward(chunk, keep, first, tensors)
-        needs_grad = tuple([self.grad and tensor.requires_grad for tensor in output.tensors])
-        if any(needs_grad):
-            nodes = self._learn_graph([tensor for tensor in output.tensors if tensor.requires_grad], cut.leaves)
-            kept = _Record(None, cut, output, (), nodes)
-            self._records[chunk] = _Record(message, None, None, before, nodes) if recompute else kept
-        return Message(Tree(tensors, output.skeleton), needs_grad)
+        need = tuple([self.grad and tensor.requires_grad for tensor in made.tensors])
+        if any(need):
+            nodes = self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], cut.leaves)
+            if recompute:
+                self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
+            else:
+                self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes)
+        parts = zip(made.trees, made.split(tensors), made.split(need), strict=True)
+        return [Message(Tree(tuple(part), tree.skeleton), tuple(wants)) for tree, part, wants in parts]
 
     def _first_attempt(
-        self, chunk: int, message: Message, recompute: bool, first: bool
-    ) -> tuple[_Cut, tuple[Tensor, ...], tuple[int, ...], Tree]:
+        self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
+    ) -> tuple[_Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
         """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
-        cut, given = self._enter(message)
-        given_before = versions(given)
+        cut, given = self._enter(read, needs_grad)
+        given_before = versions(given) if self.writes_input else ()
         with self.aliases.stand_in():
             if not recompute:
-                return cut, given, given_before, self._outputs(chunk, message.tree.build(given))
+                return cut, given, given_before, self._outputs(chunk, read.build(given))
             try:
                 with saving_nothing(self._saves_until_the_end):
-                    return cut, given, given_before, self._outputs(chunk, message.tree.build(given))
+                    return cut, given, given_before, self._outputs(chunk, read.build(given))
             except DroppedError:
                 if not first:
                     raise
         self._saves_until_the_end = True
         self.recall.roll_back()
-        return self._first_attempt(chunk, message, recompute, first=False)
+        return self._first_attempt(chunk, read, needs_grad, recompute, first=False)
 
-    def _outputs(self, chunk: int, value: Any) -> Tree:
+    def _outputs(self, chunk: int, values: Sequence[Any]) -> Bundle:
+        """Run the layers on what the stage reads: the value before them, then the skips that they pop."""
+        if not self._skips:
+            made = Bundle.of((self._run_layers(chunk, values[0]),))
+        else:
+            skips = Skips(zip(self._pops, values[1:], strict=True))
+            with skips:
+                value = self._run_layers(chunk, values[0])
+                made = Bundle.of((value, *[flatten(skips.take(key), f"{key} of {self.name}") for key in self._stashes]))
+        refuse_tangents(made.tensors)
+        return made
+
+    def _run_layers(self, chunk: int, value: Any) -> Tree:
         seed = self._seeder.seed
         for index, layer in self._layers:
             seed(chunk, index)
             value = layer(value)
-        output = flatten(value, f"the output of {self.name}")
-        refuse_tangents(output.tensors)
-        return output
+        return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
 
-    def _enter(self, message: Message) -> tuple[_Cut, tuple[Tensor, ...]]:
+    def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[_Cut, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get."""
-        tensors = message.tree.tensors
-        if self._mutates_input:
-            tensors = tuple([tensor.clone() for tensor in tensors])
+        tensors = tuple([tensor.clone() for tensor in read.tensors]) if self.writes_input else read.tensors
         leaves: list[Tensor | None] = []
-        for tensor, needs_grad in zip(tensors, message.needs_grad, strict=True):
-            leaf = mark(tensor.detach().requires_grad_(), f"the input of {self.name}") if needs_grad else None
-            leaves.append(leaf)
+        for tensor, needs in zip(tensors, needs_grad, strict=True):
+            leaves.append(mark(tensor.detach().requires_grad_(), self._input_name) if needs else None)
         wanted = [leaf for leaf in leaves if leaf is not None]
         arrived: list[Tensor | None] = [None] * len(wanted)
         entered = iter(enter(self._watch, arrived, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
-        return _Cut(tuple(leaves), arrived), tuple(given)
+        return _Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
     def _learn_mutation(
         self,
         given: Sequence[Tensor],
         given_before: Sequence[int],
-        message: Message,
+        read: Bundle,
         before: Sequence[int],
         first: bool,
     ) -> None:
         """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
-        if first and self._mutates_input:
-            if (self.recall.compares or not self.grad) and _differ(given, message.tree.tensors):
+        if first and self.writes_input:
+            if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
                 self._known.writes_unseen.add(self.index)
             unseen = self.index in self._known.writes_unseen
-            self._mutates_input = unseen or versions(given) != given_before
-            if not self._mutates_input:
+            self.writes_input = unseen or versions(given) != given_before
+            if not self.writes_input:
                 self._known.only_reads.add((self.index, self.recall.flags))
-            if self._mutates_input and _share_memory(message.tree.tensors):
+            if self.writes_input and share_memory(read.tensors):
                 raise RuntimeError(
                     f"{self.name} writes its input in place, and two tensors of that input share memory: one would "
                     "see what is written into the other, which a stage boundary cannot keep. Write to a copy (x * 2 "
                     "instead of x.mul_(2)), or put these layers into the stage before."
                 )
-        elif versions(message.tree.tensors) != before:
+        elif versions(read.tensors) != before:
             raise CheckpointError(
                 f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in "
                 "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
@@ -234,71 +279,66 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def backward(self, chunk: int, grads_of: GradsOf, wanted: bool, retain: bool) -> Grads | None:
-        """B: add to the sums, and return the gradients of the input (None: no gradient comes or goes here).
+    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
+        """B: add to the sums, and return the gradients of each value that was read (empty: none comes or goes here).
 
         Args:
             chunk: its index.
-            grads_of: from the outputs of this chunk to their gradients.
+            begin: from the end of this chunk's graph to where the backward begins.
             wanted: whether there is any gradient to propagate.
             retain: another backward of this chunk may come.
         """
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
-            return None
-        if record.cut is None or record.outputs is None:
-            cut, output = self._recompute(chunk, record)
+            return [()] * (1 + len(self._pops))
+        if record.cut is None or record.exits is None:
+            cut, outputs = self._recompute(chunk, record)
+            roots = begin(Exits.of(outputs, whole=True))
+            del outputs
         else:
-            cut, output = record.cut, record.outputs
-        pairs = [
-            (tensor, grad)
-            for tensor, grad in zip(output.tensors, grads_of(output), strict=True)
-            if grad is not None and tensor.requires_grad
-        ]
-        if pairs:
+            cut = record.cut
+            roots = begin(record.exits)
+        if roots.tensors:
             self._seeder.seed(chunk, BACKWARD - self._layers[-1][0])
             with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
-                roots, root_grads = zip(*pairs, strict=True)
-                self._differentiate(roots, root_grads, cut.leaves, retain)
+                self._differentiate(roots, cut.leaves, retain)
         if not retain:
             self.recall.forget(chunk)
         return cut.grads()
 
-    def _differentiate(
-        self, roots: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor | None], retain: bool
-    ) -> None:
-        if not self.foreign:
-            run_backward(roots, grads, retain)
+    def _differentiate(self, roots: Roots, leaves: Sequence[Tensor | None], retain: bool) -> None:
+        if not self.foreign and not roots.foreign:
+            run_backward(roots.tensors, roots.grads, retain)
             return
         # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
         # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
         own = [leaf for leaf in leaves if leaf is not None]
-        aliases, foreign = self.aliases.used, list(self.foreign.values())
+        aliases, foreign = self.aliases.used, list({**self.foreign, **roots.foreign}.values())
         with hooks_asleep(foreign):
-            found = gradients(roots, own + aliases + foreign, grads, retain=True)
+            found = gradients(roots.tensors, own + aliases + foreign, roots.grads, retain=True)
         for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
                 alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
         for leaf, grad in zip(foreign, found[len(own) + len(aliases) :], strict=True):
             if grad is not None:
-                total = self._foreign_sums.get(id(leaf))
-                self._foreign_sums[id(leaf)] = owned(grad, leaf) if total is None else total + grad
+                _, total = self._foreign_sums.get(id(leaf), (leaf, None))
+                self._foreign_sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
 
-    def _recompute(self, chunk: int, record: _Record) -> tuple[_Cut, Tree]:
+    def _recompute(self, chunk: int, record: _Record) -> tuple[_Cut, Bundle]:
         """R: the forward of a chunk once more, with its graph kept."""
-        assert record.message is not None  # a record holds its input or its graph
+        assert record.inbox is not None  # a record holds its input or its graph
         self.check_unchanged(chunk)
-        self._check_input(chunk, record.message.tree.tensors, record.input_versions)
+        self._check_input(chunk, record.inbox.tensors, record.input_versions)
         with self.recall.as_at_forward(chunk), self.aliases.stand_in():
-            cut, given = self._enter(record.message)
-            output = self._outputs(chunk, record.message.tree.build(given))
+            cut, given = self._enter(record.inbox, record.needs_grad)
+            outputs = self._outputs(chunk, record.inbox.build(given))
         if self.recall.compares:
-            self._check_path(chunk, output, record)
-        self.recall.check_same(chunk, output.tensors)
-        return cut, output
+            self._check_path(chunk, outputs, record)
+        self.recall.check_same(chunk, outputs.tensors)
+        return cut, outputs
 
-    def _check_path(self, chunk: int, output: Tree, record: _Record) -> None:
-        roots = [tensor for tensor in output.tensors if tensor.requires_grad]
+    def _check_path(self, chunk: int, outputs: Bundle, record: _Record) -> None:
+        roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
         if nodes != record.nodes:
             raise CheckpointError(
@@ -328,20 +368,19 @@ class StageRun:
 
     # -------------------------------------------------------------------------------------------- second order
 
-    def compose(self, chunk: int, value: Any, views: dict[int, Tensor]) -> Any:
+    def compose(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         """The stage as a plain differentiable function: on `views` of the real parameters, with no cut.
 
         Args:
             chunk: which chunk's random numbers and buffers to use.
-            value: the stage's input, attached to the caller's graph.
+            read: what the stage reads, attached to the caller's graph.
             views: for each real parameter (by id) the tensor to compute with.
         """
-        given = flatten(value, f"the input of {self.name}")
         with self.recall.as_at_forward(chunk), self.on_views(views):
-            tensors = [tensor.clone() for tensor in given.tensors] if self._mutates_input else given.tensors
-            output = self._outputs(chunk, given.build(tensors))
-        self.recall.check_same(chunk, output.tensors)
-        return output.build(output.tensors)
+            tensors = [tensor.clone() for tensor in read.tensors] if self.writes_input else read.tensors
+            made = self._outputs(chunk, read.build(tensors))
+        self.recall.check_same(chunk, made.tensors)
+        return made
 
     def on_views(self, views: dict[int, Tensor]) -> Swap:
         """Within: the modules compute with `views` of the real parameters."""
@@ -353,8 +392,7 @@ class StageRun:
         """Yield (parameter or foreign leaf, this stage's sum over chunks), and forget the sums."""
         yield from self.aliases.take_sums()
         sums, self._foreign_sums = self._foreign_sums, {}
-        for key, grad in sums.items():
-            yield self.foreign[key], grad
+        yield from sums.values()
 
     def drop_sums(self) -> None:
         """Forget what was summed: the backward failed."""
@@ -373,7 +411,8 @@ def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     return any([not same_values(one, other) for one, other in pairs])
 
 
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
+def share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether two of these tensors share memory."""
     places = [storage_of(tensor) for tensor in tensors]
     return len(set(places)) < len(places)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.ambient import without_function_modes
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
-from pipeline.graph import MARK, explore, gradients, owned
+from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
 from pipeline.hooks import deliver, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
@@ -45,7 +45,11 @@ class Step:
 
 
 class LossEnd:
-    """The loss behind the last stage: from the outputs of a chunk to their gradients."""
+    """The loss behind the last stage: from the outputs of a chunk to where the backward begins.
+
+    As a rule that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
+    gradients are kept, the loss is differentiated by itself, on leaves.
+    """
 
     def __init__(
         self,
@@ -64,33 +68,37 @@ class LossEnd:
         self._scaler = scaler
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
 
-    def __call__(self, chunk: int, tree: Tree) -> Grads:
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+    def __call__(self, chunk: int, tree: Tree) -> Roots:
+        apart = self._call.keep_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
+        tensors = tree.tensors
+        if apart:
+            tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
         self._call.seeder.seed(chunk, self._layers)
-        target = _on_device(self._target, chunk, tree)
-        part = self._loss.chunk(chunk, tree.build(leaves), target)
+        part = self._loss.chunk(chunk, tree.build(tensors), _on_device(self._target, chunk, tree))
         if not part.requires_grad:
-            return (None,) * len(leaves)
+            return Roots((), (), {})
+        own = [tensor for tensor in tensors if tensor.requires_grad]
         part = part if self._scaler is None else self._scaler.scale(part)
-        grads = self._differentiate(part, leaves)
-        if self._compares:
-            self._grads[chunk] = grads
-        return grads
-
-    def _differentiate(self, part: Tensor, leaves: Sequence[Tensor]) -> Grads:
-        own = [leaf for leaf in leaves if leaf.requires_grad]
-        known = {id(leaf) for leaf in own}
-        foreign = [leaf for key, leaf in explore([part]).leaves.items() if key not in known]
-        for leaf in foreign:
+        foreign = explore([part], until=own).leaves
+        for leaf in foreign.values():
             _refuse_ours(leaf)
+        roots = Roots((part,), (torch.ones_like(part),), foreign)
+        return self._differentiated(chunk, roots, own, tree) if apart else roots
+
+    def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
+        """Go on from the outputs: add what the loss itself depends on to its sums."""
+        foreign = list(roots.foreign.values())
         with hooks_asleep(foreign):
-            found = gradients([part], own + foreign, [torch.ones_like(part)], retain=bool(foreign))
+            found = gradients(roots.tensors, [*own, *foreign], roots.grads, retain=bool(foreign))
         for leaf, grad in zip(foreign, found[len(own) :], strict=True):
             if grad is not None:
                 earlier = self._call.loss_sums.get(id(leaf))
                 self._call.loss_sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
         grads = iter(found)
-        return tuple(next(grads) if leaf.requires_grad else None for leaf in leaves)
+        of_outputs = tuple([next(grads) if tensor.requires_grad else None for tensor in tree.tensors])
+        if self._compares:
+            self._grads[chunk] = of_outputs
+        return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
     def check(self) -> None:
         """Compare loss and gradient with the un-pipelined ones, on the joined output.

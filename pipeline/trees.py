@@ -10,7 +10,8 @@ that a script means the same in both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from pipeline.ambient import without_function_modes
 Grads: TypeAlias = tuple[Tensor | None, ...]
 Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
 PLAIN = (type(None), bool, int, float, str)
+T = TypeVar("T")
 
 
 class Slot(NamedTuple):
@@ -48,6 +50,28 @@ class Tree(NamedTuple):
             return tensors[0]
         leaves = [tensors[leaf.place] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
         return pytree.tree_unflatten(leaves, self.skeleton.spec)
+
+
+class Bundle(NamedTuple):
+    """Several values as one: what a stage reads, or makes."""
+
+    trees: tuple[Tree, ...]
+    tensors: tuple[Tensor, ...]  # of all trees, one after the other
+
+    @classmethod
+    def of(cls, trees: tuple[Tree, ...]) -> Bundle:
+        return cls(trees, trees[0].tensors if len(trees) == 1 else tuple(t for tree in trees for t in tree.tensors))
+
+    def build(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The values, with other tensors in the places of their own."""
+        return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
+
+    def split(self, each: Sequence[T]) -> list[Sequence[T]]:
+        """What stands for the tensors, tree by tree."""
+        if len(self.trees) == 1:
+            return [each]
+        ends = accumulate(len(tree.tensors) for tree in self.trees)
+        return [each[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
 
 
 class Message(NamedTuple):

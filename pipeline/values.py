@@ -2,14 +2,20 @@
 
     Value(name, producer, readers)     "h1" is made by stage 0 and read by stage 1
     caller --x--> 0 --h1--> 1 --h2--> 2 --y--> caller
+                  `--skip 'early'-----^
 
-A stage's inputs and outputs are the rows of this table that name it: a value with several readers, or one that passes
-over stages, is another row.
+A stage's inputs and outputs are the rows of this table that name it, in the order of the table: first the value that
+goes from stage to stage, then the skips that it stashes for other stages, or pops.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+from pipeline.skip import Key
+
+Name: TypeAlias = Key | str
 
 CALLER = -1  # whoever called the Pipe: gives the input, takes the output
 
@@ -17,7 +23,7 @@ CALLER = -1  # whoever called the Pipe: gives the input, takes the output
 class Value(NamedTuple):
     """A named value: made by one stage, read by others (or by the caller)."""
 
-    name: str
+    name: Name
     producer: int
     readers: tuple[int, ...]
 
@@ -32,8 +38,12 @@ class Values:
         self.made_by = {stage: tuple(row for row in rows if stage == row.producer) for stage in stages}
 
 
-def chain(stages: int) -> Values:
-    """The values of a plain sequence of stages.
+def chain(stages: int, skips: Iterable[tuple[Name, int, int]] = ()) -> Values:
+    """The values of a sequence of stages.
+
+    Args:
+        stages: how many.
+        skips: (name, the stage that makes it, the stage that reads it).
 
     Example:
         >>> [f"{row.name}: {row.producer} -> {row.readers}" for row in chain(2).rows]
@@ -41,5 +51,6 @@ def chain(stages: int) -> Values:
     """
     names = ("x", *(f"h{stage}" for stage in range(1, stages)), "y")
     readers = (*range(stages), CALLER)
-    return Values(tuple(Value(name, reader - 1 if reader != CALLER else stages - 1, (reader,))
-                        for name, reader in zip(names, readers, strict=True)))
+    rows = [Value(name, reader - 1 if reader != CALLER else stages - 1, (reader,))
+            for name, reader in zip(names, readers, strict=True)]
+    return Values((*rows, *(Value(name, producer, (reader,)) for name, producer, reader in skips)))

@@ -507,7 +507,7 @@ def test_within_as_before_a_module_sees_copies_and_afterwards_its_own_tensor() -
     own = layer.b
     buffers = Buffers([layer])
     for chunk in range(2):
-        buffers.before_forward(chunk, keep=True)
+        buffers.before_forward(chunk)
         layer(one())
         buffers.after_forward()
     for chunk, value in ((0, 1.0), (1, 2.0), (0, 1.0)):

@@ -225,9 +225,9 @@ def message(value: float) -> Message:
 def test_a_value_is_put_once_and_taken_once() -> None:
     mailbox = Mailbox(chain(2))
     sent = message(1.0)
-    mailbox.put(CALLER, 0, {"x": sent})
+    mailbox.put(CALLER, 0, [sent])
     assert len(mailbox) == 1
-    assert mailbox.take(0, 0) == {"x": sent} and len(mailbox) == 0
+    assert mailbox.take(0, 0) == [sent] and len(mailbox) == 0
     with pytest.raises(KeyError):
         mailbox.take(0, 0)
     with pytest.raises(KeyError):
@@ -238,8 +238,8 @@ def test_chunks_do_not_mix() -> None:
     mailbox = Mailbox(chain(2))
     sent = {chunk: message(float(chunk)) for chunk in range(3)}
     for chunk in (2, 0, 1):
-        mailbox.put(0, chunk, {"h1": sent[chunk]})
-    assert [mailbox.take(1, chunk)["h1"] for chunk in range(3)] == list(sent.values())
+        mailbox.put(0, chunk, [sent[chunk]])
+    assert [mailbox.take(1, chunk)[0] for chunk in range(3)] == list(sent.values())
 
 
 def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_each_in_their_order() -> None:
@@ -249,16 +249,16 @@ def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_ea
     )
     mailbox = Mailbox(Values(rows))
     sent = {"a": message(1.0), "b": message(2.0)}
-    mailbox.put(0, 0, {"a": sent["a"]})
+    mailbox.put(0, 0, [sent["a"]])
     assert len(mailbox) == 2
-    assert mailbox.take(1, 0) == {"a": sent["a"]}
-    mailbox.put(1, 0, {"b": sent["b"]})
-    assert mailbox.take(2, 0) == sent
+    assert mailbox.take(1, 0) == [sent["a"]]
+    mailbox.put(1, 0, [sent["b"]])
+    assert mailbox.take(2, 0) == [sent["a"], sent["b"]]
     grads = {name: (torch.tensor(value),) for name, value in (("2a", 1.0), ("2b", 2.0), ("1a", 3.0))}
-    mailbox.put_grads(2, 0, {"a": grads["2a"], "b": grads["2b"]})
-    assert mailbox.take_grads(1, 0) == {"b": [grads["2b"]]}
-    mailbox.put_grads(1, 0, {"a": grads["1a"]})
-    assert mailbox.take_grads(0, 0) == {"a": [grads["1a"], grads["2a"]]}
+    mailbox.put_grads(2, 0, [grads["2a"], grads["2b"]])
+    assert mailbox.take_grads(1, 0) == [[grads["2b"]]]
+    mailbox.put_grads(1, 0, [grads["1a"]])
+    assert mailbox.take_grads(0, 0) == [[grads["1a"], grads["2a"]]]
     assert len(mailbox) == 0
 
 
