@@ -81,6 +81,18 @@ class Buffers:
                 self._mutated.add(slot.owner)
         self._seen_first = True
 
+    def note_writes(self, modules: Iterable[nn.Module], what: str) -> None:
+        """These modules' buffers are written now that all forwards have run; none of those has written them."""
+        owners = {slot.owner for module in modules for slot in self._slots if slot.place is module._buffers}
+        if owners & self._mutated:
+            names = ", ".join(f"'{slot.name}'" for slot in self._slots if slot.owner in owners & self._mutated)
+            raise CheckpointError(
+                f"a batch norm of {what} wrote its running statistics ({names}) within a forward, where "
+                "deferred_batch_norm=True puts them off: it is compiled, or its forward is its own. Use "
+                "deferred_batch_norm=False."
+            )
+        self._mutated |= owners
+
     def check_unseen(self, what: str) -> None:
         """Raise if a buffer changed that was never seen to change."""
         for slot in self._slots:

@@ -52,6 +52,7 @@ class Call:
         known: what earlier calls have found out about the stages; this one adds to it.
         keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
         traces: who records the actions.
+        defer: whether batch norms update their running statistics once, at the end.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Call:
         compares: bool,
         known: Known,
         traces: Sequence[Trace],
+        defer: bool,
     ) -> None:
         self.batch = batch
         self._live = [grad and tensor.requires_grad for tensor in batch.tree.tensors]
@@ -75,7 +77,7 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
         first_layers = accumulate((len(layers) for layers in stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, values, grad, self.seeder, self._ambient, known, compares)
+            StageRun(index, first, layers, values, grad, self.seeder, self._ambient, known, compares, defer)
             for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
         ]
         self.outputs: list[Message] = []
@@ -113,6 +115,8 @@ class Call:
                         self._known.draws_from_host.add(stage.index)
                     if self.batch.chunks > 1:
                         stage.recall.buffers.check_unseen(stage.name)
+                for stage in self.stages:
+                    stage.commit()
         except BaseException:
             self.abandon()
             raise

@@ -23,6 +23,7 @@ from partition import split
 from partition.splitting import check_module
 from pipeline import forward_door, step_door
 from pipeline.ambient import eagerly
+from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call
 from pipeline.checkpoint import Policy, check_policy
 from pipeline.edge import (
@@ -61,6 +62,8 @@ class Pipe(Enclosed):
         schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs.
         checkpoint: "always", "except_last", "never", or a callable (stage, chunk) -> bool: which activations are
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
+        deferred_batch_norm: update the running statistics of BatchNorm layers once for each mini-batch, with those of
+            the whole mini-batch, as the plain module does; not once for each chunk.
 
     Raises:
         TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.
@@ -86,6 +89,7 @@ class Pipe(Enclosed):
         devices: Iterable[torch.device | str | int] | None = None,
         schedule: str | Schedule = "1f1b",
         checkpoint: Policy = "except_last",
+        deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -94,6 +98,9 @@ class Pipe(Enclosed):
         self.balance = choose_balance(module, balance, places)
         self.devices = choose_devices(places, len(self.balance))
         verify_skippables(module)
+        if deferred_batch_norm:
+            check_deferrable(module)
+        self.deferred_batch_norm = deferred_batch_norm
         self._values = chain(len(self.balance), routes(split(module, self.balance)))
         self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
         self._traces: list[Trace] = []
@@ -327,7 +334,7 @@ class Pipe(Enclosed):
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
         compares = grad and self._calls & (self._calls - 1) == 0
-        settings = (plan, recompute, grad, keep, compares, self._known, traces)
+        settings = (plan, recompute, grad, keep, compares, self._known, traces, self.deferred_batch_norm)
         return Call(stages, self.devices, self._values, batch, *settings)
 
     def _stages(self) -> list[list[nn.Module]]:

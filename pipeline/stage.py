@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient
+from pipeline.batchnorm import Deferred
 from pipeline.checkpoint import saving_nothing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
@@ -102,6 +103,7 @@ class StageRun:
         ambient: torch's switches at the call.
         known: what earlier calls have found out.
         compares: whether whole recomputations are compared with their forwards.
+        defer: whether batch norms update their running statistics once, at the end.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class StageRun:
         ambient: Ambient,
         known: Known,
         compares: bool,
+        defer: bool,
     ) -> None:
         self.index = index
         self.grad = grad
@@ -122,6 +125,7 @@ class StageRun:
         self._pops = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
         self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._skips = has_skips(layers)
+        self._deferred = Deferred(layers) if defer else None
         self._seeder = seeder
         self.ends_in_loss = False
         modules = _modules(layers)
@@ -185,10 +189,10 @@ class StageRun:
         given_before = versions(given) if self.writes_input else ()
         with self.aliases.stand_in():
             if not recompute:
-                return cut, given, given_before, self._outputs(chunk, read.build(given))
+                return cut, given, given_before, self._outputs(chunk, read.build(given), is_first=True)
             try:
                 with saving_nothing(self._saves_until_the_end):
-                    return cut, given, given_before, self._outputs(chunk, read.build(given))
+                    return cut, given, given_before, self._outputs(chunk, read.build(given), is_first=True)
             except DroppedError:
                 if not first:
                     raise
@@ -196,8 +200,17 @@ class StageRun:
         self.recall.roll_back()
         return self._first_attempt(chunk, read, needs_grad, recompute, first=False)
 
-    def _outputs(self, chunk: int, values: Sequence[Any]) -> Bundle:
-        """Run the layers on what the stage reads: the value before them, then the skips that they pop."""
+    def _outputs(self, chunk: int, values: Sequence[Any], is_first: bool = False) -> Bundle:
+        """Run the layers on what the stage reads: the value before them, then the skips that they pop.
+
+        `is_first`: this is F, not a recomputation.
+        """
+        if self._deferred is None:
+            return self._computed(chunk, values)
+        with self._deferred.within(chunk if is_first else None):
+            return self._computed(chunk, values)
+
+    def _computed(self, chunk: int, values: Sequence[Any]) -> Bundle:
         if not self._skips:
             made = Bundle.of((self._run_layers(chunk, values[0]),))
         else:
@@ -254,6 +267,12 @@ class StageRun:
                 f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in "
                 "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
             )
+
+    def commit(self) -> None:
+        """All forwards have run: update what was put off to their end."""
+        if self._deferred is not None:
+            buffers = self.recall.buffers
+            buffers.note_writes(self._deferred.commit(), self.name)
 
     def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
         """Which leaves does this chunk's graph reach? See graph.py."""
