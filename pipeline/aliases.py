@@ -6,11 +6,15 @@
 
 So the parameters themselves see one whole gradient per backward pass. They are read from the modules at each call; a
 swap puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
+
+A parameter that an earlier stage at another place reads too (tied weights) lives there: here its alias is a copy, made
+anew for each call, whose gradient goes home when the call sums up. So there is one parameter, and no second copy that
+could disagree with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -19,7 +23,7 @@ from pipeline.errors import CheckpointError
 from pipeline.graph import Watch, mark
 from pipeline.trees import checksums, same_checksums, versions
 
-Place: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
+Table: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
 
 
 class _Slot(NamedTuple):
@@ -27,7 +31,9 @@ class _Slot(NamedTuple):
     name: str
     real: Tensor
     alias: Tensor
-    version: int
+    version: int  # of the parameter
+    alias_version: int
+    is_home: bool
 
 
 class Aliases:
@@ -39,6 +45,8 @@ class Aliases:
         stage: how errors name the stage.
         watch: is told when a gradient arrives.
         compares: whether to look for parameters that a forward wrote without their version counters.
+        bring: from a parameter to its values at this place: itself, or a copy.
+        grad: whether the call has gradients; without, only what lives elsewhere needs an alias.
     """
 
     def __init__(
@@ -48,21 +56,28 @@ class Aliases:
         stage: str,
         watch: Watch,
         compares: bool,
+        bring: Callable[[Tensor], Tensor],
+        grad: bool,
     ) -> None:
-        found: dict[int, Tensor] = {}
+        found: dict[int, tuple[bool, Tensor]] = {}  # by the parameter's id: is it at home, its alias
         self._layers = layers
         self._stage = stage
         self._slots: list[_Slot] = []
         for module in modules:
             for name, real in module._parameters.items():
-                if real is not None:
-                    if id(real) not in found:
-                        found[id(real)] = _alias(real, stage, watch)
-                    self._slots.append(_Slot(module, name, real, found[id(real)], versions([real])[0]))
+                if real is None:
+                    continue
+                if id(real) not in found:
+                    here = bring(real)
+                    found[id(real)] = here is real, _alias(real, here.detach(), stage, watch)
+                is_home, alias = found[id(real)]
+                if grad or not is_home:
+                    then, own = versions([real, alias])
+                    self._slots.append(_Slot(module, name, real, alias, then, own, is_home))
         self._places = [(slot.module._parameters, slot.name, slot.alias) for slot in self._slots]
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
-        self._sums = checksums([slot.real for slot in self._slots]) if compares else []
+        self._sums = checksums([slot.alias for slot in self._slots]) if compares else []
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
@@ -87,8 +102,11 @@ class Aliases:
 
     def stand_back(self, views: dict[int, Tensor]) -> Swap:
         """Within: `views` of the real parameters (by their ids) stand in the modules."""
-        places = [(slot.module._parameters, slot.name, views.get(id(slot.real), slot.alias)) for slot in self._slots]
-        return Swap(places)
+        here: dict[int, Tensor] = {}
+        for slot in self._slots:
+            view = views.get(id(slot.real), slot.alias)
+            here[id(slot.real)] = view if view.device == slot.alias.device else view.to(slot.alias.device)
+        return Swap([(slot.module._parameters, slot.name, here[id(slot.real)]) for slot in self._slots])
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -109,24 +127,31 @@ class Aliases:
     def check_versions(self, chunk: int) -> None:
         """Raise if a parameter was written since F."""
         for slot in self._slots:
-            if slot.alias._version != slot.version:
+            version = slot.alias._version if slot.is_home else slot.real._version
+            if version != slot.version:
                 raise CheckpointError(
                     f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "
                     f"in place between the forward and the recomputation of chunk {chunk}: it is at version "
-                    f"{slot.alias._version}, expected version {slot.version}. Step the optimizer after backward()."
+                    f"{version}, expected version {slot.version}. Step the optimizer after backward()."
                 )
 
     def check_memory(self) -> None:
         """Raise if a forward gave a parameter other memory (its alias got that, it did not), or wrote it unseen."""
         for slot in self._slots:
-            if slot.alias.data_ptr() != slot.real.data_ptr():
+            if not slot.is_home and slot.alias._version != slot.alias_version:
+                raise RuntimeError(
+                    f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
+                    "earlier stage at another place: what it has is a copy for this call. Write it in place before "
+                    "the forward, in a torch.no_grad() block."
+                )
+            if slot.is_home and slot.alias.data_ptr() != slot.real.data_ptr():
                 raise RuntimeError(
                     f"parameter '{self._name_of(slot)}' of {self._stage} got new data within the forward (param.data "
                     "= ...). Write it in place before the forward, in a torch.no_grad() block."
                 )
-        if not self._sums or any(slot.alias._version != slot.version for slot in self._slots):
+        if not self._sums or any(slot.alias._version != slot.alias_version for slot in self._slots):
             return
-        if not same_checksums(self._sums, checksums([slot.real for slot in self._slots])):
+        if not same_checksums(self._sums, checksums([slot.alias for slot in self._slots])):
             raise CheckpointError(
                 f"a forward of {self._stage} wrote a parameter through .data, unseen by autograd: chunks that run in "
                 "another order would see other values. Write it before the forward, in a torch.no_grad() block."
@@ -145,7 +170,7 @@ class Swap:
 
     __slots__ = ("_places", "_found")
 
-    def __init__(self, places: list[tuple[Place, str, Tensor]]) -> None:
+    def __init__(self, places: list[tuple[Table, str, Tensor]]) -> None:
         self._places = places
         self._found: list[Any] = []
 
@@ -159,8 +184,7 @@ class Swap:
             place[name] = found
 
 
-def _alias(real: Tensor, stage: str, watch: Watch) -> Tensor:
-    alias: Tensor = real.detach()
+def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch) -> Tensor:
     if real.requires_grad:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         alias.register_post_accumulate_grad_hook(watch)

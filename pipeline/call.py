@@ -14,22 +14,25 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.ambient import Ambient, weights_cast_anew
-from pipeline.engine import drive_inline
+from pipeline.driver import Driver
 from pipeline.graph import Gate, Roots, roots_of
 from pipeline.hooks import hooks_asleep
 from pipeline.mailbox import Mailbox
 from pipeline.microbatch import Batch
+from pipeline.places import Place
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, draw_seed, generators_kept
 from pipeline.recall import Known
 from pipeline.skip import Key
-from pipeline.stage import Exits, StageRun, share_memory
+from pipeline.stage import Exits, Shared, StageRun, share_memory
 from pipeline.trace import Trace
+from pipeline.transports.local import Local
 from pipeline.trees import Bundle, Grads, Message, Tree, add_grads
 from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
@@ -37,63 +40,87 @@ from scheduler import Action, Kind
 LossEnd = Callable[[int, Tree], Roots]
 
 
+class Setup(NamedTuple):
+    """What a Pipe gives to a call.
+
+    Attributes:
+        stages: the layers of each stage.
+        places: where each stage computes.
+        values: what crosses the stages.
+        transport: moves tensors between places.
+        workers: how lanes run, see driver.py.
+        plan: what runs.
+        recompute: the (stage, chunk) pairs that are recomputed.
+        grad: whether this call has gradients.
+        keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
+        compares: whether whole recomputations are compared with their forwards.
+        known: what earlier calls have found out about the stages; this one adds to it.
+        defer: whether batch norms update their running statistics once, at the end.
+        traces: who records the actions.
+    """
+
+    stages: Sequence[Sequence[nn.Module]]
+    places: Sequence[Place]
+    values: Values
+    transport: Local
+    workers: str | None
+    plan: Plan
+    recompute: frozenset[tuple[int, int]]
+    grad: bool
+    keep: bool
+    compares: bool
+    known: Known
+    defer: bool
+    traces: Sequence[Trace]
+
+
 class Call:
     """The state of one call.
 
     Args:
-        stages: the layers of each stage.
-        devices: the device of each stage.
-        values: what crosses the stages.
+        setup: what runs, and how.
         batch: the input, cut.
-        plan: what runs.
-        recompute: the (stage, chunk) pairs that are recomputed.
-        grad: whether this call has gradients.
-        compares: whether whole recomputations are compared with their forwards.
-        known: what earlier calls have found out about the stages; this one adds to it.
-        keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
-        traces: who records the actions.
-        defer: whether batch norms update their running statistics once, at the end.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Sequence[nn.Module]],
-        devices: Sequence[torch.device],
-        values: Values,
-        batch: Batch,
-        plan: Plan,
-        recompute: frozenset[tuple[int, int]],
-        grad: bool,
-        keep: bool,
-        compares: bool,
-        known: Known,
-        traces: Sequence[Trace],
-        defer: bool,
-    ) -> None:
+    def __init__(self, setup: Setup, batch: Batch) -> None:
         self.batch = batch
-        self._live = [grad and tensor.requires_grad for tensor in batch.tree.tensors]
-        self.grad = grad
-        self.seeder = Seeder(draw_seed(), devices)
-        self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in devices)]))
-        first_layers = accumulate((len(layers) for layers in stages), initial=0)
+        self.grad = setup.grad
+        self._setup = setup
+        self._devices = [place.device for place in setup.places]
+        self._live = [setup.grad and tensor.requires_grad for tensor in batch.tree.tensors]
+        seed = draw_seed()
+        self.seeder = Seeder(seed, self._devices)
+        self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
+        self._lane_of = setup.plan.schedule.placement.lane_of
+        self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
+        self._homes = _homes(setup)
+        shared = Shared(
+            setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads
+        )
+        first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, values, grad, self.seeder, self._ambient, known, compares, defer)
-            for index, (first, layers) in enumerate(zip(first_layers, stages, strict=False))
+            StageRun(index, first, layers, place.device, seed, partial(self._bring, place), shared)
+            for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
         ]
         self.outputs: list[Message] = []
         self._loss_end: LossEnd | None = None
         self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
         self.keep_outputs = True
-        self._devices = devices
-        self._known = known
-        self._values = values
-        self._mailbox = Mailbox(values)
-        self._plan = plan
-        self._recompute = recompute
-        self._keep = keep
+        self._mailbox = self._new_mailbox()
         self._retain = False
-        self._traces = traces
-        self._lane_of = plan.schedule.placement.lane_of
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether a stage computes on an accelerator."""
+        return any(place.is_accelerator for place in self._setup.places)
+
+    def _bring(self, place: Place, parameter: Tensor) -> Tensor:
+        """The values of a parameter at a place: itself, or a copy where it lives elsewhere."""
+        home = self._homes.get(id(parameter), place)
+        return parameter if home == place else self._setup.transport.carry(parameter.detach(), home, place)
+
+    def _new_mailbox(self) -> Mailbox:
+        return Mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
 
     def end_in(self, loss_end: LossEnd) -> None:
         """Put a loss behind the last stage: a step, an evaluation."""
@@ -111,8 +138,6 @@ class Call:
                 self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
-                    if stage.recall.draws_from_host:
-                        self._known.draws_from_host.add(stage.index)
                     if self.batch.chunks > 1:
                         stage.recall.buffers.check_unseen(stage.name)
                 for stage in self.stages:
@@ -133,7 +158,7 @@ class Call:
         except BaseException:
             for stage in self.stages:
                 stage.drop_sums()
-            self._mailbox = Mailbox(self._values)
+            self._mailbox = self._new_mailbox()
             raise
 
     def _resume(self) -> None:
@@ -157,8 +182,10 @@ class Call:
         self._loss_end = None  # it knows this call
 
     def _drive(self, number: int) -> None:
-        phase = self._plan.phases[number]
-        drive_inline(phase.orders, phase.needs, self._perform, phase.before)
+        phase = self._setup.plan.phases[number]
+        self._driver.run(phase, self._perform, lambda stage: self.stages[stage].may_draw, self._ambient.now())
+        for stage in self.stages:
+            stage.note_draws()
 
     # ----------------------------------------------------------------------------------------------------- actions
 
@@ -169,14 +196,14 @@ class Call:
         except BaseException as error:
             error.add_note(f"{self.stages[action.stage].name}, chunk {action.chunk}, {action}")
             raise
-        for trace in self._traces:
+        for trace in self._setup.traces:
             trace.record(action, self._lane_of[action.stage], start)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        device, run = self._devices[stage], self.stages[stage]
-        inbox = [_moved(message, device) for message in self._mailbox.take(stage, chunk)]
-        recompute = self.grad and (stage, chunk) in self._recompute
-        made = run.forward(chunk, inbox, recompute, self.grad and (self._keep or recompute))
+        run = self.stages[stage]
+        inbox = self._mailbox.take(stage, chunk)
+        recompute = self.grad and (stage, chunk) in self._setup.recompute
+        made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
             self._check_alone(chunk, inbox, run)
         self._mailbox.put(stage, chunk, made)
@@ -189,7 +216,7 @@ class Call:
 
     def _check_alone(self, chunk: int, inbox: Sequence[Message], run: StageRun) -> None:
         """A stage that writes its input gets copies: what else shares that memory would not see it written."""
-        others = [tensor for message in self._mailbox.under_way(chunk) for tensor in message.tree.tensors]
+        others = self._mailbox.under_way(chunk)
         own = {id(tensor): tensor for message in inbox for tensor in message.tree.tensors}
         if share_memory([*own.values(), *others]):
             raise RuntimeError(
@@ -199,12 +226,12 @@ class Call:
             )
 
     def _backward(self, stage: int, chunk: int) -> None:
-        device, run = self._devices[stage], self.stages[stage]
+        run = self.stages[stage]
         if run.ends_in_loss:
             assert self._loss_end is not None  # end_in
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
-            given = [_summed(readers, device) for readers in self._mailbox.take_grads(stage, chunk)]
+            given = [_summed(readers) for readers in self._mailbox.take_grads(stage, chunk)]
             wanted = any([grad is not None for each in given for grad in each])
             grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
         self._mailbox.put_grads(stage, chunk, grads)
@@ -213,15 +240,26 @@ class Call:
 
     def input_grads(self) -> Grads:
         """The gradients of the input's tensors, after a backward."""
-        taken = [self._mailbox.take_grads(CALLER, chunk)[0][0] for chunk in range(self.batch.chunks)]
+        chunks = range(self.batch.chunks)
+        taken = [self._at_home(chunk, self._mailbox.take_grads(CALLER, chunk)[0][0]) for chunk in chunks]
         none: Grads = (None,) * len(self.batch.tree.tensors)
         return self.batch.join_grads([grads or none for grads in taken])
+
+    def _at_home(self, chunk: int, grads: Grads) -> Grads:
+        """Gradients of the input, where the input is."""
+        carry, first = self._setup.transport.carry, self._setup.places[0]
+        pieces = [piece[chunk] for piece in self.batch.pieces]
+        return tuple([
+            grad if grad is None or grad.device == piece.device else carry(grad, first, Place(piece.device))
+            for grad, piece in zip(grads, pieces, strict=False)
+        ])
 
     def sums(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
         found, self.loss_sums = self.loss_sums, {}
-        for stage in self.stages:
+        for stage, place in zip(self.stages, self._setup.places, strict=True):
             for owner, grad in stage.take_sums():
+                grad = self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
                 earlier = found.get(id(owner))
                 found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
         return found
@@ -282,10 +320,11 @@ class Call:
         under_way: dict[Key | str, Tree] = {"x": Tree(tuple(pieces), self.batch.tree.skeleton)}
         for stage, device in zip(self.stages, self._devices, strict=True):
             stage.check_unchanged(chunk)
-            trees = [under_way.pop(row.name) for row in self._values.read_by[stage.index]]
+            values = self._setup.values
+            trees = [under_way.pop(row.name) for row in values.read_by[stage.index]]
             placed = [Tree(tuple([t.to(device) for t in tree.tensors]), tree.skeleton) for tree in trees]
             made = stage.compose(chunk, Bundle.of(tuple(placed)), views)
-            under_way.update(zip([row.name for row in self._values.made_by[stage.index]], made.trees, strict=True))
+            under_way.update(zip([row.name for row in values.made_by[stage.index]], made.trees, strict=True))
         return pieces, under_way["y"]
 
 
@@ -297,22 +336,23 @@ def _entered(owner: Tensor, gate: Gate) -> Tensor:
     return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
 
 
-def _summed(readers: Sequence[Grads], device: torch.device) -> Grads:
+def _summed(readers: Sequence[Grads]) -> Grads:
     """The gradients of a value: its readers' contributions, added in their order."""
     total = readers[0]
-    if len(total) == 1 and len(readers) == 1:  # as a rule
-        (grad,) = total
-        return total if grad is None or grad.device == device else (grad.to(device),)
     for more in readers[1:]:
         total = tuple(map(add_grads, total, more)) if total and more else total or more
-    return tuple([grad if grad is None or grad.device == device else grad.to(device) for grad in total])
+    return total
 
 
-def _moved(message: Message, device: torch.device) -> Message:
-    tensors = message.tree.tensors
-    if all([tensor.device == device for tensor in tensors]):
-        return message
-    return Message(Tree(tuple(tensor.to(device) for tensor in tensors), message.tree.skeleton), message.needs_grad)
+def _homes(setup: Setup) -> dict[int, Place]:
+    """Where parameters live that several places read, by id: with the first stage that reads them."""
+    found: dict[int, Place] = {}
+    if len(set(setup.places)) > 1:
+        for layers, place in zip(setup.stages, setup.places, strict=True):
+            for layer in layers:
+                for parameter in layer.parameters():
+                    found.setdefault(id(parameter), place)
+    return found
 
 
 def _at_loss(loss_end: LossEnd, chunk: int, exits: Exits) -> Roots:

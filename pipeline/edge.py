@@ -1,6 +1,6 @@
 """What is refused before anything runs, and what is chosen where nothing was said?
 
-    Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_devices, check_schedule
+    Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_places, check_schedule
     pipe.step(...)                                    -->  check_step
 
 Each error says what was wrong, the value, and what to do.
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.splitting import check_balance
+from pipeline.places import Place, place_of
 from scheduler import Kind, Schedule, ScheduleError
 
 
@@ -41,7 +42,7 @@ def check_plain(module: nn.Sequential) -> None:
 
 
 def choose_balance(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[torch.device] | None
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[Place] | None
 ) -> list[int]:
     """Layers per stage: as given, or cut so that parameter bytes are even over the devices."""
     if balance is not None:
@@ -51,19 +52,11 @@ def choose_balance(
     return balance_costs(costs, min(count, len(costs)))
 
 
-def device_of(device: torch.device | str | int) -> torch.device:
-    """A device as tensors name theirs: with an index on CUDA, without on the CPU."""
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
-
-
-def choose_devices(given: list[torch.device] | None, stages: int) -> list[torch.device]:
-    """One device a stage: the first of those given, of all CUDA devices, or the CPU for all."""
+def choose_places(given: list[Place] | None, stages: int) -> list[Place]:
+    """One place a stage: the first of those given, of all CUDA devices, or the CPU for all."""
     if given is None:
         count = torch.cuda.device_count()
-        given = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")] * stages
+        given = [place_of(index) for index in range(count)] or [place_of("cpu")] * stages
     if len(given) < stages:
         raise ValueError(
             f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
@@ -72,17 +65,10 @@ def choose_devices(given: list[torch.device] | None, stages: int) -> list[torch.
     return given[:stages]
 
 
-def check_shared(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Refuse what stages share but cannot: a parameter on two devices, buffers written by two stages."""
+def check_shared(stages: Sequence[nn.Sequential]) -> None:
+    """Refuse what stages cannot share: buffers, which two stages would write. (Parameters they can.)"""
     owner: dict[int, int] = {}
     for index, stage in enumerate(stages):
-        for name, param in stage.named_parameters():
-            other = owner.setdefault(id(param), index)
-            if devices[other] != devices[index]:
-                raise ValueError(
-                    f"parameter '{name}' of stage {index} on {devices[index]} is shared with stage {other} on "
-                    f"{devices[other]}. Put both stages on one device, or their layers into one stage."
-                )
         for name, buffer in stage.named_buffers():
             other = owner.setdefault(id(buffer), index)
             if other != index:

@@ -4,6 +4,7 @@
     order of lane 1:  1F0 1B0 1F1 ...    and performs it when it is resumed
               |
          drive_inline                    all lanes in the calling thread, one action a turn
+         threads.drive_threads           a thread for each accelerator
 
 The engine knows no mathematics: `perform(action)` does the work. What an action needs comes from
 `scheduler.requires`. When no lane can go on, the driver knows the whole truth and says it.
@@ -38,6 +39,47 @@ def needs_of(orders: Sequence[Sequence[Action]], stages: int, split: frozenset[t
     return {action: requires(action, stages, split) for order in orders for action in order}
 
 
+class Lanes:
+    """Some lanes that one thread drives: by their numbers, their orders."""
+
+    def __init__(self, orders: Mapping[int, Sequence[Action]], needs: Needs, perform: Perform) -> None:
+        self._numbers = list(orders)
+        self._lanes = [lane(order, needs, perform) for order in orders.values()]
+        self._heads = [next(each, None) for each in self._lanes]
+        self.left = sum(len(order) for order in orders.values())
+
+    def sweep(self, done: set[Action]) -> bool:
+        """A round: a wave up, in which lanes run forwards, and a wave down, in which they run the rest.
+
+        Returns:
+            Whether any lane went on.
+        """
+        left_before = self.left
+        up, down = range(len(self._lanes)), range(len(self._lanes) - 1, -1, -1)
+        for numbers, is_forward in ((up, True), (down, False)):
+            for number in numbers:
+                head = self._heads[number]
+                if head is not None and (head[0].kind is Kind.F) is is_forward and done.issuperset(head[1]):
+                    self._heads[number] = next(self._lanes[number], None)
+                    self.left -= 1
+        return self.left < left_before
+
+    def can_go_on(self, done: set[Action]) -> bool:
+        """Whether a lane has all that it waits for."""
+        return any(head is not None and done.issuperset(head[1]) for head in self._heads)
+
+    def waits(self, done: set[Action]) -> dict[int, str]:
+        """What each lane waits for, in words."""
+        found = {}
+        for number, head in zip(self._numbers, self._heads, strict=True):
+            if head is None:
+                found[number] = f"lane {number} is done"
+            else:
+                missing = " and ".join(str(need) for need in head[1] if need not in done)
+                found[number] = f"lane {number} waits at {head[0]} for {missing}"
+        return found
+
+
 def drive_inline(
     orders: Sequence[Sequence[Action]], needs: Needs, perform: Perform, before: Iterable[Action] = ()
 ) -> None:
@@ -58,20 +100,10 @@ def drive_inline(
         perform(action)
         done.add(action)
 
-    lanes = [lane(order, needs, work) for order in orders]
-    heads = [next(each, None) for each in lanes]
-    up, down = range(len(lanes)), range(len(lanes) - 1, -1, -1)
-    left = sum(len(order) for order in orders)
-    while left:
-        left_before = left
-        for numbers, is_forward in ((up, True), (down, False)):
-            for number in numbers:
-                head = heads[number]
-                if head is not None and (head[0].kind is Kind.F) is is_forward and done.issuperset(head[1]):
-                    heads[number] = next(lanes[number], None)
-                    left -= 1
-        if left == left_before:
-            raise StuckError(_stuck(heads, done))
+    lanes = Lanes(dict(enumerate(orders)), needs, work)
+    while lanes.left:
+        if not lanes.sweep(done):
+            raise StuckError(stuck([lanes], done))
 
 
 def merged_order(orders: Sequence[Sequence[Action]], needs: Needs, before: Iterable[Action] = ()) -> tuple[Action, ...]:
@@ -89,12 +121,8 @@ def merged_order(orders: Sequence[Sequence[Action]], needs: Needs, before: Itera
     return tuple(ran)
 
 
-def _stuck(heads: Sequence[tuple[Action, tuple[Action, ...]] | None], done: set[Action]) -> str:
-    lines = []
-    for number, head in enumerate(heads):
-        if head is None:
-            lines.append(f"lane {number} is done")
-        else:
-            missing = " and ".join(str(need) for need in head[1] if need not in done)
-            lines.append(f"lane {number} waits at {head[0]} for {missing}")
-    return "no lane can go on: " + "; ".join(lines) + ". Check the schedule with scheduler.verify(schedule)."
+def stuck(driven: Iterable[Lanes], done: set[Action]) -> str:
+    """What every lane waits for, in words."""
+    waits = {number: words for lanes in driven for number, words in lanes.waits(done).items()}
+    lines = "; ".join(waits[number] for number in sorted(waits))
+    return f"no lane can go on: {lines}. Check the schedule with scheduler.verify(schedule)."

@@ -23,10 +23,11 @@ from pipeline.graph import refuse_tangents
 from pipeline.hooks import deliver, skip_none
 from pipeline.microbatch import gather
 from pipeline.trees import Grads, Tree, versions
+from pipeline.turns import Turn, turn
 
 
-def run(call: Call) -> Any:
-    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient."""
+def run(call: Call, now: Turn) -> Any:
+    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient; `now`: its turn."""
     call.run_forward()
     messages, call.outputs = call.outputs, []
     try:
@@ -37,13 +38,15 @@ def run(call: Call) -> Any:
     needs_grad = [any(column) for column in zip(*(message.needs_grad for message in messages), strict=True)]
     if not any(needs_grad):
         return joined.build(joined.tensors)
-    return joined.build(_attach(call, joined, sizes, needs_grad))
+    return joined.build(_attach(call, now, joined, sizes, needs_grad))
 
 
-def _attach(call: Call, joined: Tree, sizes: Sequence[tuple[int, ...]], needs_grad: list[bool]) -> Sequence[Tensor]:
+def _attach(
+    call: Call, now: Turn, joined: Tree, sizes: Sequence[tuple[int, ...]], needs_grad: list[bool]
+) -> Sequence[Tensor]:
     tensors = call.batch.tree.tensors
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    backward = Backward(call, sizes, wanted, call.owners())
+    backward = Backward(call, now, sizes, wanted, call.owners())
     outputs: Sequence[Tensor] = attach(
         backward, joined.tensors, needs_grad, *(tensors[index] for index in wanted), *backward.owners
     )
@@ -54,9 +57,10 @@ class Backward:
     """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
 
     def __init__(
-        self, call: Call, sizes: Sequence[tuple[int, ...]], wanted: Sequence[int], owners: Sequence[Tensor]
+        self, call: Call, then: Turn, sizes: Sequence[tuple[int, ...]], wanted: Sequence[int], owners: Sequence[Tensor]
     ) -> None:
         self.owners = owners
+        self._then = then
         self._call = call
         self._sizes = sizes
         self._wanted = wanted
@@ -65,7 +69,8 @@ class Backward:
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
-        result = self._compute(grads, retain)
+        with turn(self._then, may_wait=not self._call.is_accelerated):
+            result = self._compute(grads, retain)
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])

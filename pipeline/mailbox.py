@@ -3,49 +3,74 @@
     F(s, i)  --activations[name, i, reader]-->  F(reader, i)
     B(s, i)  --gradients[name, i, reader]---->  B(producer, i)
 
-Each entry is put once and taken once; taking it is what frees it.
+Each entry is put once and taken once; taking it is what frees it. What goes to another place starts to move when it is
+put, and must have arrived when it is taken (transports/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from pipeline.trees import Grads, Message
+from torch import Tensor
+
+from pipeline.places import Place
+from pipeline.transports.local import Local, Parcel
+from pipeline.trees import Grads, Message, Tree
 from pipeline.values import Name, Values
 
 
 class Mailbox:
-    """The values under way in one call, in one process. What is put and taken stands in the order of the table."""
+    """The values under way in one call, in one process. What is put and taken stands in the order of the table.
 
-    def __init__(self, values: Values) -> None:
+    Args:
+        values: the table.
+        places: where each stage computes; the caller is not among them: it gives and takes things where they are.
+        transport: moves tensors.
+    """
+
+    def __init__(self, values: Values, places: Mapping[int, Place], transport: Local) -> None:
         self._read_by = values.read_by
         self._made_by = values.made_by
-        self._activations: dict[tuple[Name, int, int], Message] = {}
-        self._gradients: dict[tuple[Name, int, int], Grads] = {}
+        self._place = places.get
+        self._transport = transport
+        self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel]] = {}
+        self._gradients: dict[tuple[Name, int, int], Parcel] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
         """Post what `stage` (or the caller) made of `chunk` to all readers."""
         for row, message in zip(self._made_by[stage], made, strict=True):
             for reader in row.readers:
-                self._activations[row.name, chunk, reader] = message
+                parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
+                self._activations[row.name, chunk, reader] = message, parcel
 
     def take(self, stage: int, chunk: int) -> list[Message]:
         """Take what `stage` (or the caller) reads of `chunk`."""
-        return [self._activations.pop((row.name, chunk, stage)) for row in self._read_by[stage]]
+        found = []
+        for row in self._read_by[stage]:
+            message, parcel = self._activations.pop((row.name, chunk, stage))
+            if parcel.tensors is not message.tree.tensors:
+                tensors = tuple([tensor for tensor in self._transport.receive(parcel) if tensor is not None])
+                message = Message(Tree(tensors, message.tree.skeleton), message.needs_grad)
+            found.append(message)
+        return found
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         """Post the gradients that `stage` (or the caller) has for the values it read."""
         for row, each in zip(self._read_by[stage], grads, strict=True):
-            self._gradients[row.name, chunk, stage] = each
+            parcel = self._transport.send(each, self._place(stage), self._place(row.producer))
+            self._gradients[row.name, chunk, stage] = parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
         """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
-        return [[self._gradients.pop((row.name, chunk, reader)) for reader in row.readers]
-                for row in self._made_by[stage]]
+        return [
+            [self._transport.receive(self._gradients.pop((row.name, chunk, reader))) for reader in row.readers]
+            for row in self._made_by[stage]
+        ]
 
-    def under_way(self, chunk: int) -> Iterator[Message]:
-        """What of `chunk` was made and is not read yet."""
-        return (message for (_, number, _), message in self._activations.items() if number == chunk)
+    def under_way(self, chunk: int) -> Iterator[Tensor]:
+        """The tensors of `chunk` that were made and are not read yet."""
+        found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
+        return (tensor for message in found for tensor in message.tree.tensors)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)

@@ -24,8 +24,9 @@ from partition.splitting import check_module
 from pipeline import forward_door, step_door
 from pipeline.ambient import eagerly
 from pipeline.batchnorm import check_deferrable
-from pipeline.call import Call
+from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
+from pipeline.driver import check_workers
 from pipeline.edge import (
     cannot_move,
     check_plain,
@@ -33,17 +34,19 @@ from pipeline.edge import (
     check_shared,
     check_step,
     choose_balance,
-    choose_devices,
-    device_of,
+    choose_places,
 )
 from pipeline.loss import Loss, LossFn
 from pipeline.microbatch import Batch, gather, scatter, scatter_like
+from pipeline.places import Place, place_of
 from pipeline.plan import Plan, plan_forward, plan_step
 from pipeline.randomness import generators_kept
 from pipeline.recall import Known
 from pipeline.skip import Enclosed, routes, verify_skippables
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
+from pipeline.transports.local import Local
+from pipeline.turns import turn
 from pipeline.values import chain
 from scheduler import Schedule, ScheduleError, by_name, verify
 
@@ -64,6 +67,8 @@ class Pipe(Enclosed):
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
         deferred_batch_norm: update the running statistics of BatchNorm layers once for each mini-batch, with those of
             the whole mini-batch, as the plain module does; not once for each chunk.
+        workers: "inline": one thread drives all stages; "threads": one for each. None: threads where stages are on
+            several accelerators.
 
     Raises:
         TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.
@@ -86,17 +91,22 @@ class Pipe(Enclosed):
         balance: Iterable[int] | None = None,
         chunks: int = 1,
         *,
-        devices: Iterable[torch.device | str | int] | None = None,
+        devices: Iterable[Place | torch.device | str | int] | None = None,
         schedule: str | Schedule = "1f1b",
         checkpoint: Policy = "except_last",
         deferred_batch_norm: bool = False,
+        workers: str | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
         check_plain(module)
-        places = None if devices is None else [device_of(device) for device in devices]
+        check_workers(workers)
+        places = None if devices is None else [place_of(device) for device in devices]
         self.balance = choose_balance(module, balance, places)
-        self.devices = choose_devices(places, len(self.balance))
+        self._places = choose_places(places, len(self.balance))
+        self.devices = [place.device for place in self._places]
+        self._workers = workers
+        self._transport = Local()
         verify_skippables(module)
         if deferred_batch_norm:
             check_deferrable(module)
@@ -113,9 +123,9 @@ class Pipe(Enclosed):
         self.training = module.training
         layers: Mapping[str, Any] = module._modules
         self._modules.update(layers)
-        check_shared(self.partitions, self.devices)
-        for stage, device in zip(self.partitions, self.devices, strict=True):
-            stage.to(device)
+        check_shared(self.partitions)
+        for stage, device in zip(reversed(self.partitions), reversed(self.devices), strict=True):
+            stage.to(device)  # what several stages share ends up with the first
 
     # ---------------------------------------------------------------------------------------------------- settings
 
@@ -204,7 +214,8 @@ class Pipe(Enclosed):
         batch = scatter(input, self.chunks)
         grad = torch.is_grad_enabled()
         self._refuse_transforms(batch)
-        return forward_door.run(self._call(batch, plan_forward, grad, keep=True))
+        with turn() as now:
+            return forward_door.run(self._call(batch, plan_forward, grad, keep=True), now)
 
     def step(
         self,
@@ -248,17 +259,18 @@ class Pipe(Enclosed):
         batch = scatter(x, self.chunks, "x")
         self._refuse_transforms(batch)
         recorder = Trace(len(self.balance)) if trace else None
-        call = self._call(batch, plan_step, grad=True, keep=False, trace=recorder)
-        loss = Loss(loss_fn, loss_reduction, batch.rows)
-        self._run_with_loss(call, loss, target, outputs, scaler)
-        try:
-            pairs, inputs = step_door.collect(call, loss)
-            joined = self._joined(call) if outputs else None
-            call.release()
-            store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
-        except BaseException:
-            call.abandon()
-            raise
+        with turn():
+            call = self._call(batch, plan_step, grad=True, keep=False, trace=recorder)
+            loss = Loss(loss_fn, loss_reduction, batch.rows)
+            self._run_with_loss(call, loss, target, outputs, scaler)
+            try:
+                pairs, inputs = step_door.collect(call, loss)
+                joined = self._joined(call) if outputs else None
+                call.release()
+                store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
+            except BaseException:
+                call.abandon()
+                raise
         if store is not None and clip_grad_norm is not None:
             store.clip_(clip_grad_norm)
         if optimizer is not None:
@@ -281,22 +293,23 @@ class Pipe(Enclosed):
             x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
         """
         batch = scatter(x, self.chunks, "x")
-        flags = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            with torch.no_grad():
-                recorder = Trace(len(self.balance)) if trace else None
-                call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
-                loss = Loss(loss_fn, loss_reduction, batch.rows)
-                self._run_with_loss(call, loss, target, outputs, None)
-                try:
-                    joined = self._joined(call) if outputs else None
-                except BaseException:
-                    call.abandon()
-                    raise
-        finally:
-            for module, training in flags:
-                module.training = training
+        with turn():
+            flags = [(module, module.training) for module in self.modules()]
+            self.eval()
+            try:
+                with torch.no_grad():
+                    recorder = Trace(len(self.balance)) if trace else None
+                    call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
+                    loss = Loss(loss_fn, loss_reduction, batch.rows)
+                    self._run_with_loss(call, loss, target, outputs, None)
+                    try:
+                        joined = self._joined(call) if outputs else None
+                    except BaseException:
+                        call.abandon()
+                        raise
+            finally:
+                for module, training in flags:
+                    module.training = training
         call.release()
         return Step(loss.value, None, joined, None if recorder is None else recorder.timeline)
 
@@ -334,8 +347,11 @@ class Pipe(Enclosed):
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
         compares = grad and self._calls & (self._calls - 1) == 0
-        settings = (plan, recompute, grad, keep, compares, self._known, traces, self.deferred_batch_norm)
-        return Call(stages, self.devices, self._values, batch, *settings)
+        setup = Setup(
+            stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
+            self._known, self.deferred_batch_norm, traces
+        )
+        return Call(setup, batch)
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())
@@ -350,7 +366,7 @@ class Pipe(Enclosed):
     def _plan(self, chunks: int, planner: Any) -> Plan:
         key = (chunks, planner)
         if key not in self._plans:
-            self._plans[key] = planner(self._schedule_for(chunks), self.devices)
+            self._plans[key] = planner(self._schedule_for(chunks), self._places)
         return self._plans[key]
 
     def _schedule_for(self, chunks: int) -> Schedule:

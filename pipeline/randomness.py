@@ -54,16 +54,50 @@ def draw_seed() -> int:
 class Seeder:
     """Seeds the default generators of some devices for each (chunk, layer) of one call."""
 
-    __slots__ = ("_keys", "_generators")
+    __slots__ = ("_keys", "_generators", "drew")
 
     def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
         self._keys = _keys(seed)
         self._generators = default_generators(devices)
+        self.drew = False  # from the CPU's generator: see LearningSeeder
+
+    def settle(self) -> None:
+        """The work that was seeded last is done."""
 
     def seed(self, chunk: int, layer: int) -> None:
         number = _combine(*self._keys, chunk, layer)
         for generator in self._generators:
             generator.manual_seed(number)
+
+
+class LearningSeeder(Seeder):
+    """A seeder that finds out whether anything is drawn from the CPU's default generator."""
+
+    __slots__ = ("_untouched",)
+
+    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+        super().__init__(seed, devices)
+        self._untouched: torch.Tensor | None = None
+
+    def seed(self, chunk: int, layer: int) -> None:
+        self.settle()
+        super().seed(chunk, layer)
+        self._untouched = torch.default_generator.get_state()
+
+    def settle(self) -> None:
+        if self._untouched is not None:
+            self.drew = self.drew or not torch.equal(self._untouched, torch.default_generator.get_state())
+            self._untouched = None
+
+
+class AcceleratorSeeder(Seeder):
+    """A seeder that leaves the CPU's default generator to others."""
+
+    __slots__ = ()
+
+    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+        super().__init__(seed, devices)
+        self._generators = self._generators[1:]
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:

@@ -42,6 +42,7 @@ ENTRIES = 32  # of each output, compared after every recomputation
 class Known:
     """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
 
+    draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the CPU's default generator
     draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     only_reads: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # its input, with these training flags

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -36,7 +37,7 @@ from pipeline.graph import (
     run_backward,
 )
 from pipeline.hooks import hooks_asleep
-from pipeline.randomness import Seeder
+from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder
 from pipeline.recall import Known, Recall
 from pipeline.skip import Key, Skips, has_skips
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
@@ -90,6 +91,28 @@ class _Record(NamedTuple):
     nodes: int
 
 
+class Shared(NamedTuple):
+    """What all stages of a call have in common.
+
+    Attributes:
+        values: what each stage reads and makes.
+        grad: whether this call has gradients.
+        ambient: torch's switches at the call.
+        known: what earlier calls have found out.
+        compares: whether whole recomputations are compared with their forwards.
+        defer: whether batch norms update their running statistics once, at the end.
+        threads: whether other stages may compute at the same time.
+    """
+
+    values: Values
+    grad: bool
+    ambient: Ambient
+    known: Known
+    compares: bool
+    defer: bool
+    threads: bool
+
+
 class StageRun:
     """The layers of one stage, with what one call knows of them.
 
@@ -97,13 +120,10 @@ class StageRun:
         index: the stage.
         first_layer: index of its first layer in the Sequential.
         layers: the layers.
-        values: what this stage reads and makes.
-        grad: whether this call has gradients.
-        seeder: seeds the generators for each (chunk, layer).
-        ambient: torch's switches at the call.
-        known: what earlier calls have found out.
-        compares: whether whole recomputations are compared with their forwards.
-        defer: whether batch norms update their running statistics once, at the end.
+        device: where it computes.
+        seed: of the call.
+        bring: from a parameter to its values at this stage's place: itself, or a copy.
+        shared: what all stages have in common.
     """
 
     def __init__(
@@ -111,14 +131,12 @@ class StageRun:
         index: int,
         first_layer: int,
         layers: Sequence[nn.Module],
-        values: Values,
-        grad: bool,
-        seeder: Seeder,
-        ambient: Ambient,
-        known: Known,
-        compares: bool,
-        defer: bool,
+        device: torch.device,
+        seed: int,
+        bring: Callable[[Tensor], Tensor],
+        shared: Shared,
     ) -> None:
+        values, grad, ambient, known, compares, defer, threads = shared
         self.index = index
         self.grad = grad
         self._layers = tuple(enumerate(layers, first_layer))
@@ -126,7 +144,6 @@ class StageRun:
         self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._skips = has_skips(layers)
         self._deferred = Deferred(layers) if defer else None
-        self._seeder = seeder
         self.ends_in_loss = False
         modules = _modules(layers)
         self.name = f"stage {index} ({self.layers})"
@@ -134,7 +151,10 @@ class StageRun:
         self._known = known
         self.recall = Recall(modules, ambient, self.name, index in known.draws_from_host, compares)
         self._watch = Watch(self.name)
-        self.aliases = Aliases(modules if grad else (), self._layers, self.name, self._watch, compares)
+        self.aliases = Aliases(modules, self._layers, self.name, self._watch, compares and grad, bring, grad)
+        self._learns_draws = threads and (compares or (index, self.recall.flags) not in known.draws_nothing)
+        self.may_draw = not threads or self._learns_draws
+        self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
@@ -167,6 +187,7 @@ class StageRun:
         before = versions(read.tensors)
         self.recall.before_forward(chunk, keep, first)
         cut, given, given_before, made = self._first_attempt(chunk, read, needs_grad, recompute, first)
+        self.seeder.settle()
         self._learn_mutation(given, given_before, read, before, first)
         buffers = self.recall.buffers
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
@@ -222,7 +243,7 @@ class StageRun:
         return made
 
     def _run_layers(self, chunk: int, value: Any) -> Tree:
-        seed = self._seeder.seed
+        seed = self.seeder.seed
         for index, layer in self._layers:
             seed(chunk, index)
             value = layer(value)
@@ -269,10 +290,17 @@ class StageRun:
             )
 
     def commit(self) -> None:
-        """All forwards have run: update what was put off to their end."""
+        """All forwards have run: update what was put off to their end, and remember what was seen."""
         if self._deferred is not None:
-            buffers = self.recall.buffers
-            buffers.note_writes(self._deferred.commit(), self.name)
+            self.recall.buffers.note_writes(self._deferred.commit(), self.name)
+        if self.recall.draws_from_host:
+            self._known.draws_from_host.add(self.index)
+
+    def note_draws(self) -> None:
+        """A phase is over: has this stage drawn from the CPU's default generator? If not, others need not wait."""
+        if self._learns_draws:
+            key = (self.index, self.recall.flags)
+            (self._known.draws_nothing.discard if self.seeder.drew else self._known.draws_nothing.add)(key)
 
     def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
         """Which leaves does this chunk's graph reach? See graph.py."""
@@ -318,9 +346,10 @@ class StageRun:
             cut = record.cut
             roots = begin(record.exits)
         if roots.tensors:
-            self._seeder.seed(chunk, BACKWARD - self._layers[-1][0])
+            self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
             with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
                 self._differentiate(roots, cut.leaves, retain)
+        self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
         return cut.grads()
@@ -422,6 +451,10 @@ class StageRun:
         """Forget everything that was kept for a backward."""
         self._records.clear()
         self.recall.release()
+
+
+def _seeder(seed: int, device: torch.device, learns: bool, may_draw: bool) -> Seeder:
+    return (LearningSeeder if learns else Seeder if may_draw else AcceleratorSeeder)(seed, [device])
 
 
 def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:

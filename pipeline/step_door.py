@@ -73,7 +73,7 @@ class LossEnd:
         tensors = tree.tensors
         if apart:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-        self._call.seeder.seed(chunk, self._layers)
+        self._call.stages[-1].seeder.seed(chunk, self._layers)
         part = self._loss.chunk(chunk, tree.build(tensors), _on_device(self._target, chunk, tree))
         if not part.requires_grad:
             return Roots((), (), {})

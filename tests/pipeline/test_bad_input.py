@@ -364,10 +364,3 @@ def test_a_buffer_that_two_stages_share_is_refused():
     with pytest.raises(ValueError, match=r"buffer '2\.mean' is shared by stages 0 and 1.*one stage"):
         Pipe(model, [2, 1], 2)
     assert Pipe(model, [3], 2)(torch.ones(2, 2)).shape == (2, 2)
-
-
-def test_a_parameter_that_two_devices_share_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"parameter '1\.weight' of stage 1 on meta is shared with stage 0 on cpu"):
-        Pipe(model, [1, 1], 2, devices=["cpu", "meta"])

@@ -13,6 +13,7 @@ from pipeline.engine import drive_inline, lane, merged_order, needs_of
 from pipeline.mailbox import Mailbox
 from pipeline.plan import plan_forward, plan_step
 from pipeline.trace import Trace
+from pipeline.transports.local import Local
 from pipeline.trees import Message, Tree
 from pipeline.values import CALLER, Value, Values, chain
 from scheduler import Action, Kind, Schedule, by_name, draw, requires
@@ -223,7 +224,7 @@ def message(value: float) -> Message:
 
 
 def test_a_value_is_put_once_and_taken_once() -> None:
-    mailbox = Mailbox(chain(2))
+    mailbox = Mailbox(chain(2), {}, Local())
     sent = message(1.0)
     mailbox.put(CALLER, 0, [sent])
     assert len(mailbox) == 1
@@ -235,7 +236,7 @@ def test_a_value_is_put_once_and_taken_once() -> None:
 
 
 def test_chunks_do_not_mix() -> None:
-    mailbox = Mailbox(chain(2))
+    mailbox = Mailbox(chain(2), {}, Local())
     sent = {chunk: message(float(chunk)) for chunk in range(3)}
     for chunk in (2, 0, 1):
         mailbox.put(0, chunk, [sent[chunk]])
@@ -247,7 +248,7 @@ def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_ea
     rows = (
         Value("x", CALLER, (0,)), Value("a", 0, (1, 2)), Value("b", 1, (2,)), Value("y", 2, (CALLER,)),
     )
-    mailbox = Mailbox(Values(rows))
+    mailbox = Mailbox(Values(rows), {}, Local())
     sent = {"a": message(1.0), "b": message(2.0)}
     mailbox.put(0, 0, [sent["a"]])
     assert len(mailbox) == 2

@@ -1,0 +1,137 @@
+"""Who runs which action next, where lanes have accelerators of their own? A thread for each group of lanes.
+
+    group 0: lanes of cuda:0   a thread --performs what is ready--> done --tells the others
+    group 1: lanes of cuda:1   the calling thread: it drives the group of the last stage
+
+Within a group, lanes run as the inline driver runs them. A group that cannot go on waits until another one has done
+something; when all wait, nobody will, and that is an error in words.
+
+The calling thread may be one in which autograd works for the last stage's device (the backward of the forward door). It
+must not wait while another thread asks for a backward on that device; so it drives that device's lanes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+
+from pipeline.engine import Lanes, Needs, Perform, stuck
+from pipeline.errors import StuckError
+from scheduler import Action
+
+
+class Board:
+    """What is done, and whether to go on."""
+
+    def __init__(self, before: Iterable[Action], groups: int) -> None:
+        self.done = set(before)
+        self.driven: list[Lanes] = []
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._moving = groups  # neither waiting nor at their end
+
+    def note(self, action: Action) -> None:
+        """An action is done."""
+        with self._changed:
+            self.done.add(action)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop everyone. The first error counts."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """A group has come to its end."""
+        with self._changed:
+            self._moving -= 1
+            self._changed.notify_all()
+
+    def wait(self, lanes: Lanes) -> None:
+        """Until something can go on.
+
+        Raises:
+            StuckError: every group waits or has ended, and none has been told of something to do.
+        """
+        with self._changed:
+            self._moving -= 1
+            try:
+                while self.error is None and not lanes.can_go_on(self.done):
+                    if self._moving == 0 and not any(each.can_go_on(self.done) for each in self.driven):
+                        raise StuckError(stuck(self.driven, self.done))
+                    self._changed.wait()
+            finally:
+                self._moving += 1
+
+
+def drive_threads(
+    groups: Sequence[Mapping[int, Sequence[Action]]],
+    needs: Needs,
+    perform: Perform,
+    within: Callable[[int], AbstractContextManager[object]],
+    before: Iterable[Action] = (),
+) -> None:
+    """Run groups of orders, each group in a thread, the last group in the calling one. Returns when all have ended.
+
+    Args:
+        groups: for each group its lanes, by number, and their orders.
+        needs: what each action waits for.
+        perform: does the work of one action; holds what locks it needs.
+        within: makes the thread of a group what its layers expect (switches, device).
+        before: actions that ran in an earlier run of the same call.
+
+    Raises:
+        StuckError: no lane can go on.
+        BaseException: the first that an action raised. The others stop after their present action.
+    """
+    board = Board(before, len(groups))
+
+    def work(action: Action) -> None:
+        if board.error is not None:
+            raise _Stopped
+        perform(action)
+        board.note(action)
+
+    def run(number: int) -> None:
+        try:
+            with within(number):
+                lanes = Lanes(groups[number], needs, work)
+                board.driven.append(lanes)
+                while lanes.left and board.error is None:
+                    if not lanes.sweep(board.done):
+                        board.wait(lanes)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            board.fail(error)
+        finally:
+            board.leave()
+
+    threads = [
+        threading.Thread(target=copy_context().run, args=(run, number), name=f"pipe group {number}", daemon=True)
+        for number in range(len(groups) - 1)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        run(len(groups) - 1)
+        _join(threads)
+    except BaseException as interrupt:  # in between
+        board.fail(interrupt)
+        _join(threads)
+    error, board.error = board.error, None  # or the error would hold itself, by way of its frames
+    if error is not None:
+        raise error
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+
+
+class _Stopped(Exception):
+    """Another group failed."""

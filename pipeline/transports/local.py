@@ -1,0 +1,133 @@
+"""How does a value get from one place to another within a process, without making anyone wait who need not?
+
+    send (in the producer's turn)                               receive (in the reader's turn)
+    GPU -> GPU    copy streams wait for the producer's stream,  the reader's stream waits for the copy
+                  and copy
+    host -> GPU   into pinned memory, from there by a stream    the reader's stream waits for the copy
+    GPU -> host   by a stream into pinned memory                the host waits for this copy, and for nothing else
+    same place    nothing                                       nothing
+
+Events order the streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the
+allocator does not give its memory away before (torch.Tensor.record_stream). The idea of copy streams is torchgpipe's
+(Kim et al. 2020, arXiv 2004.09910, section 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.places import Place
+
+
+class Parcel(NamedTuple):
+    """Tensors under way, and the event after which they have arrived."""
+
+    tensors: tuple[Tensor | None, ...]
+    arrival: torch.cuda.Event | None
+
+
+class Local:
+    """Moves tensors between places of one process. Holds the streams on which it copies, and no tensor."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
+
+    def __reduce__(self) -> tuple[type[Local], tuple[()]]:
+        """A copy of a Pipe has streams of its own."""
+        return Local, ()
+
+    def send(self, tensors: Sequence[Tensor | None], source: Place | None, target: Place | None) -> Parcel:
+        """Start to move tensors.
+
+        Args:
+            tensors: computed in the stream that is current now on their device.
+            source: where they are. None: with the caller, each on the device that it is on.
+            target: where they shall be. None: where they are.
+        """
+        found = tuple(tensors)
+        if target is None or source == target or all([t is None or _is_there(t, source, target) for t in found]):
+            return Parcel(found, None)
+        streams: set[torch.cuda.Stream] = set()
+        moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in found])
+        if not streams:
+            return Parcel(moved, None)
+        last = self._last_of(streams)
+        return Parcel(moved, last.record_event())
+
+    def receive(self, parcel: Parcel) -> tuple[Tensor | None, ...]:
+        """The tensors, for use in the stream that is current now on their device."""
+        if parcel.arrival is not None:
+            for tensor in parcel.tensors:
+                if tensor is not None and tensor.device.type == "cuda":
+                    reader = torch.cuda.current_stream(tensor.device)
+                    reader.wait_event(parcel.arrival)
+                    tensor.record_stream(reader)
+                elif tensor is not None:
+                    parcel.arrival.synchronize()  # the host itself reads it
+        return parcel.tensors
+
+    def carry(self, tensor: Tensor, source: Place | None, target: Place | None) -> Tensor:
+        """Send and receive one tensor."""
+        (moved,) = self.receive(self.send([tensor], source, target))
+        assert moved is not None  # as it was sent
+        return moved
+
+    def _moved(
+        self, tensor: Tensor, source: Place | None, target: Place, streams: set[torch.cuda.Stream]
+    ) -> Tensor:
+        if _is_there(tensor, source, target):
+            return tensor
+        here, there = tensor.device, target.device
+        if here == there:
+            return tensor.clone()
+        if here.type == "cuda" and there.type == "cuda":
+            return self._between_gpus(tensor, there, streams)
+        if here.type == "cpu" and there.type == "cuda" and tensor.layout is torch.strided:
+            stream = self._stream(there, there)
+            pinned = tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            with torch.cuda.stream(stream):
+                streams.add(stream)
+                return pinned.to(there, non_blocking=True)
+        if here.type == "cuda" and there.type == "cpu" and tensor.layout is torch.strided:
+            stream = self._stream(here, there)
+            stream.wait_stream(torch.cuda.current_stream(here))
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            with torch.cuda.stream(stream):
+                pinned.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+            streams.add(stream)
+            return pinned
+        return tensor.to(there)
+
+    def _between_gpus(self, tensor: Tensor, there: torch.device, streams: set[torch.cuda.Stream]) -> Tensor:
+        """Both devices have a part in such a copy, each on its current stream."""
+        reading, writing = self._stream(tensor.device, there), self._stream(there, there)
+        reading.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(reading), torch.cuda.stream(writing):
+            moved = tensor.to(there, non_blocking=True)
+        tensor.record_stream(reading)
+        streams.add(writing)
+        return moved
+
+    def _stream(self, device: torch.device, other: torch.device) -> torch.cuda.Stream:
+        """The stream on `device` for copies to `other`; for what arrives, `device` itself stands for the others."""
+        key = (device, other)
+        found = self._streams.get(key)
+        if found is None:
+            found = self._streams.setdefault(key, torch.cuda.Stream(device))
+        return found
+
+    def _last_of(self, streams: set[torch.cuda.Stream]) -> torch.cuda.Stream:
+        """A stream after all of these."""
+        first, *others = streams
+        for other in others:
+            first.wait_stream(other)
+        return first
+
+
+def _is_there(tensor: Tensor, source: Place | None, target: Place) -> bool:
+    return (source is None or source == target) and tensor.device == target.device
