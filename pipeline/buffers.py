@@ -7,7 +7,8 @@
     failure       what changed goes back to initial
 
 By value on the first chunk, because BatchNorm writes its running statistics without raising their version counters; by
-version and identity after. A module that begins to write later is caught by its counters, and has `initial` to go back
+version and identity after. (On a GPU, where the host would have to wait for values, calls 1, 2, 4, 8, ... look, and the
+others believe them.) A module that begins to write later is caught by its counters, and has `initial` to go back
 to; whatever changes unseen is found by value when the forwards are done, and is an error.
 """
 
@@ -35,9 +36,15 @@ class _Slot(NamedTuple):
 
 
 class Buffers:
-    """The buffers of one stage during one call."""
+    """The buffers of one stage during one call.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    Args:
+        modules: the modules of the stage.
+        expected: who wrote theirs in an earlier call, as `writers` said; None: look at all values.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
+        self._expected = expected
         self._places = [(module._buffers, dict(module._buffers)) for module in modules]  # those that are None too
         found = [
             (module, name, tensor)
@@ -77,9 +84,20 @@ class Buffers:
         """Learn which modules change their buffers."""
         fresh = [slot for slot in self._slots if slot.owner not in self._mutated]
         for slot in fresh:
-            if _touched(slot) or (not self._seen_first and not same_values(_now(slot), slot.initial)):
+            if _touched(slot) or (not self._seen_first and self._is_written(slot)):
                 self._mutated.add(slot.owner)
         self._seen_first = True
+
+    @property
+    def writers(self) -> frozenset[int]:
+        """The numbers of those who wrote their buffers in this call."""
+        return frozenset(self._mutated)
+
+    def _is_written(self, slot: _Slot) -> bool:
+        """By value; on a GPU by what earlier calls have seen, since the host would have to wait for the value."""
+        if self._expected is not None and slot.tensor.device.type != "cpu":
+            return slot.owner in self._expected
+        return not same_values(_now(slot), slot.initial)
 
     def note_writes(self, modules: Iterable[nn.Module], what: str) -> None:
         """These modules' buffers are written now that all forwards have run; none of those has written them."""
@@ -96,7 +114,7 @@ class Buffers:
     def check_unseen(self, what: str) -> None:
         """Raise if a buffer changed that was never seen to change."""
         for slot in self._slots:
-            if slot.owner not in self._mutated and not same_values(_now(slot), slot.initial):
+            if slot.owner not in self._mutated and self._is_written(slot):
                 raise CheckpointError(
                     f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
                     "with torch's in-place operations, in every chunk or in none, or use chunks=1."
@@ -131,9 +149,10 @@ class Buffers:
     def moved(self) -> bool:
         """Whether a buffer that this call only reads holds another value by now.
 
-        A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters.
+        A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
+        GPU nobody looks: the host would have to wait.
         """
-        read = [slot for slot in self._slots if slot.owner not in self._mutated]
+        read = [slot for slot in self._slots if slot.owner not in self._mutated and slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
     def forget(self, chunk: int) -> None:

@@ -109,6 +109,10 @@ class Call:
         self._mailbox = self._new_mailbox()
         self._retain = False
 
+    def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A tensor of the caller's (a part of the target), on a device of ours."""
+        return self._setup.transport.carry(tensor, Place(tensor.device), Place(device))
+
     @property
     def is_accelerated(self) -> bool:
         """Whether a stage computes on an accelerator."""

@@ -8,7 +8,8 @@ Each error says what was wrong, the value, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,27 @@ def cannot_move(what: str) -> str:
         f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
         "module with pipe.to_sequential()."
     )
+
+
+class StageView(nn.Sequential):
+    """A stage as the caller sees it: the Pipe's own layers, in a Sequential that nobody runs."""
+
+    def __init__(self, stage: nn.Sequential) -> None:
+        super().__init__()
+        layers: Mapping[str, Any] = stage._modules
+        self._modules.update(layers)
+        self.training = stage.training
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "pipe.partitions shows the stages; the Pipe runs their layers, not these Sequentials, so a hook or a layer "
+            "put on one would have no effect. Put the hook on a layer, such as pipe.partitions[0][-1], or change the "
+            "nn.Sequential and wrap it anew."
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+    __setitem__ = __delitem__ = append = extend = insert = _refuse
 
 
 def check_plain(module: nn.Sequential) -> None:

@@ -169,7 +169,10 @@ class Loss:
             raise ValueError(f"the count of {self._name} requires a gradient. Return count.detach().")
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
-        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        if isinstance(count, Tensor):
+            count = count.to(total.device, torch.float64)
+        else:  # filled in where it is needed: copied there, the host would wait
+            count = torch.full((), float(count), dtype=torch.float64, device=total.device)
         if count.numel() != 1:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
         return total, count.reshape(())
@@ -246,7 +249,11 @@ def _tokens(function: Callable[..., Tensor], weight: Tensor | None, whole: LossF
             total = function(output, target, weight=weight, reduction="none", **options).sum(dtype=torch.float32)
         else:
             total = function(output, target, weight=weight, reduction="sum", **options)
-        counted = target[target != ignore_index]
-        return total, counted.numel() if weight is None else weight[counted.long()].sum()  # uint8 would be a mask
+        counts = target != ignore_index
+        if weight is None:
+            return total, counts.sum()
+        # What does not count weighs nothing. (By a mask, target[counts], the host would have to wait for a GPU.)
+        weights = weight[torch.where(counts, target, 0).long()]
+        return total, torch.where(counts, weights, 0.0).sum()
 
     return sum_and_count

@@ -20,14 +20,16 @@ import torch
 from torch import nn
 
 from partition import split
+from partition.contiguous import whole
 from partition.splitting import check_module
 from pipeline import forward_door, step_door
 from pipeline.ambient import eagerly
-from pipeline.batchnorm import check_deferrable
+from pipeline.batchnorm import batch_norms, check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
 from pipeline.driver import check_workers
 from pipeline.edge import (
+    StageView,
     cannot_move,
     check_plain,
     check_schedule,
@@ -136,11 +138,12 @@ class Pipe(Enclosed):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        if isinstance(chunks, bool) or not isinstance(chunks, int):
+        count = whole(chunks)
+        if count is None:
             raise TypeError(f"chunks is {chunks!r}. Give a whole number, at least 1.")
-        if chunks < 1:
-            raise ValueError(f"chunks is {chunks}. A mini-batch is cut into at least 1 chunk.")
-        self._chunks = chunks
+        if count < 1:
+            raise ValueError(f"chunks is {count}. A mini-batch is cut into at least 1 chunk.")
+        self._chunks = count
 
     @property
     def checkpoint(self) -> Policy:
@@ -171,8 +174,8 @@ class Pipe(Enclosed):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The stages, as Sequentials of the same layers."""
-        return split(self.to_sequential(), self.balance)
+        """The stages, as Sequentials of the same layers. To look at: the Pipe runs the layers, not these."""
+        return [StageView(stage) for stage in split(self.to_sequential(), self.balance)]
 
     def to_sequential(self) -> nn.Sequential:
         """The plain module back: the same layers under the same names."""
@@ -414,7 +417,9 @@ class Pipe(Enclosed):
         Raises:
             TypeError: a device was given.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        given = kwargs.get("device", args[0] if args else None)
+        # Without an accelerator torch fails on a number: it has no device to stand for.
+        device = given if isinstance(given, int) else torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None:
             raise TypeError(cannot_move(f"to({device})"))
         super().to(*args, **kwargs)
@@ -442,7 +447,12 @@ class Pipe(Enclosed):
         """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
         old = f"{prefix}partitions."
         if "partitions" not in self._modules:
+            norms = {path for path, _ in batch_norms(self.to_sequential())}
             for key in [key for key in state_dict if key.startswith(old)]:
+                value = state_dict.pop(key)
                 _, _, name = key[len(old) :].partition(".")
-                state_dict[prefix + name] = state_dict.pop(key)
+                layer, _, last = name.rpartition(".")
+                if layer in norms and last in ("sum", "sum_squares"):
+                    continue  # what its DeferredBatchNorm has of an unfinished mini-batch
+                state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)

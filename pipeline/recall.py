@@ -45,6 +45,7 @@ class Known:
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the CPU's default generator
     draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
+    writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
     only_reads: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # its input, with these training flags
 
 
@@ -55,25 +56,28 @@ class Recall:
         modules: the modules of the stage.
         ambient: torch's switches at the call.
         stage: how errors name the stage.
-        host: whether this stage is known to draw from Python's or numpy's global generators.
+        index: its number.
+        known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, host: bool, compares: bool
+        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, index: int, known: Known, compares: bool
     ) -> None:
-        self.buffers = Buffers(modules)
+        self.flags = tuple([module.training for module in modules])
+        self._key = index, self.flags
+        self._known = known
+        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key))
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
         self.compares = compares
-        self.flags = tuple([module.training for module in modules])
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._generators = private_generators(modules)
         self._found: States = [(generator, generator.get_state()) for generator in self._generators]
         self._states: dict[int, States] = {}
-        self.draws_from_host = host  # chunk 0 shows
-        self._host_found: HostStates | None = host_states() if host or compares else None
+        self.draws_from_host = index in known.draws_from_host  # chunk 0 shows
+        self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
         self._host: dict[int, HostStates] = {}
         self._samples: dict[int, list[Tensor]] = {}
         self._sums: dict[int, Checksums] = {}
@@ -102,6 +106,12 @@ class Recall:
         if self.compares:
             self._sums[chunk] = checksums(outputs)
         self._samples[chunk] = _sampled(outputs)
+
+    def note(self) -> None:
+        """All forwards have gone well: remember what was seen."""
+        self._known.writes_buffers[self._key] = self.buffers.writers
+        if self.draws_from_host:
+            self._known.draws_from_host.add(self._key[0])
 
     def roll_back(self) -> None:
         """Make everything what it was when the call began."""

@@ -149,7 +149,7 @@ class StageRun:
         self.name = f"stage {index} ({self.layers})"
         self._input_name = f"the input of {self.name}"
         self._known = known
-        self.recall = Recall(modules, ambient, self.name, index in known.draws_from_host, compares)
+        self.recall = Recall(modules, ambient, self.name, index, known, compares)
         self._watch = Watch(self.name)
         self.aliases = Aliases(modules, self._layers, self.name, self._watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or (index, self.recall.flags) not in known.draws_nothing)
@@ -290,11 +290,10 @@ class StageRun:
             )
 
     def commit(self) -> None:
-        """All forwards have run: update what was put off to their end, and remember what was seen."""
+        """All forwards have run: remember what was seen, and update what was put off to their end."""
+        self.recall.note()
         if self._deferred is not None:
             self.recall.buffers.note_writes(self._deferred.commit(), self.name)
-        if self.recall.draws_from_host:
-            self._known.draws_from_host.add(self.index)
 
     def note_draws(self) -> None:
         """A phase is over: has this stage drawn from the CPU's default generator? If not, others need not wait."""

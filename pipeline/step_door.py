@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipeline.ambient import without_function_modes
 from pipeline.call import Call
@@ -74,7 +76,7 @@ class LossEnd:
         if apart:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
         self._call.stages[-1].seeder.seed(chunk, self._layers)
-        part = self._loss.chunk(chunk, tree.build(tensors), _on_device(self._target, chunk, tree))
+        part = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
         if not part.requires_grad:
             return Roots((), (), {})
         own = [tensor for tensor in tensors if tensor.requires_grad]
@@ -84,6 +86,13 @@ class LossEnd:
             _refuse_ours(leaf)
         roots = Roots((part,), (torch.ones_like(part),), foreign)
         return self._differentiated(chunk, roots, own, tree) if apart else roots
+
+    def _target_of(self, chunk: int, tree: Tree) -> Any:
+        value = self._target.value(chunk)
+        device = tree.tensors[0].device if tree.tensors else None
+        if device is None or all([piece[chunk].device == device for piece in self._target.pieces]):
+            return value
+        return tree_map_only(Tensor, partial(self._call.carried, device=device), value)
 
     def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
         """Go on from the outputs: add what the loss itself depends on to its sums."""
@@ -219,13 +228,5 @@ def _refuse_ours(leaf: Tensor) -> None:
         )
 
 
-def _on_device(batch: Batch, chunk: int, tree: Tree) -> Any:
-    value = batch.value(chunk)
-    device = tree.tensors[0].device if tree.tensors else None
-    if device is None or all([piece[chunk].device == device for piece in batch.pieces]):
-        return value
-    return _moved(value, device)
-
-
 def _moved(value: Any, device: torch.device | None) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device else value

@@ -6,6 +6,7 @@
     host -> GPU   into pinned memory, from there by a stream    the reader's stream waits for the copy
     GPU -> host   by a stream into pinned memory                the host waits for this copy, and for nothing else
     same place    nothing                                       nothing
+    CPU -> CPU    a copy (places apart, in tests)               nothing
 
 Events order the streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the
 allocator does not give its memory away before (torch.Tensor.record_stream). The idea of copy streams is torchgpipe's
@@ -82,7 +83,7 @@ class Local:
         if _is_there(tensor, source, target):
             return tensor
         here, there = tensor.device, target.device
-        if here == there:
+        if here == there and here.type != "cuda":
             return tensor.clone()
         if here.type == "cuda" and there.type == "cuda":
             return self._between_gpus(tensor, there, streams)
@@ -104,11 +105,11 @@ class Local:
         return tensor.to(there)
 
     def _between_gpus(self, tensor: Tensor, there: torch.device, streams: set[torch.cuda.Stream]) -> Tensor:
-        """Both devices have a part in such a copy, each on its current stream."""
+        """Both devices have a part in such a copy, each on its current stream. (They may be one, in tests.)"""
         reading, writing = self._stream(tensor.device, there), self._stream(there, there)
         reading.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(reading), torch.cuda.stream(writing):
-            moved = tensor.to(there, non_blocking=True)
+            moved = tensor.to(there, non_blocking=True, copy=True)
         tensor.record_stream(reading)
         streams.add(writing)
         return moved

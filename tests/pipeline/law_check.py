@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
+from pipeline.places import Place
 
 SEED = 17
 
@@ -21,6 +22,13 @@ CHECKPOINTS: dict[str, Any] = {
     "except_last": "except_last",
     "never": "never",
     "callable": lambda stage, chunk: (stage + chunk) % 2 == 0,
+}
+
+DRIVES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "inline": lambda stages: {},
+    "threads": lambda stages: {"workers": "threads"},
+    "apart": lambda stages: {"devices": apart(stages)},
+    "apart, threads": lambda stages: {"devices": apart(stages), "workers": "threads"},
 }
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -32,8 +40,14 @@ AXES: dict[str, tuple[Any, ...]] = {
     "train": (True, False),
     "door": ("forward", "step mean", "step sum"),
     "schedule": ("gpipe", "1f1b"),
+    "drive": tuple(DRIVES),
     "input_grad": (True, False),
 }
+
+
+def apart(stages: int) -> list[Place]:
+    """As if each stage had a device of its own."""
+    return [Place(torch.device("cpu"), str(stage)) for stage in range(stages)]
 
 
 def balance_of(kind: str | list[int], layers: int) -> list[int]:
@@ -90,12 +104,14 @@ def observe(config: Mapping[str, Any]) -> Result:
     x = ready(case, config["train"], config["input_grad"], config["rows"])
     tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
+    balance = balance_of(config["balance"], len(case.model))
     pipe = Pipe(
         case.model,
-        balance_of(config["balance"], len(case.model)),
+        balance,
         config["chunks"],
         checkpoint=CHECKPOINTS[config["checkpoint"]],
         schedule=config["schedule"],
+        **DRIVES[config["drive"]](len(balance)),
     )
     torch.manual_seed(SEED)
     if config["door"] == "forward":

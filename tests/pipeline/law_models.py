@@ -17,6 +17,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.skip import pop, skippable, stash
+
 
 def per_row(output: Any) -> Tensor:
     """A non-linear number for each row: what the losses add up. Tensors without a gradient count too, as constants."""
@@ -363,6 +365,50 @@ def dict_input() -> Case:
     return _case(Apply(mix), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), make_input=make_input)
 
 
+@skippable(stash=["wide", "deep"])
+class Down(nn.Module):
+    """Stashes its input, and what it makes together with plain values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("wide", x)
+        deep = torch.tanh(self.layer(x))
+        yield stash("deep", {"value": deep, "scale": 2, "none": None})
+        return deep
+
+
+@skippable(pop=["deep"], stash=["flat"])
+class Middle(nn.Module):
+    """Pops one skip and stashes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        deep = yield pop("deep")
+        yield stash("flat", x.detach())
+        return self.layer(x) + deep["value"] * deep["scale"]
+
+
+@skippable(pop=["wide", "flat"])
+class Up(nn.Module):
+    """Pops what was stashed far away."""
+
+    def forward(self, x: Tensor) -> Any:
+        wide = yield pop("wide")
+        flat = yield pop("flat")
+        return x * flat + wide
+
+
+def skips() -> Case:
+    """Skips over one stage, over several, within one; one that needs no gradient."""
+    return _case(Down(), nn.Dropout(0.2), Middle(), nn.Tanh(), Up(), nn.Linear(4, 2))
+
+
 _BUILDERS = (
     mlp,
     convnet,
@@ -386,6 +432,7 @@ _BUILDERS = (
     closure,
     reused,
     dict_input,
+    skips,
 )
 
 

@@ -60,11 +60,13 @@ def test_pipe_equals_the_plain_module_bit_for_bit_in_the_full_product(model, chu
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("door", AXES["door"])
-def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode(model, door):
+def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode_nor_driver(model, door):
     config = {"model": model, "chunks": 3, "rows": 7, "train": True, "door": door, "input_grad": True}
     first, *others = (
-        observe({**config, "balance": balance, "schedule": schedule, "checkpoint": checkpoint})
-        for balance, schedule, checkpoint in product(("whole", "each alone"), AXES["schedule"], CHECKPOINTS)
+        observe({**config, "balance": balance, "schedule": schedule, "checkpoint": checkpoint, "drive": drive})
+        for balance, schedule, checkpoint, drive in product(
+            ("whole", "each alone"), AXES["schedule"], CHECKPOINTS, ("inline", "apart, threads")
+        )
     )
     for other in others:
         assert not differences(other, first)
@@ -73,7 +75,7 @@ def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode(mode
 def test_the_reference_tells_what_is_wrong():
     """The comparison itself: other dropout masks, another chunking, a missing gradient are all seen."""
     config = {"model": "mlp", "balance": "halves", "chunks": 2, "rows": 5, "checkpoint": "always", "train": True}
-    config |= {"door": "forward", "schedule": "gpipe", "input_grad": True}
+    config |= {"door": "forward", "schedule": "gpipe", "drive": "inline", "input_grad": True}
     right = expect(config)
     assert differences(expect({**config, "chunks": 3}), right)
     assert differences(expect({**config, "train": False}), right)
