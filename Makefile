@@ -15,6 +15,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2
+	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.errors import CheckpointError
 from pipeline.skip import Enclosed
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
@@ -36,7 +37,6 @@ class _Found(NamedTuple):
 
     buffers: dict[str, Tensor | None]
     momentum: float | None
-    rows: int
 
 
 class Deferred:
@@ -58,7 +58,8 @@ class Deferred:
         handles = []
         for number, norm in enumerate(self._norms):
             handles.append(norm.register_forward_pre_hook(partial(_before, number, found)))
-            handles.append(norm.register_forward_hook(partial(_after, number, found, moments), prepend=True))
+            after = partial(_after, number, found, moments)
+            handles.append(norm.register_forward_hook(after, prepend=True, with_kwargs=True))
         try:
             yield
         finally:
@@ -69,17 +70,32 @@ class Deferred:
         if chunk is not None:
             self._moments[chunk] = moments
 
+    @contextmanager
+    def refused(self, what: str) -> Iterator[None]:
+        """Within (a backward): a batch norm that computes again is an error."""
+        handles = [norm.register_forward_pre_hook(partial(_refuse, what)) for norm in self._norms]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def commit(self) -> list[nn.Module]:
-        """All chunks have run: update the running statistics once. Returns the modules that were updated."""
+        """All chunks have run: update the running statistics once.
+
+        Returns:
+            The modules that were updated, and those that should have been: what computes past its hooks.
+        """
         by_call: dict[tuple[int, int], list[_Moments]] = {}
         for chunk in sorted(self._moments):
-            for call, moments in sorted(self._moments[chunk].items()):
+            for call, moments in self._moments[chunk].items():  # in the order of the calls
                 by_call.setdefault(call, []).append(moments)
         with torch.no_grad():
-            for (number, _), parts in sorted(by_call.items()):
+            for (number, _), parts in by_call.items():
                 _update(self._norms[number], _combined(parts))
         self._moments.clear()
-        return [self._norms[number] for number in dict.fromkeys(number for number, _ in by_call)]
+        updated = {number for number, _ in by_call}
+        return [norm for number, norm in enumerate(self._norms) if number in updated or _tracks(norm)]
 
 
 def batch_norms(module: nn.Module, path: str = "") -> Iterator[tuple[str, _BatchNorm]]:
@@ -104,13 +120,20 @@ def check_deferrable(module: nn.Module) -> None:
                 "several processes. Use nn.BatchNorm (torch's convert_sync_batchnorm is what made it), or "
                 "deferred_batch_norm=False."
             )
+        if type(norm).forward is not _BatchNorm.forward:
+            raise TypeError(
+                f"deferred_batch_norm=True cannot put off layer '{path}', a {type(norm).__name__}: its forward is its "
+                "own, and may use momentum and running statistics in its own way. Put what it does besides into a "
+                "module of its own, around an nn.BatchNorm, or use deferred_batch_norm=False."
+            )
 
 
 def _before(number: int, found: dict[int, _Found], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
-    if not (norm.training and norm.track_running_stats) or norm.running_mean is None or not args:
+    if number in found:  # it raised, and the layer that called it went on
+        _put_back(norm, found.pop(number))
+    if not _tracks(norm) or norm.running_mean is None:
         return
-    rows = args[0].numel() // args[0].size(1)
-    found[number] = _Found({name: norm._buffers[name] for name in _RUNNING}, norm.momentum, rows)
+    found[number] = _Found({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
     for name in _RUNNING:
         buffer = norm._buffers[name]
         norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
@@ -123,6 +146,7 @@ def _after(
     moments: dict[tuple[int, int], _Moments],
     norm: _BatchNorm,
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     output: Any,
 ) -> None:
     state = found.pop(number, None)
@@ -132,7 +156,21 @@ def _after(
     assert mean is not None and variance is not None  # _before put them there
     _put_back(norm, state)
     call = sum(1 for other, _ in moments if other == number)
-    moments[number, call] = _Moments(state.rows, mean, variance)
+    given: Tensor = args[0] if args else kwargs["input"]
+    moments[number, call] = _Moments(given.numel() // given.size(1), mean, variance)
+
+
+def _refuse(what: str, norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+    if _tracks(norm):
+        raise CheckpointError(
+            f"a batch norm of {what} computes again in the backward (within torch.utils.checkpoint), where "
+            "deferred_batch_norm=True cannot put off its running statistics. Use the Pipe's checkpoint= instead, or "
+            "deferred_batch_norm=False."
+        )
+
+
+def _tracks(norm: _BatchNorm) -> bool:
+    return norm.training and norm.track_running_stats
 
 
 def _put_back(norm: _BatchNorm, state: _Found) -> None:

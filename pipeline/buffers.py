@@ -27,6 +27,7 @@ from pipeline.trees import same_values, storage_of
 
 
 class _Slot(NamedTuple):
+    is_record: bool  # running statistics in train mode: written by each chunk and read by none
     owner: int  # modules that change their buffers together: one, or several that share a buffer
     place: dict[str, Tensor | None]  # module._buffers
     name: str
@@ -41,9 +42,12 @@ class Buffers:
     Args:
         modules: the modules of the stage.
         expected: who wrote theirs in an earlier call, as `writers` said; None: look at all values.
+        defer: whether batch norms write theirs only when all forwards have run.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None, defer: bool = False
+    ) -> None:
         self._expected = expected
         self._places = [(module._buffers, dict(module._buffers)) for module in modules]  # those that are None too
         found = [
@@ -54,10 +58,15 @@ class Buffers:
         ]
         initial = _copies([tensor for _, _, tensor in found])
         owners = _owners(found)
-        self._slots = [
-            _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)
-            for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
-        ]
+        modules_of: dict[int, set[int]] = {}
+        for owner, (module, _, _) in zip(owners, found, strict=True):
+            modules_of.setdefault(owner, set()).add(id(module))
+        shared = {owner for owner, own in modules_of.items() if len(own) > 1}
+        self._slots = []
+        for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True):
+            is_record = not defer and owner not in shared and _is_record(module)
+            slot = _Slot(is_record, owner, module._buffers, name, tensor, _version(tensor), copy)
+            self._slots.append(slot)
         self._spare: list[Tensor] | None = None
         self._mutated: set[int] = set()  # owners
         self._before: dict[int, dict[int, Tensor]] = {}  # chunk -> slot -> value
@@ -76,7 +85,7 @@ class Buffers:
     def before_forward(self, chunk: int) -> None:
         """Clone what is known to change: a recomputation of this chunk may come."""
         if self._mutated:
-            indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+            indices = [index for index, slot in enumerate(self._slots) if self._changes(slot)]
             copies = _copies([_now(self._slots[index]) for index in indices])
             self._before[chunk] = dict(zip(indices, copies, strict=True))
 
@@ -88,13 +97,19 @@ class Buffers:
                 self._mutated.add(slot.owner)
         self._seen_first = True
 
+    def _changes(self, slot: _Slot) -> bool:
+        """Whether what a recomputation computes may depend on what earlier chunks wrote here."""
+        return slot.owner in self._mutated and not slot.is_record
+
     @property
     def writers(self) -> frozenset[int]:
         """The numbers of those who wrote their buffers in this call."""
         return frozenset(self._mutated)
 
     def _is_written(self, slot: _Slot) -> bool:
-        """By value; on a GPU by what earlier calls have seen, since the host would have to wait for the value."""
+        """Records are; others by value. On a GPU by what earlier calls have seen: the host would have to wait."""
+        if slot.is_record:
+            return True
         if self._expected is not None and slot.tensor.device.type != "cpu":
             return slot.owner in self._expected
         return not same_values(_now(slot), slot.initial)
@@ -126,7 +141,7 @@ class Buffers:
         before = self._before.get(chunk, {})
         found = [slot.place.get(slot.name) for slot in self._slots]
         written = [tensor if tensor is None else _version(tensor) for tensor in found]
-        changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+        changing = [index for index, slot in enumerate(self._slots) if self._changes(slot)]
         copies = _copies([before.get(index, self._slots[index].initial) for index in changing])
         if self._spare is None:  # one that writes unseen must not write `initial`, to which a failure goes back
             self._spare = _copies([slot.initial for slot in self._slots])
@@ -170,6 +185,12 @@ class Buffers:
                     slot.tensor.copy_(slot.initial)
 
 
+def _is_record(module: nn.Module) -> bool:
+    """Whether a module's buffers are torch's own running statistics in train mode, with nobody looking on."""
+    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.training
+    return plain and not module._forward_hooks and not module._forward_pre_hooks
+
+
 def _leaf_of_caller(slot: _Slot) -> Tensor:
     """A buffer that requires a gradient is no record of values: it is differentiated, so it stays itself."""
     if _version(slot.tensor) != slot.version:
@@ -187,7 +208,8 @@ def _owners(found: Sequence[tuple[nn.Module, str, Tensor]]) -> list[int]:
         keys = (id(module), storage_of(tensor))
         joined = {group[key] for key in keys if key in group}
         smallest = min(joined, default=number)
-        group.update({key: smallest for key, value in group.items() if value in joined})
+        if len(joined) > 1:
+            group.update({key: smallest for key, value in group.items() if value in joined})
         group.update(dict.fromkeys(keys, smallest))
     return [group[id(module)] for module, _, _ in found]
 

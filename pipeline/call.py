@@ -307,6 +307,7 @@ class Call:
                 with hooks_asleep(foreign), gate.closed(), ExitStack() as stack:
                     for stage in self.stages:  # a layer's own torch.utils.checkpoint runs its forward now
                         stack.enter_context(stage.on_views(views))
+                        stack.enter_context(stage.differentiating())
                     found = torch.autograd.grad(
                         roots, wanted + targets, root_grads, create_graph=create_graph, retain_graph=True,
                         allow_unused=True

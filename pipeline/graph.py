@@ -125,24 +125,26 @@ class Watch:
 
 
 class Entry(torch.autograd.Function):
-    """Identity from a stage's leaves to what its layers see: not a view, so a layer may write it in place.
+    """From a stage's leaves to what its layers see: the values, no view of the leaves, so a layer may write them.
 
     Its backward puts the gradients into `found` as they come. Through the leaves' `.grad` they would be copied into the
     leaves' layout, and sums over another layout round differently.
     """
 
     @staticmethod
-    def forward(ctx: Any, watch: Watch, found: list[Tensor | None], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, watch: Watch, found: list[Tensor | None], given: Sequence[Tensor], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.watch = watch
         ctx.found = found
         ctx.set_materialize_grads(False)
-        return tuple([leaf.detach() for leaf in leaves])
+        return tuple([tensor.detach() for tensor in given])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
         ctx.watch()
         ctx.found[:] = grads
-        return (None,) * (len(grads) + 2)
+        return (None,) * (len(grads) + 3)
 
 
 enter: Callable[..., tuple[Tensor, ...]] = Entry.apply

@@ -119,8 +119,16 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 def private_generators(modules: Iterable[nn.Module]) -> tuple[torch.Generator, ...]:
     """The `torch.Generator` objects that modules hold as attributes: no seed reaches them, so their states are kept."""
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
-    return tuple(dict.fromkeys(found))
+    known: dict[type, bool] = {}  # asking each value would take milliseconds: torch.Generator has a slow metaclass
+    found: dict[torch.Generator, None] = {}
+    for module in modules:
+        for value in vars(module).values():
+            kind = type(value)
+            if kind not in known:
+                known[kind] = issubclass(kind, torch.Generator)
+            if known[kind]:
+                found[value] = None
+    return tuple(found)
 
 
 HostStates: TypeAlias = tuple[Any, Any]

@@ -59,15 +59,23 @@ class Recall:
         index: its number.
         known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+        defer: whether batch norms write their buffers only when all forwards have run.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, index: int, known: Known, compares: bool
+        self,
+        modules: Sequence[nn.Module],
+        ambient: Ambient,
+        stage: str,
+        index: int,
+        known: Known,
+        compares: bool,
+        defer: bool,
     ) -> None:
         self.flags = tuple([module.training for module in modules])
         self._key = index, self.flags
         self._known = known
-        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key))
+        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key), defer)
         self._modules = modules
         self._ambient = ambient
         self._stage = stage

@@ -321,11 +321,6 @@ def routes(stages: Iterable[Iterable[nn.Module]]) -> list[tuple[Key, int, int]]:
     return found
 
 
-def has_skips(layers: Iterable[nn.Module]) -> bool:
-    """Whether any layer stashes or pops."""
-    return any(True for layer in layers for _ in _skippables(layer))
-
-
 def _skippables(module: nn.Module, path: str = "") -> Iterator[tuple[str, Skippable]]:
     """The skippable layers in a module, in the order of the modules; one that stands twice, twice."""
     if isinstance(module, Enclosed):

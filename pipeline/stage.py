@@ -12,6 +12,7 @@ graph.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,7 +40,7 @@ from pipeline.graph import (
 from pipeline.hooks import hooks_asleep
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder
 from pipeline.recall import Known, Recall
-from pipeline.skip import Key, Skips, has_skips
+from pipeline.skip import Key, Skippable, Skips
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
 from pipeline.values import Values
 
@@ -142,14 +143,14 @@ class StageRun:
         self._layers = tuple(enumerate(layers, first_layer))
         self._pops = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
         self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
-        self._skips = has_skips(layers)
         self._deferred = Deferred(layers) if defer else None
         self.ends_in_loss = False
         modules = _modules(layers)
+        self._skips = any([isinstance(module, Skippable) for module in modules])
         self.name = f"stage {index} ({self.layers})"
         self._input_name = f"the input of {self.name}"
         self._known = known
-        self.recall = Recall(modules, ambient, self.name, index, known, compares)
+        self.recall = Recall(modules, ambient, self.name, index, known, compares, defer)
         self._watch = Watch(self.name)
         self.aliases = Aliases(modules, self._layers, self.name, self._watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or (index, self.recall.flags) not in known.draws_nothing)
@@ -254,10 +255,11 @@ class StageRun:
         tensors = tuple([tensor.clone() for tensor in read.tensors]) if self.writes_input else read.tensors
         leaves: list[Tensor | None] = []
         for tensor, needs in zip(tensors, needs_grad, strict=True):
-            leaves.append(mark(tensor.detach().requires_grad_(), self._input_name) if needs else None)
+            leaves.append(mark(_empty_leaf(tensor), self._input_name) if needs else None)
         wanted = [leaf for leaf in leaves if leaf is not None]
+        values = [tensor for tensor, needs in zip(tensors, needs_grad, strict=True) if needs]
         arrived: list[Tensor | None] = [None] * len(wanted)
-        entered = iter(enter(self._watch, arrived, *wanted) if wanted else ())
+        entered = iter(enter(self._watch, arrived, values, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
         return _Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
@@ -346,12 +348,16 @@ class StageRun:
             roots = begin(record.exits)
         if roots.tensors:
             self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
-            with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
+            with self._watch, self.aliases.stand_in(), self.differentiating():  # torch.utils.checkpoint computes now
                 self._differentiate(roots, cut.leaves, retain)
         self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
         return cut.grads()
+
+    def differentiating(self) -> AbstractContextManager[None]:
+        """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
+        return nullcontext() if self._deferred is None else self._deferred.refused(self.name)
 
     def _differentiate(self, roots: Roots, leaves: Sequence[Tensor | None], retain: bool) -> None:
         if not self.foreign and not roots.foreign:
@@ -454,6 +460,13 @@ class StageRun:
 
 def _seeder(seed: int, device: torch.device, learns: bool, may_draw: bool) -> Seeder:
     return (LearningSeeder if learns else Seeder if may_draw else AcceleratorSeeder)(seed, [device])
+
+
+def _empty_leaf(tensor: Tensor) -> Tensor:
+    """A leaf of this shape that holds one number: kept to the end of the backward, it must not keep the input alive."""
+    if tensor.layout is not torch.strided:
+        return tensor.detach().requires_grad_()
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
 
 
 def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:

@@ -122,9 +122,13 @@ def drive_threads(
     except BaseException as interrupt:  # in between
         board.fail(interrupt)
         _join(threads)
-    error, board.error = board.error, None  # or the error would hold itself, by way of its frames
+    board.driven.clear()  # lanes that stopped half-way know the board
+    error, board.error = board.error, None
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or it would hold itself, by way of this frame
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:

@@ -1,0 +1,45 @@
+"""Every law, also under other drivers: `pytest tests/pipeline --drive apart,threads`.
+
+    apart      each stage counts as having a device of its own: values are copied, shared weights travel
+    threads    each lane has a thread
+
+Tests marked `inline` are about the one order in which the inline driver runs lanes that share a device.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+from pipeline.places import Place
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--drive", default="", help="apart, threads, or both: how a Pipe runs that does not say how")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--drive"):
+        for item in items:
+            if "inline" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="about the order of the inline driver"))
+
+
+@pytest.fixture(autouse=True)
+def _drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    words = request.config.getoption("--drive")
+    if words:
+        init = Pipe.__init__
+
+        def driven(self: Pipe, module: nn.Sequential, balance: Any = None, chunks: int = 1, **settings: Any) -> None:
+            if "threads" in words:
+                settings.setdefault("workers", "threads")
+            if "apart" in words and settings.get("devices") is None and isinstance(balance, list):
+                settings["devices"] = [Place(torch.device("cpu"), str(stage)) for stage in range(len(balance))]
+            init(self, module, balance, chunks, **settings)
+
+        monkeypatch.setattr(Pipe, "__init__", driven)
+    yield
