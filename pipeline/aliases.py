@@ -33,6 +33,7 @@ class _Slot(NamedTuple):
     alias: Tensor
     version: int  # of the parameter
     alias_version: int
+    address: int  # of the alias
     is_home: bool
 
 
@@ -73,7 +74,7 @@ class Aliases:
                 is_home, alias = found[id(real)]
                 if grad or not is_home:
                     then, own = versions([real, alias])
-                    self._slots.append(_Slot(module, name, real, alias, then, own, is_home))
+                    self._slots.append(_Slot(module, name, real, alias, then, own, alias.data_ptr(), is_home))
         self._places = [(slot.module._parameters, slot.name, slot.alias) for slot in self._slots]
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
@@ -122,12 +123,20 @@ class Aliases:
         for slot in self._trained.values():
             slot.alias.grad = None
 
+    def release(self) -> None:
+        """Forget the aliases, and with them the copies."""
+        self._slots.clear()
+        self._places.clear()
+        self._trained.clear()
+
     # ------------------------------------------------------------------------------------------------------ checks
 
     def check_versions(self, chunk: int) -> None:
         """Raise if a parameter was written since F."""
         for slot in self._slots:
-            version = slot.alias._version if slot.is_home else slot.real._version
+            if not slot.is_home:
+                self._check_unwritten(slot)
+            (version,) = versions([slot.alias if slot.is_home else slot.real])
             if version != slot.version:
                 raise CheckpointError(
                     f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "
@@ -138,23 +147,35 @@ class Aliases:
     def check_memory(self) -> None:
         """Raise if a forward gave a parameter other memory (its alias got that, it did not), or wrote it unseen."""
         for slot in self._slots:
-            if not slot.is_home and slot.alias._version != slot.alias_version:
-                raise RuntimeError(
-                    f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
-                    "earlier stage at another place: what it has is a copy for this call. Write it in place before "
-                    "the forward, in a torch.no_grad() block."
-                )
+            if not slot.is_home:
+                self._check_unwritten(slot)
+                if versions([slot.real]) != (slot.version,):
+                    raise RuntimeError(
+                        f"parameter '{self._name_of(slot)}' of {self._stage} was written in place within this call, by "
+                        "the earlier stage at another place that it lives with, or beside it: what this stage has is a "
+                        "copy from before. Write it before the forward, in a torch.no_grad() block (for "
+                        "nn.Embedding(max_norm=...): renormalise the weight there)."
+                    )
             if slot.is_home and slot.alias.data_ptr() != slot.real.data_ptr():
                 raise RuntimeError(
                     f"parameter '{self._name_of(slot)}' of {self._stage} got new data within the forward (param.data "
                     "= ...). Write it in place before the forward, in a torch.no_grad() block."
                 )
-        if not self._sums or any(slot.alias._version != slot.alias_version for slot in self._slots):
+        if not self._sums or any(versions([slot.alias]) != (slot.alias_version,) for slot in self._slots):
             return
         if not same_checksums(self._sums, checksums([slot.alias for slot in self._slots])):
             raise CheckpointError(
                 f"a forward of {self._stage} wrote a parameter through .data, unseen by autograd: chunks that run in "
                 "another order would see other values. Write it before the forward, in a torch.no_grad() block."
+            )
+
+    def _check_unwritten(self, slot: _Slot) -> None:
+        """Raise if a forward wrote a copy."""
+        if versions([slot.alias]) != (slot.alias_version,) or slot.alias.data_ptr() != slot.address:
+            raise RuntimeError(
+                f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
+                "earlier stage at another place: what it has is a copy for this call. Write it in place before "
+                "the forward, in a torch.no_grad() block."
             )
 
     def _name_of(self, wanted: _Slot) -> str:

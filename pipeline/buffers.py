@@ -170,6 +170,18 @@ class Buffers:
         read = [slot for slot in self._slots if slot.owner not in self._mutated and slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
+    def memory(self) -> Iterator[tuple[int, str]]:
+        """Where each buffer is, and its name."""
+        for slot in self._slots:
+            if slot.tensor.numel():
+                yield storage_of(slot.tensor), f"buffer '{slot.name}'"
+
+    def written_memory(self) -> Iterator[int]:
+        """Where the buffers are that changed."""
+        for slot in self._slots:
+            if slot.owner in self._mutated and slot.tensor.numel():
+                yield storage_of(slot.tensor)
+
     def forget(self, chunk: int) -> None:
         """No recomputation of this chunk will come any more."""
         self._before.pop(chunk, None)

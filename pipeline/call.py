@@ -33,7 +33,7 @@ from pipeline.skip import Key
 from pipeline.stage import Exits, Shared, StageRun, share_memory
 from pipeline.trace import Trace
 from pipeline.transports.local import Local
-from pipeline.trees import Bundle, Grads, Message, Tree, add_grads
+from pipeline.trees import Bundle, Grads, Message, Tree, add_grads, storage_of
 from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
 
@@ -121,7 +121,10 @@ class Call:
     def _bring(self, place: Place, parameter: Tensor) -> Tensor:
         """The values of a parameter at a place: itself, or a copy where it lives elsewhere."""
         home = self._homes.get(id(parameter), place)
-        return parameter if home == place else self._setup.transport.carry(parameter.detach(), home, place)
+        if home == place:
+            return parameter
+        with torch.inference_mode(False):  # so that a copy counts how often it is written, in every mode
+            return self._setup.transport.carry(parameter.detach(), home, place)
 
     def _new_mailbox(self) -> Mailbox:
         return Mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
@@ -142,6 +145,8 @@ class Call:
                 self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
+                self._check_shared_state()
+                for stage in self.stages:
                     if self.batch.chunks > 1:
                         stage.recall.buffers.check_unseen(stage.name)
                 for stage in self.stages:
@@ -149,6 +154,22 @@ class Call:
         except BaseException:
             self.abandon()
             raise
+
+    def _check_shared_state(self) -> None:
+        """Raise if two stages have buffers or a generator in common that one of them changed: whose turn came when?"""
+        found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
+        changed: set[int] = set()
+        for stage in self.stages:
+            changed.update(stage.recall.changed(self._driver.has_threads))
+        for stage in self.stages:
+            for key, what in stage.recall.shareable():
+                _, other = found.setdefault(key, (what, stage.name))
+                if other != stage.name and key in changed:
+                    raise RuntimeError(
+                        f"{what} of {stage.name} is shared with {other} and was changed by a forward. Stages run "
+                        "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
+                        "into one stage, or give each its own."
+                    )
 
     def run_backward(self, grads: Sequence[Grads], retain: bool) -> None:
         """Run the second phase on the gradients of each chunk's outputs."""
@@ -210,6 +231,8 @@ class Call:
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
             self._check_alone(chunk, inbox, run)
+        if self._homes:  # several places
+            made = _with_shares(inbox, made)
         self._mailbox.put(stage, chunk, made)
         if stage == len(self.stages) - 1:
             (output,) = self._mailbox.take(CALLER, chunk)
@@ -222,11 +245,11 @@ class Call:
         """A stage that writes its input gets copies: what else shares that memory would not see it written."""
         others = self._mailbox.under_way(chunk)
         own = {id(tensor): tensor for message in inbox for tensor in message.tree.tensors}
-        if share_memory([*own.values(), *others]):
+        if share_memory([*own.values(), *others]) or any([message.shares for message in inbox]):
             raise RuntimeError(
-                f"{run.name} writes its input in place, and a skip that a later stage pops shares memory with that "
-                "input: the plain module would see it written, which a stage boundary cannot keep. Write to a copy "
-                "(x * 2 instead of x.mul_(2)), or stash a clone."
+                f"{run.name} writes its input in place, and another tensor of that input, or a skip that a later stage "
+                "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
+                "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
             )
 
     def _backward(self, stage: int, chunk: int) -> None:
@@ -265,7 +288,9 @@ class Call:
             for owner, grad in stage.take_sums():
                 grad = self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
                 earlier = found.get(id(owner))
-                found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
+                total = grad if earlier is None else add_grads(earlier[1], grad)
+                assert total is not None  # neither part is
+                found[id(owner)] = (owner, total)
         return found
 
     def owners(self) -> list[Tensor]:
@@ -349,6 +374,17 @@ def _summed(readers: Sequence[Grads]) -> Grads:
     return total
 
 
+def _with_shares(inbox: Sequence[Message], made: list[Message]) -> list[Message]:
+    """Say of what was made whether it shares memory with other values, which copies of it will not show."""
+    outputs = [tensor for message in made for tensor in message.tree.tensors]
+    passed_on = [tensor for message in inbox if message.shares for tensor in message.tree.tensors]
+    if not share_memory(outputs):
+        places = {storage_of(tensor) for tensor in passed_on}
+        if not any([storage_of(tensor) in places for tensor in outputs]):
+            return made
+    return [message._replace(shares=True) for message in made]
+
+
 def _homes(setup: Setup) -> dict[int, Place]:
     """Where parameters live that several places read, by id: with the first stage that reads them."""
     found: dict[int, Place] = {}
@@ -356,7 +392,9 @@ def _homes(setup: Setup) -> dict[int, Place]:
         for layers, place in zip(setup.stages, setup.places, strict=True):
             for layer in layers:
                 for parameter in layer.parameters():
-                    found.setdefault(id(parameter), place)
+                    home = found.setdefault(id(parameter), place)
+                    if home.device != parameter.device == place.device:  # tied after the Pipe was built: it is here
+                        found[id(parameter)] = place
     return found
 
 

@@ -50,7 +50,7 @@ class Mailbox:
             message, parcel = self._activations.pop((row.name, chunk, stage))
             if parcel.tensors is not message.tree.tensors:
                 tensors = tuple([tensor for tensor in self._transport.receive(parcel) if tensor is not None])
-                message = Message(Tree(tensors, message.tree.skeleton), message.needs_grad)
+                message = message._replace(tree=Tree(tensors, message.tree.skeleton))
             found.append(message)
         return found
 

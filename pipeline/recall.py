@@ -121,6 +121,19 @@ class Recall:
         if self.draws_from_host:
             self._known.draws_from_host.add(self._key[0])
 
+    def shareable(self) -> Iterator[tuple[int, str]]:
+        """What other stages may have too: buffers by their memory, private generators by their id."""
+        yield from self.buffers.memory()
+        for generator in self._generators:
+            yield id(generator), "a torch.Generator"
+
+    def changed(self, generators: bool) -> Iterator[int]:
+        """The same, of what the forwards of this call changed; `generators`: of these too."""
+        yield from self.buffers.written_memory()
+        for generator, state in self._found:
+            if generators and not torch.equal(generator.get_state(), state):
+                yield id(generator)
+
     def roll_back(self) -> None:
         """Make everything what it was when the call began."""
         self.buffers.roll_back()

@@ -456,6 +456,7 @@ class StageRun:
         """Forget everything that was kept for a backward."""
         self._records.clear()
         self.recall.release()
+        self.aliases.release()
 
 
 def _seeder(seed: int, device: torch.device, learns: bool, may_draw: bool) -> Seeder:

@@ -75,10 +75,14 @@ class Bundle(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage hands to another: a tree of detached tensors, and which of them want a gradient."""
+    """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
+
+    `shares`: where it was made, something else under way had a part of its memory. A copy does not show that.
+    """
 
     tree: Tree
     needs_grad: tuple[bool, ...]
+    shares: bool = False
 
 
 def flatten(value: Any, what: str) -> Tree:
@@ -192,4 +196,6 @@ def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     with without_function_modes():
+        if one.is_sparse and not other.is_sparse:  # torch adds them in the other order only
+            one, other = other, one
         return torch.add(one, other)

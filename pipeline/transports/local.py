@@ -82,6 +82,10 @@ class Local:
     ) -> Tensor:
         if _is_there(tensor, source, target):
             return tensor
+        span = _span(tensor)
+        if span is not None:
+            moved = self._moved(tensor.as_strided((span,), (1,), tensor.storage_offset()), source, target, streams)
+            return moved.as_strided(tensor.shape, tensor.stride())
         here, there = tensor.device, target.device
         if here == there and here.type != "cuda":
             return tensor.clone()
@@ -128,6 +132,18 @@ class Local:
         for other in others:
             first.wait_stream(other)
         return first
+
+
+def _span(tensor: Tensor) -> int | None:
+    """How much memory to move for a tensor that a plain copy would lay out otherwise; None: a plain copy will do.
+
+    Expanded, as the gradient of a sum is, it needs less than a number each; with gaps, as a real part has, more. In
+    another layout kernels add in another order, so the numbers would depend on the place.
+    """
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+        return None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span if span != tensor.numel() and span <= 2 * tensor.numel() else None
 
 
 def _is_there(tensor: Tensor, source: Place | None, target: Place) -> bool:

@@ -93,6 +93,7 @@ def test_frozen_stages_in_front_are_not_recomputed(door: str) -> None:
 # --------------------------------------------------------------------------------------------------- except_last
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -106,6 +107,7 @@ def test_except_last_recomputes_where_another_backward_of_the_device_stands_betw
     assert len(pairs(log, "R")) == len(set(pairs(log, "R")))
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_forward_door_on_one_device_keeps_the_one_chunk_that_goes_back_first(schedule: str) -> None:
     model, log = probes(3)
@@ -378,6 +380,7 @@ def test_a_layer_that_differentiates_within_its_own_forward_is_right_or_refused(
 # ----------------------------------------------------------------------------------------------------- timelines
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])

@@ -943,8 +943,6 @@ def tries_again(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x)
 
 
-
-
 @pytest.mark.parametrize("door", ["forward", "no_grad", "step"])
 @pytest.mark.parametrize(
     "function",
@@ -1025,8 +1023,6 @@ class Padded(nn.BatchNorm1d):
         return super().forward(torch.cat([x, x]))[: len(x)]
 
 
-
-
 @pytest.mark.parametrize(
     "norm",
     [
@@ -1075,8 +1071,6 @@ def test_norms_that_share_their_statistics_are_updated_in_the_order_of_their_cal
             return self.early(x) + self.late(5 * x)
 
     right_or_refused(Backwards(), chunks=chunks)
-
-
 
 
 @pytest.mark.parametrize("policy", CHECKPOINTS)

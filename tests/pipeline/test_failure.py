@@ -402,6 +402,7 @@ class Takes(nn.Module):
         return x + self.box["kept"]
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_an_activation_that_goes_round_the_boundary_is_refused(door, checkpoint):

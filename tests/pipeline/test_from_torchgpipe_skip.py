@@ -298,6 +298,7 @@ def numbered(chunks: int) -> Tensor:
     return torch.arange(chunks, dtype=F64)[:, None].repeat(1, 2)
 
 
+@pytest.mark.inline
 @every_mode
 @pytest.mark.parametrize("train", [True, False])
 def test_a_popped_skip_dies_without_gradients(train: bool, checkpoint: str) -> None:

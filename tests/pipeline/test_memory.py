@@ -149,6 +149,7 @@ def check_peak(balance: Sequence[int], chunks: int, rows: int, door: str, schedu
     assert saved.bytes == 0 and saved.packed > 0
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("door", DOORS)
@@ -201,6 +202,7 @@ def test_peaks_in_closed_form(balance: list[int], schedule: str) -> None:
     assert never > always or len(balance) == 1 and schedule == "1f1b"
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
@@ -228,6 +230,7 @@ def test_per_device_the_peak_of_except_last_equals_that_of_always_for_any_sizes(
         assert len(peaks) == 1
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])
 def test_nothing_is_saved_between_a_recomputed_forward_and_its_backward(policy: str) -> None:
     model = layered()
@@ -289,6 +292,7 @@ def test_a_detached_output_keeps_nothing_and_has_no_backward(policy: object) -> 
         assert not out.requires_grad and saved.bytes == 0
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_frozen_stages_in_front_keep_nothing(door: str, policy: object) -> None:
@@ -308,6 +312,7 @@ def test_frozen_stages_in_front_keep_nothing(door: str, policy: object) -> None:
 # --------------------------------------------------------------------------------------------------- stashed inputs
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, chunks", [(2, 3), (3, 4), (4, 2)])

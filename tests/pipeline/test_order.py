@@ -52,6 +52,7 @@ def test_the_forward_door_runs_all_forwards_then_all_backwards_ascending_whateve
         assert [chunk for at, chunk in pairs(log, "B") if at == stage] == list(range(chunks))
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, chunks", [(1, 4), (2, 3), (4, 6), (5, 2)])
@@ -137,6 +138,7 @@ def test_stages_that_share_a_lane_run_in_the_order_of_that_lane() -> None:
     assert {(event.action.stage, event.lane) for event in trace.timeline.events} == {(0, 0), (1, 1), (2, 0)}
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fewer_rows_than_chunks_run_the_schedule_of_the_rows(schedule: str) -> None:
     model, log = probes(2)

@@ -317,7 +317,7 @@ def private(shared: bool) -> tuple[nn.Sequential, list[torch.Generator]]:
     return nn.Sequential(*layers).double(), [one, other]
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.inline)])
 @pytest.mark.parametrize("door", [*DOORS, "create_graph"])
 @pytest.mark.parametrize("balance", [[5], [2, 3], [2, 1, 2]])
 def test_a_private_generator_is_replayed_in_recomputations_and_left_where_the_forwards_left_it(
