@@ -30,6 +30,7 @@ bench: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[bench]"
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

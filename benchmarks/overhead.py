@@ -17,6 +17,7 @@ import importlib.util
 import platform
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -164,6 +165,7 @@ def report(title: str, shape: Shape, processes: int) -> None:
 
 
 def main() -> None:
+    sys.path.append(sys.path.pop(0))  # behind the packages: the torchgpipe.py beside this file is not the one meant
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, one process")
     parser.add_argument("--processes", type=int, default=5, help="how many to take the median of (default: 5)")

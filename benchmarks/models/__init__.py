@@ -1,0 +1,1 @@
+"""The models of the benchmarks, small enough for two cores."""
