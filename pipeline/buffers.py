@@ -14,7 +14,6 @@ to; whatever changes unseen is found by value when the forwards are done, and is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
+from pipeline.snapshots import Snapshot
 from pipeline.trees import same_values, storage_of
 
 
 class _Slot(NamedTuple):
-    is_record: bool  # running statistics in train mode: written by each chunk and read by none
     owner: int  # modules that change their buffers together: one, or several that share a buffer
     place: dict[str, Tensor | None]  # module._buffers
     name: str
@@ -42,12 +41,9 @@ class Buffers:
     Args:
         modules: the modules of the stage.
         expected: who wrote theirs in an earlier call, as `writers` said; None: look at all values.
-        defer: whether batch norms write theirs only when all forwards have run.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None, defer: bool = False
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
         self._places = [(module._buffers, dict(module._buffers)) for module in modules]  # those that are None too
         found = [
@@ -56,20 +52,15 @@ class Buffers:
             for name, tensor in module._buffers.items()
             if tensor is not None
         ]
-        initial = _copies([tensor for _, _, tensor in found])
+        initial = Snapshot([tensor for _, _, tensor in found]).values()
         owners = _owners(found)
-        modules_of: dict[int, set[int]] = {}
-        for owner, (module, _, _) in zip(owners, found, strict=True):
-            modules_of.setdefault(owner, set()).add(id(module))
-        shared = {owner for owner, own in modules_of.items() if len(own) > 1}
-        self._slots = []
-        for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True):
-            is_record = not defer and owner not in shared and _is_record(module)
-            slot = _Slot(is_record, owner, module._buffers, name, tensor, _version(tensor), copy)
-            self._slots.append(slot)
+        self._slots = [
+            _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)
+            for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
+        ]
         self._spare: list[Tensor] | None = None
         self._mutated: set[int] = set()  # owners
-        self._before: dict[int, dict[int, Tensor]] = {}  # chunk -> slot -> value
+        self._before: dict[int, tuple[list[int], Snapshot]] = {}  # chunk -> which slots, what they held
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -85,9 +76,8 @@ class Buffers:
     def before_forward(self, chunk: int) -> None:
         """Clone what is known to change: a recomputation of this chunk may come."""
         if self._mutated:
-            indices = [index for index, slot in enumerate(self._slots) if self._changes(slot)]
-            copies = _copies([_now(self._slots[index]) for index in indices])
-            self._before[chunk] = dict(zip(indices, copies, strict=True))
+            indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+            self._before[chunk] = indices, Snapshot([_now(self._slots[index]) for index in indices])
 
     def after_forward(self) -> None:
         """Learn which modules change their buffers."""
@@ -97,19 +87,13 @@ class Buffers:
                 self._mutated.add(slot.owner)
         self._seen_first = True
 
-    def _changes(self, slot: _Slot) -> bool:
-        """Whether what a recomputation computes may depend on what earlier chunks wrote here."""
-        return slot.owner in self._mutated and not slot.is_record
-
     @property
     def writers(self) -> frozenset[int]:
         """The numbers of those who wrote their buffers in this call."""
         return frozenset(self._mutated)
 
     def _is_written(self, slot: _Slot) -> bool:
-        """Records are; others by value. On a GPU by what earlier calls have seen: the host would have to wait."""
-        if slot.is_record:
-            return True
+        """By value; on a GPU by what earlier calls have seen, since the host would have to wait."""
         if self._expected is not None and slot.tensor.device.type != "cpu":
             return slot.owner in self._expected
         return not same_values(_now(slot), slot.initial)
@@ -138,16 +122,18 @@ class Buffers:
     @contextmanager
     def as_before(self, chunk: int) -> Iterator[None]:
         """Within: the modules see their buffers as they were before F of `chunk`. What they change is thrown away."""
-        before = self._before.get(chunk, {})
+        indices, snapshot = self._before.get(chunk, ([], None))
+        before = dict(zip(indices, [] if snapshot is None else snapshot.copies(), strict=True))
         found = [slot.place.get(slot.name) for slot in self._slots]
         written = [tensor if tensor is None else _version(tensor) for tensor in found]
-        changing = [index for index, slot in enumerate(self._slots) if self._changes(slot)]
-        copies = _copies([before.get(index, self._slots[index].initial) for index in changing])
+        changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
+        others = [index for index in changing if index not in before]
+        before.update(zip(others, Snapshot([self._slots[index].initial for index in others]).values(), strict=True))
         if self._spare is None:  # one that writes unseen must not write `initial`, to which a failure goes back
-            self._spare = _copies([slot.initial for slot in self._slots])
+            self._spare = Snapshot([slot.initial for slot in self._slots]).values()
         for slot, spare in zip(self._slots, self._spare, strict=True):
             slot.place[slot.name] = _leaf_of_caller(slot) if slot.tensor.requires_grad else spare
-        for index, copy in zip(changing, copies, strict=True):
+        for index, copy in before.items():
             self._slots[index].place[self._slots[index].name] = copy
         try:
             yield
@@ -197,12 +183,6 @@ class Buffers:
                     slot.tensor.copy_(slot.initial)
 
 
-def _is_record(module: nn.Module) -> bool:
-    """Whether a module's buffers are torch's own running statistics in train mode, with nobody looking on."""
-    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.training
-    return plain and not module._forward_hooks and not module._forward_pre_hooks
-
-
 def _leaf_of_caller(slot: _Slot) -> Tensor:
     """A buffer that requires a gradient is no record of values: it is differentiated, so it stays itself."""
     if _version(slot.tensor) != slot.version:
@@ -224,24 +204,6 @@ def _owners(found: Sequence[tuple[nn.Module, str, Tensor]]) -> list[int]:
             group.update({key: smallest for key, value in group.items() if value in joined})
         group.update(dict.fromkeys(keys, smallest))
     return [group[id(module)] for module, _, _ in found]
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Detached copies that share memory among themselves as the originals do."""
-    sharing = Counter(storage_of(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
-    bases: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Tensor] = {}
-    for tensor in tensors:
-        place = storage_of(tensor)
-        if id(tensor) in copies:
-            continue
-        if sharing[place] == 1:
-            copies[id(tensor)] = tensor.detach().clone()
-        else:
-            base = bases.setdefault(place, tensor.untyped_storage().clone())
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copies[id(tensor)] = empty.set_(base, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return [copies[id(tensor)] for tensor in tensors]
 
 
 def _now(slot: _Slot) -> Tensor:

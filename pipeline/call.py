@@ -9,6 +9,7 @@ runs its only phase at once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -30,10 +31,10 @@ from pipeline.plan import Plan
 from pipeline.randomness import Seeder, draw_seed, generators_kept
 from pipeline.recall import Known
 from pipeline.skip import Key
-from pipeline.stage import Exits, Shared, StageRun, share_memory
+from pipeline.stage import Exits, Shared, StageRun
 from pipeline.trace import Trace
 from pipeline.transports.local import Local
-from pipeline.trees import Bundle, Grads, Message, Tree, add_grads, storage_of
+from pipeline.trees import Bundle, Grads, Message, Tree, add_grads
 from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
 
@@ -95,13 +96,17 @@ class Call:
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
         self._homes = _homes(setup)
         shared = Shared(
-            setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads
+            setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
+            threading.Lock()
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
             StageRun(index, first, layers, place.device, seed, partial(self._bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
         ]
+        if any([stage.may_draw for stage in self.stages]):
+            for stage in self.stages:
+                stage.learn_draws()
         self.outputs: list[Message] = []
         self._loss_end: LossEnd | None = None
         self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
@@ -138,11 +143,20 @@ class Call:
 
     def run_forward(self) -> None:
         """Run the first phase. A failure leaves the buffers as they were."""
-        for chunk in range(self.batch.chunks):
-            self._mailbox.put(CALLER, chunk, [self.batch.message(chunk, self.grad)])
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
-                self._drive(0)
+                try:
+                    self._begin()
+                    self._drive(0)
+                except DrewError:  # a stage that never did so drew: once more, each with its seeds
+                    end = self._loss_end
+                    self.abandon()
+                    self._loss_end = end
+                    self._mailbox = self._new_mailbox()
+                    for stage in self.stages:
+                        stage.learn_draws()
+                    self._begin()
+                    self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
                 self._check_shared_state()
@@ -171,6 +185,10 @@ class Call:
                         "into one stage, or give each its own."
                     )
 
+    def _begin(self) -> None:
+        for chunk in range(self.batch.chunks):
+            self._mailbox.put(CALLER, chunk, [self.batch.message(chunk, self.grad)])
+
     def run_backward(self, grads: Sequence[Grads], retain: bool) -> None:
         """Run the second phase on the gradients of each chunk's outputs."""
         self._retain = retain
@@ -180,11 +198,20 @@ class Call:
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(1)
+        except DrewError:
+            self._drop()
+            raise RuntimeError(
+                "a backward drew from the CPU's default generator, which none did in earlier calls. Run forward and "
+                "backward again: from now on it gets its seed."
+            ) from None
         except BaseException:
-            for stage in self.stages:
-                stage.drop_sums()
-            self._mailbox = self._new_mailbox()
+            self._drop()
             raise
+
+    def _drop(self) -> None:
+        for stage in self.stages:
+            stage.drop_sums()
+        self._mailbox = self._new_mailbox()
 
     def _resume(self) -> None:
         now = self._ambient.now()
@@ -208,9 +235,23 @@ class Call:
 
     def _drive(self, number: int) -> None:
         phase = self._setup.plan.phases[number]
-        self._driver.run(phase, self._perform, lambda stage: self.stages[stage].may_draw, self._ambient.now())
+        now = self._ambient.now()
+        in_turns = self._driver.has_threads and (now.switches != self._ambient.switches or self._needs_order())
+        before = torch.default_generator.get_state() if self._driver.has_threads else None
+        self._driver.run(phase, self._perform, lambda stage: self.stages[stage].may_draw, now, in_turns)
         for stage in self.stages:
             stage.note_draws()
+        if before is not None and not any([stage.may_draw for stage in self.stages]):
+            if not torch.equal(before, torch.default_generator.get_state()):
+                self._setup.known.draws_nothing.clear()
+                raise DrewError
+
+    def _needs_order(self) -> bool:
+        """Whether stages draw from what no seed reaches: then the order of one thread counts. Or one finds that out."""
+        if self._setup.compares or sum([stage.recall.draws_from_host for stage in self.stages]) > 1:
+            return True
+        held = [generator for stage in self.stages for generator in stage.recall.generators]
+        return len(set(held)) < len(held)
 
     # ----------------------------------------------------------------------------------------------------- actions
 
@@ -231,8 +272,6 @@ class Call:
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
             self._check_alone(chunk, inbox, run)
-        if self._homes:  # several places
-            made = _with_shares(inbox, made)
         self._mailbox.put(stage, chunk, made)
         if stage == len(self.stages) - 1:
             (output,) = self._mailbox.take(CALLER, chunk)
@@ -243,9 +282,8 @@ class Call:
 
     def _check_alone(self, chunk: int, inbox: Sequence[Message], run: StageRun) -> None:
         """A stage that writes its input gets copies: what else shares that memory would not see it written."""
-        others = self._mailbox.under_way(chunk)
-        own = {id(tensor): tensor for message in inbox for tensor in message.tree.tensors}
-        if share_memory([*own.values(), *others]) or any([message.shares for message in inbox]):
+        own = [memory for message in inbox for memory in message.memory]
+        if len(set(own)) < len(own) or not set(own).isdisjoint(self._mailbox.under_way(chunk)):
             raise RuntimeError(
                 f"{run.name} writes its input in place, and another tensor of that input, or a skip that a later stage "
                 "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
@@ -358,6 +396,10 @@ class Call:
         return pieces, under_way["y"]
 
 
+class DrewError(Exception):
+    """A stage drew from the CPU's default generator that had never done so."""
+
+
 _WORK = {Kind.F: Call._forward, Kind.B: Call._backward}  # not bound to a call, which would hold itself
 
 
@@ -372,17 +414,6 @@ def _summed(readers: Sequence[Grads]) -> Grads:
     for more in readers[1:]:
         total = tuple(map(add_grads, total, more)) if total and more else total or more
     return total
-
-
-def _with_shares(inbox: Sequence[Message], made: list[Message]) -> list[Message]:
-    """Say of what was made whether it shares memory with other values, which copies of it will not show."""
-    outputs = [tensor for message in made for tensor in message.tree.tensors]
-    passed_on = [tensor for message in inbox if message.shares for tensor in message.tree.tensors]
-    if not share_memory(outputs):
-        places = {storage_of(tensor) for tensor in passed_on}
-        if not any([storage_of(tensor) in places for tensor in outputs]):
-            return made
-    return [message._replace(shares=True) for message in made]
 
 
 def _homes(setup: Setup) -> dict[int, Place]:

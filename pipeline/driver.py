@@ -73,7 +73,9 @@ class Driver:
         """Whether several threads may compute at a time."""
         return len(self._groups) > 1
 
-    def run(self, phase: Phase, perform: Perform, draws: Callable[[int], bool], ambient: Ambient) -> None:
+    def run(
+        self, phase: Phase, perform: Perform, draws: Callable[[int], bool], ambient: Ambient, in_turns: bool
+    ) -> None:
         """Run a phase.
 
         Args:
@@ -81,18 +83,15 @@ class Driver:
             perform: does the work of an action.
             draws: whether a stage may draw from the CPU's default generator.
             ambient: torch's switches, as they are in this thread.
+            in_turns: one thread drives all lanes, whatever else was said.
         """
-        if not self.has_threads:
+        if in_turns or not self.has_threads:
             drive_inline(phase.orders, phase.needs, self._on_device(perform), phase.before)
             return
 
         def locked(action: Action) -> None:
-            with ExitStack() as stack:
-                for lock in self._locks[action.stage]:
-                    stack.enter_context(lock)
-                if draws(action.stage):
-                    stack.enter_context(self._generator)
-                perform(action)
+            locks = self._locks[action.stage]
+            _holding([*locks, self._generator] if draws(action.stage) else locks, perform, action)
 
         groups = [{lane: phase.orders[lane] for lane in group} for group in self._groups]
         enter = _thread_like_this(ambient, self._places, len(groups) - 1)
@@ -107,6 +106,15 @@ class Driver:
                 perform(action)
 
         return on_device
+
+
+def _holding(locks: Sequence[threading.Lock], perform: Perform, action: Action) -> None:
+    """Perform while holding locks. By `with` alone: an ExitStack that is interrupted as it enters a lock leaks it."""
+    if not locks:
+        perform(action)
+        return
+    with locks[0]:
+        _holding(locks[1:], perform, action)
 
 
 def _groups(lanes: Sequence[int], places: Sequence[Place], apart: bool) -> list[list[int]]:
@@ -152,6 +160,9 @@ def _thread_like_this(
                 stack.enter_context(torch.set_grad_enabled(grad))
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
+                if any([enabled for _, enabled, _ in ambient.autocast]):
+                    torch.autocast_increment_nesting()  # as in the caller: the last one out empties everyone's cache
+                    stack.callback(torch.autocast_decrement_nesting)
                 stack.enter_context(ambient.entered())
             yield
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import Tensor
-
 from pipeline.places import Place
 from pipeline.transports.local import Local, Parcel
 from pipeline.trees import Grads, Message, Tree
@@ -41,16 +39,14 @@ class Mailbox:
         for row, message in zip(self._made_by[stage], made, strict=True):
             for reader in row.readers:
                 parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
-                self._activations[row.name, chunk, reader] = message, parcel
+                self._activations[row.name, chunk, reader] = _of(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Message]:
         """Take what `stage` (or the caller) reads of `chunk`."""
         found = []
         for row in self._read_by[stage]:
             message, parcel = self._activations.pop((row.name, chunk, stage))
-            if parcel.tensors is not message.tree.tensors:
-                tensors = tuple([tensor for tensor in self._transport.receive(parcel) if tensor is not None])
-                message = message._replace(tree=Tree(tensors, message.tree.skeleton))
+            self._transport.receive(parcel)
             found.append(message)
         return found
 
@@ -67,10 +63,18 @@ class Mailbox:
             for row in self._made_by[stage]
         ]
 
-    def under_way(self, chunk: int) -> Iterator[Tensor]:
-        """The tensors of `chunk` that were made and are not read yet."""
+    def under_way(self, chunk: int) -> Iterator[object]:
+        """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
         found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
-        return (tensor for message in found for tensor in message.tree.tensors)
+        return (memory for message in found for memory in message.memory)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
+
+
+def _of(message: Message, parcel: Parcel) -> Message:
+    """A message on the tensors that are sent: where they are copies, the originals are not held."""
+    if parcel.tensors is message.tree.tensors:
+        return message
+    tensors = tuple([tensor for tensor in parcel.tensors if tensor is not None])
+    return message._replace(tree=Tree(tensors, message.tree.skeleton))

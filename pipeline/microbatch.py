@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline.ambient import without_function_modes
-from pipeline.trees import Grads, Message, Tree, add_grads, flatten, same_structure
+from pipeline.trees import Grads, Message, Tree, add_grads, flatten, memory_of, same_structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Batch:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
         tensors = tuple(piece[chunk].detach() for piece in self.pieces)
         needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
-        return Message(Tree(tensors, self.tree.skeleton), needs)
+        return Message(Tree(tensors, self.tree.skeleton), needs, memory_of(tensors, {}))
 
     def value(self, chunk: int) -> Any:
         """Chunk `chunk` as the value it is a part of."""

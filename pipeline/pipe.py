@@ -274,10 +274,10 @@ class Pipe(Enclosed):
             except BaseException:
                 call.abandon()
                 raise
-        if store is not None and clip_grad_norm is not None:
-            store.clip_(clip_grad_norm)
-        if optimizer is not None:
-            step_door.optimize(optimizer, scaler, list(self.parameters()), clip_grad_norm)
+            if store is not None and clip_grad_norm is not None:
+                store.clip_(clip_grad_norm)
+            if optimizer is not None:
+                step_door.optimize(optimizer, scaler, list(self.parameters()), clip_grad_norm)
         return Step(loss.value, store, joined, None if recorder is None else recorder.timeline)
 
     def evaluate(

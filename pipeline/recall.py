@@ -59,30 +59,22 @@ class Recall:
         index: its number.
         known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
-        defer: whether batch norms write their buffers only when all forwards have run.
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        ambient: Ambient,
-        stage: str,
-        index: int,
-        known: Known,
-        compares: bool,
-        defer: bool,
+        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, index: int, known: Known, compares: bool
     ) -> None:
         self.flags = tuple([module.training for module in modules])
         self._key = index, self.flags
         self._known = known
-        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key), defer)
+        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key))
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
         self.compares = compares
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
-        self._generators = private_generators(modules)
-        self._found: States = [(generator, generator.get_state()) for generator in self._generators]
+        self.generators = private_generators(modules)
+        self._found: States = [(generator, generator.get_state()) for generator in self.generators]
         self._states: dict[int, States] = {}
         self.draws_from_host = index in known.draws_from_host  # chunk 0 shows
         self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
@@ -98,8 +90,8 @@ class Recall:
             return
         if self.buffers:
             self.buffers.before_forward(chunk)
-        if self._generators:
-            self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
+        if self.generators:
+            self._states[chunk] = [(generator, generator.get_state()) for generator in self.generators]
         if self.draws_from_host or first and self.compares:
             self._host[chunk] = host_states()
 
@@ -124,7 +116,7 @@ class Recall:
     def shareable(self) -> Iterator[tuple[int, str]]:
         """What other stages may have too: buffers by their memory, private generators by their id."""
         yield from self.buffers.memory()
-        for generator in self._generators:
+        for generator in self.generators:
             yield id(generator), "a torch.Generator"
 
     def changed(self, generators: bool) -> Iterator[int]:
@@ -154,7 +146,7 @@ class Recall:
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
-        if self._differing or self.buffers or self._generators or self.draws_from_host:
+        if self._differing or self.buffers or self.generators or self.draws_from_host:
             return self._put_back(chunk)
         return Recomputing()
 
@@ -166,7 +158,7 @@ class Recall:
                 stack.enter_context(differing())
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
-            if self._generators:
+            if self.generators:
                 stack.enter_context(generators_at(self._states[chunk]))
             if self.draws_from_host:
                 stack.enter_context(host_at(self._host[chunk]))

@@ -10,9 +10,10 @@ The interface is torchgpipe's (Kim et al. 2020, arXiv 2004.09910, section 3.3), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 from uuid import uuid4
 
@@ -72,46 +73,47 @@ Commands: TypeAlias = Generator[Any, Any, Any]
 
 
 class Skips:
-    """The skips that are stashed and not yet popped. As a context: those that the layers within see."""
+    """The skips that the layers within see, to begin with. What they stash and pop is forgotten at the end.
+
+    What is stashed now is a value of the context (contextvars) that is replaced, never written: what runs in a copy
+    of the context, as `partition` does to run a layer twice, pops what was stashed before and changes nothing.
+    """
 
     def __init__(self, values: Iterable[tuple[Key, Any]] = ()) -> None:
         self._values = dict(values)
-        self._token: Token[Skips | None] | None = None
+        self._token: Token[Mapping[Key, Any]] | None = None
 
-    def put(self, key: Key, value: Any) -> None:
-        self._values[key] = value
+    @staticmethod
+    def put(key: Key, value: Any) -> None:
+        _current.set({**_current.get(), key: value})
 
-    def take(self, key: Key) -> Any:
+    @staticmethod
+    def take(key: Key) -> Any:
         """
         Raises:
             RuntimeError: nothing was stashed under this name.
         """
-        if key not in self._values:
+        values = _current.get()
+        if key not in values:
             raise RuntimeError(
                 f"'{key.name}' has not been stashed. A layer before must `yield stash('{key.name}', ...)`, in the same "
                 "namespace."
             )
-        return self._values.pop(key)
+        _current.set({other: value for other, value in values.items() if other != key})
+        return values[key]
 
     def __enter__(self) -> None:
-        self._token = _current.set(self)
+        self._token = _current.set(self._values)
+        self._values = {}
 
     def __exit__(self, *exc: object) -> None:
         assert self._token is not None  # entered
         _current.reset(self._token)
-        self._values.clear()
+        self._token = None
 
 
-_current: ContextVar[Skips | None] = ContextVar("skips", default=None)
-
-
-def current() -> Skips:
-    """The skips of the stage and chunk that is being computed; outside a Pipe, those of this thread."""
-    found = _current.get()
-    if found is None:
-        found = Skips()
-        _current.set(found)
-    return found
+# The skips of the stage and chunk that is being computed; outside a Pipe, those of this thread.
+_current: ContextVar[Mapping[Key, Any]] = ContextVar("skips", default=MappingProxyType({}))
 
 
 class Skippable(nn.Module):
@@ -168,7 +170,6 @@ class Skippable(nn.Module):
             RuntimeError: a name that is not declared, not stashed before, or declared and then left out.
             TypeError: the module yielded something else than stash or pop.
         """
-        skips = current()
         commands = self.module(*args, **kwargs)
         if not isinstance(commands, Generator):  # a forward that yields nothing
             self._check_done(set(), set())
@@ -178,14 +179,14 @@ class Skippable(nn.Module):
         try:
             command = next(commands)
             while True:
-                command = commands.send(self._obey(command, skips, stashed, popped))
+                command = commands.send(self._obey(command, stashed, popped))
         except StopIteration as stop:
             self._check_done(set(stashed), popped)
             for name, value in stashed.items():
-                skips.put(self._key(name), value)
+                Skips.put(self._key(name), value)
             return stop.value
 
-    def _obey(self, command: Any, skips: Skips, stashed: dict[str, Any], popped: set[str]) -> Any:
+    def _obey(self, command: Any, stashed: dict[str, Any], popped: set[str]) -> Any:
         if isinstance(command, stash):
             if command.name not in self.stashable_names:
                 raise RuntimeError(
@@ -199,7 +200,7 @@ class Skippable(nn.Module):
                     f"'{command.name}' has not been declared as poppable. Declare it: @skippable(pop=[...])."
                 )
             popped.add(command.name)
-            return skips.take(self._key(command.name))
+            return Skips.take(self._key(command.name))
         raise TypeError(f"{command!r} is not a command of @skippable. Yield stash(name, value) or pop(name).")
 
     def _check_done(self, stashed: set[str], popped: set[str]) -> None:

@@ -11,6 +11,7 @@ graph.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -41,7 +42,7 @@ from pipeline.hooks import hooks_asleep
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder
 from pipeline.recall import Known, Recall
 from pipeline.skip import Key, Skippable, Skips
-from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, same_values, storage_of, versions
+from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
 
 Begin: TypeAlias = Callable[["Exits"], Roots]
@@ -103,6 +104,7 @@ class Shared(NamedTuple):
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
         threads: whether other stages may compute at the same time.
+        foreign: is held while hooks of leaves sleep that several stages may have captured.
     """
 
     values: Values
@@ -112,6 +114,7 @@ class Shared(NamedTuple):
     compares: bool
     defer: bool
     threads: bool
+    foreign: threading.Lock
 
 
 class StageRun:
@@ -137,7 +140,7 @@ class StageRun:
         bring: Callable[[Tensor], Tensor],
         shared: Shared,
     ) -> None:
-        values, grad, ambient, known, compares, defer, threads = shared
+        values, grad, ambient, known, compares, defer, threads, self._foreign_lock = shared
         self.index = index
         self.grad = grad
         self._layers = tuple(enumerate(layers, first_layer))
@@ -150,12 +153,13 @@ class StageRun:
         self.name = f"stage {index} ({self.layers})"
         self._input_name = f"the input of {self.name}"
         self._known = known
-        self.recall = Recall(modules, ambient, self.name, index, known, compares, defer)
+        self.recall = Recall(modules, ambient, self.name, index, known, compares)
         self._watch = Watch(self.name)
         self.aliases = Aliases(modules, self._layers, self.name, self._watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or (index, self.recall.flags) not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
         self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
+        self._seed, self._device = seed, device
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
@@ -200,8 +204,12 @@ class StageRun:
                 self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
             else:
                 self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes)
-        parts = zip(made.trees, made.split(tensors), made.split(need), strict=True)
-        return [Message(Tree(tuple(part), tree.skeleton), tuple(wants)) for tree, part, wants in parts]
+        came_on = [memory for message in inbox for memory in message.memory]
+        memory = memory_of(made.tensors, dict(zip(map(storage_of, given), came_on, strict=True)))
+        parts = zip(made.trees, made.split(tensors), made.split(need), made.split(memory), strict=True)
+        return [
+            Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
+        ]
 
     def _first_attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
@@ -279,12 +287,6 @@ class StageRun:
             self.writes_input = unseen or versions(given) != given_before
             if not self.writes_input:
                 self._known.only_reads.add((self.index, self.recall.flags))
-            if self.writes_input and share_memory(read.tensors):
-                raise RuntimeError(
-                    f"{self.name} writes its input in place, and two tensors of that input share memory: one would "
-                    "see what is written into the other, which a stage boundary cannot keep. Write to a copy (x * 2 "
-                    "instead of x.mul_(2)), or put these layers into the stage before."
-                )
         elif versions(read.tensors) != before:
             raise CheckpointError(
                 f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in "
@@ -296,6 +298,12 @@ class StageRun:
         self.recall.note()
         if self._deferred is not None:
             self.recall.buffers.note_writes(self._deferred.commit(), self.name)
+
+    def learn_draws(self) -> None:
+        """Hold the generator, and find out whether that was needed."""
+        if not self.may_draw:
+            self._learns_draws = self.may_draw = True
+            self.seeder = _seeder(self._seed, self._device, True, True)
 
     def note_draws(self) -> None:
         """A phase is over: has this stage drawn from the CPU's default generator? If not, others need not wait."""
@@ -367,7 +375,7 @@ class StageRun:
         # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
         own = [leaf for leaf in leaves if leaf is not None]
         aliases, foreign = self.aliases.used, list({**self.foreign, **roots.foreign}.values())
-        with hooks_asleep(foreign):
+        with self._foreign_lock, hooks_asleep(foreign):
             found = gradients(roots.tensors, own + aliases + foreign, roots.grads, retain=True)
         for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
@@ -474,12 +482,6 @@ def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """By value, for what version counters do not show (inference mode, `.data`). Not on a GPU: the host would wait."""
     pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
     return any([not same_values(one, other) for one, other in pairs])
-
-
-def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether two of these tensors share memory."""
-    places = [storage_of(tensor) for tensor in tensors]
-    return len(set(places)) < len(places)
 
 
 def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -29,24 +29,28 @@ class Board:
         self.done = set(before)
         self.driven: list[Lanes] = []
         self.error: BaseException | None = None
-        self._changed = threading.Condition()
+        self.is_over = False  # stays: a thread whose start was interrupted may come when the error is gone
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # entered by its lock: Condition.__enter__ can be interrupted
         self._moving = groups  # neither waiting nor at their end
 
     def note(self, action: Action) -> None:
         """An action is done."""
-        with self._changed:
+        with self._lock:
             self.done.add(action)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Stop everyone. The first error counts."""
-        with self._changed:
-            self.error = self.error or error
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            self.is_over = True
             self._changed.notify_all()
 
     def leave(self) -> None:
         """A group has come to its end."""
-        with self._changed:
+        with self._lock:
             self._moving -= 1
             self._changed.notify_all()
 
@@ -56,10 +60,10 @@ class Board:
         Raises:
             StuckError: every group waits or has ended, and none has been told of something to do.
         """
-        with self._changed:
+        with self._lock:
             self._moving -= 1
             try:
-                while self.error is None and not lanes.can_go_on(self.done):
+                while not self.is_over and not lanes.can_go_on(self.done):
                     if self._moving == 0 and not any(each.can_go_on(self.done) for each in self.driven):
                         raise StuckError(stuck(self.driven, self.done))
                     self._changed.wait()
@@ -90,7 +94,7 @@ def drive_threads(
     board = Board(before, len(groups))
 
     def work(action: Action) -> None:
-        if board.error is not None:
+        if board.is_over:
             raise _Stopped
         perform(action)
         board.note(action)
@@ -100,7 +104,7 @@ def drive_threads(
             with within(number):
                 lanes = Lanes(groups[number], needs, work)
                 board.driven.append(lanes)
-                while lanes.left and board.error is None:
+                while lanes.left and not board.is_over:
                     if not lanes.sweep(board.done):
                         board.wait(lanes)
         except _Stopped:

@@ -77,12 +77,13 @@ class Bundle(NamedTuple):
 class Message(NamedTuple):
     """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
 
-    `shares`: where it was made, something else under way had a part of its memory. A copy does not show that.
+    `memory`: for each tensor what stands for the memory that it has in the plain module. Equal objects, the same
+    memory; clones and copies on other devices keep it.
     """
 
     tree: Tree
     needs_grad: tuple[bool, ...]
-    shares: bool = False
+    memory: tuple[object, ...] = ()
 
 
 def flatten(value: Any, what: str) -> Tree:
@@ -136,6 +137,11 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
     )
 
 
+def memory_of(tensors: Sequence[Tensor], known: dict[int, object]) -> tuple[object, ...]:
+    """What stands for the memory of each tensor: one of `known`, by `storage_of`, or a new one, which is added."""
+    return tuple([known.setdefault(storage_of(tensor), object()) for tensor in tensors])
+
+
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor has been written in place (inference tensors do not count: 0)."""
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
@@ -146,8 +152,9 @@ def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where a tensor's memory is: equal for tensors that share it. A sparse tensor shares with none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    """Where a tensor's memory is: equal for tensors that share it. A sparse or an empty tensor shares with none."""
+    place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return place or id(tensor)
 
 
 def checksums(tensors: Sequence[Tensor]) -> Checksums:

@@ -49,11 +49,24 @@ def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
         finally:
             _current.reset(token)
         return
-    if not _lock.acquire(blocking=may_wait):
+    if may_wait:
+        with _lock, _fresh() as fresh:
+            yield fresh
+        return
+    if not _lock.acquire(blocking=False):
         raise RuntimeError(
             "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. Take "
             "turns: hold one threading.Lock around forward, loss and backward in each of your threads."
         )
+    try:
+        with _fresh() as fresh:
+            yield fresh
+    finally:
+        _lock.release()
+
+
+@contextmanager
+def _fresh() -> Iterator[Turn]:
     fresh = Turn()
     token = _current.set(fresh)
     try:
@@ -61,4 +74,3 @@ def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
     finally:
         fresh.is_on = False
         _current.reset(token)
-        _lock.release()
