@@ -103,9 +103,13 @@ def without_function_modes() -> AbstractContextManager[None]:
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The caller's hooks for saved tensors; but those of torch's checkpoint count what its own forward saves."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT:
-        return None
-    return hooks
+    return None if within_torchs_checkpoint() else hooks
+
+
+def within_torchs_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint counts what is saved in this thread, in the order in which it is saved."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT
 
 
 # What else changes the kernels that a layer runs on, or the dtype of what it makes: how to read it and how to set it.

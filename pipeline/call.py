@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.ambient import Ambient, weights_cast_anew
+from pipeline.ambient import Ambient, weights_cast_anew, within_torchs_checkpoint
 from pipeline.driver import Driver
 from pipeline.graph import Gate, Roots, roots_of
 from pipeline.hooks import hooks_asleep
@@ -236,7 +236,9 @@ class Call:
     def _drive(self, number: int) -> None:
         phase = self._setup.plan.phases[number]
         now = self._ambient.now()
-        in_turns = self._driver.has_threads and (now.switches != self._ambient.switches or self._needs_order())
+        in_turns = self._driver.has_threads and (
+            now.switches != self._ambient.switches or within_torchs_checkpoint() or self._needs_order()
+        )
         before = torch.default_generator.get_state() if self._driver.has_threads else None
         self._driver.run(phase, self._perform, lambda stage: self.stages[stage].may_draw, now, in_turns)
         for stage in self.stages:

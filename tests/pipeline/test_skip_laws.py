@@ -441,6 +441,7 @@ def run_watched(life: Life, pipe: Pipe, chunks: int, door: str) -> None:
         pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
 
 
+@pytest.mark.inline
 @pytest.mark.parametrize("schedule", AXES["schedule"])
 @pytest.mark.parametrize("door", ["no_grad", "evaluate", "forward", "step"])
 @pytest.mark.parametrize("policy", ["always", "never"])

@@ -1075,30 +1075,31 @@ class Meeting:
 
 
 def test_a_recomputation_under_other_switches_disturbs_no_other_thread() -> None:
-    """Stage 1 recomputes chunk 1 while stage 0 recomputes chunk 0. Who began first ends first. What sees the other?"""
-    meeting, seen, inside = Meeting(), [], []
-    ran = [0, 0]
+    """Stage 1 begins to recompute chunk 2, stage 0 begins with chunk 1, stage 1 ends. What does stage 0 see now?"""
+    meeting, seen = Meeting(), []
 
-    def recompute(stage: int) -> None:
-        if not (meeting.is_on and is_recomputing()):
-            return
-        ran[stage] += 1
-        if ran[stage] == 1 + stage:
-            inside.append(stage)
-            if inside[0] == stage:
-                meeting.hear(0)
-            else:
-                meeting.say(0)
-                meeting.hear(1)
-                seen.append(torch.get_default_dtype())
+    def last_recomputes() -> None:
+        if meeting.is_on and is_recomputing():
+            meeting.say(0)
+            meeting.hear(1)
 
-    def begin_backward(stage: int) -> None:  # it has recomputed
-        if inside and inside[0] == stage:
+    def last_has_recomputed() -> None:
+        if meeting.words[0].is_set():
+            meeting.say(2)
+
+    def first_recomputes() -> None:
+        if meeting.is_on and is_recomputing():
             meeting.say(1)
+            meeting.hear(2)
+            seen.append(torch.get_default_dtype())
 
-    noted = [calling(partial(recompute, stage), partial(begin_backward, stage)) for stage in range(2)]
-    model = nn.Sequential(nn.Linear(4, 4), noted[0], nn.Linear(4, 4), noted[1]).double()
-    pipe = piped(model, [2, 2], 3, checkpoint="always")
+    def first_goes_backward() -> None:
+        if meeting.is_on:
+            meeting.hear(0)
+
+    first, last = calling(first_recomputes, first_goes_backward), calling(last_recomputes, last_has_recomputed)
+    model = nn.Sequential(nn.Linear(4, 4), first, nn.Linear(4, 4), last).double()
+    pipe = piped(model, [2, 2], 3, checkpoint=lambda stage, chunk: (stage, chunk) in ((0, 1), (1, 2)))
     x = normal(6, 4)
     for _ in range(2):
         through("forward", pipe, x)
@@ -1107,7 +1108,7 @@ def test_a_recomputation_under_other_switches_disturbs_no_other_thread() -> None
     meeting.is_on = True
     try:
         in_time(lambda: out.sum().backward())
-        assert seen in ([], [F64]) and torch.get_default_dtype() is torch.float32
+        assert seen == [F64] and torch.get_default_dtype() is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
