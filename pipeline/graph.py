@@ -78,6 +78,12 @@ def _node(tensor: Tensor) -> Any:
     return tensor.grad_fn if tensor.grad_fn is not None else get_gradient_edge(tensor).node
 
 
+def edge(tensor: Tensor) -> GradientEdge:
+    """Where a tensor hangs in the graph."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
 def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], retain: bool) -> None:
     """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it."""
     _engine.run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipeline.places import Place
 from pipeline.transports.local import Local, Parcel
 from pipeline.trees import Grads, Message, Tree
-from pipeline.values import Name, Values
+from pipeline.values import CALLER, Name, Values
 
 
 class Mailbox:
@@ -30,30 +30,39 @@ class Mailbox:
         self._read_by = values.read_by
         self._made_by = values.made_by
         self._place = places.get
+        self._is_one_place = len(set(places.values())) <= 1
         self._transport = transport
-        self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel]] = {}
+        self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel | None]] = {}
         self._gradients: dict[tuple[Name, int, int], Parcel] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
         """Post what `stage` (or the caller) made of `chunk` to all readers."""
         for row, message in zip(self._made_by[stage], made, strict=True):
             for reader in row.readers:
-                parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
-                self._activations[row.name, chunk, reader] = _of(message, parcel), parcel
+                key = row.name, chunk, reader
+                if self._is_one_place and stage != CALLER:
+                    self._activations[key] = message, None
+                else:
+                    parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
+                    self._activations[key] = _of(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Message]:
         """Take what `stage` (or the caller) reads of `chunk`."""
         found = []
         for row in self._read_by[stage]:
             message, parcel = self._activations.pop((row.name, chunk, stage))
-            self._transport.receive(parcel)
+            if parcel is not None:
+                self._transport.receive(parcel)
             found.append(message)
         return found
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         """Post the gradients that `stage` (or the caller) has for the values it read."""
         for row, each in zip(self._read_by[stage], grads, strict=True):
-            parcel = self._transport.send(each, self._place(stage), self._place(row.producer))
+            if self._is_one_place and stage != CALLER:
+                parcel = Parcel(each, None)
+            else:
+                parcel = self._transport.send(each, self._place(stage), self._place(row.producer))
             self._gradients[row.name, chunk, stage] = parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient
@@ -30,6 +30,7 @@ from pipeline.graph import (
     MARK,
     Roots,
     Watch,
+    edge,
     enter,
     explore,
     gradients,
@@ -79,7 +80,7 @@ class Exits(NamedTuple):
         sizes = tuple([len(tree.tensors) for tree in outputs.trees])
         if whole:
             return cls([tensor if tensor.requires_grad else None for tensor in outputs.tensors], sizes, outputs)
-        return cls([get_gradient_edge(t) if t.requires_grad else None for t in outputs.tensors], sizes, None)
+        return cls([edge(tensor) if tensor.requires_grad else None for tensor in outputs.tensors], sizes, None)
 
 
 class _Record(NamedTuple):
@@ -148,6 +149,7 @@ class StageRun:
         self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._deferred = Deferred(layers) if defer else None
         self.ends_in_loss = False
+        self._passes_one = len(values.rows) == len(values.made_by)  # there are no skips
         modules = _modules(layers)
         self._skips = any([isinstance(module, Skippable) for module in modules])
         self.name = f"stage {index} ({self.layers})"
@@ -204,8 +206,10 @@ class StageRun:
                 self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
             else:
                 self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes)
+        if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
+            return [Message(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
-        memory = memory_of(made.tensors, dict(zip(map(storage_of, given), came_on, strict=True)))
+        memory = memory_of(made.tensors, dict(zip(map(storage_of, given), came_on, strict=bool(came_on))))
         parts = zip(made.trees, made.split(tensors), made.split(need), made.split(memory), strict=True)
         return [
             Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
