@@ -136,7 +136,7 @@ class Aliases:
         for slot in self._slots:
             if not slot.is_home:
                 self._check_unwritten(slot)
-            (version,) = versions([slot.alias if slot.is_home else slot.real])
+            version = slot.alias._version if slot.is_home else versions([slot.real])[0]
             if version != slot.version:
                 raise CheckpointError(
                     f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "

@@ -360,8 +360,12 @@ class StageRun:
             roots = begin(record.exits)
         if roots.tensors:
             self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
-            with self._watch, self.aliases.stand_in(), self.differentiating():  # torch.utils.checkpoint computes now
-                self._differentiate(roots, cut.leaves, retain)
+            with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
+                if self._deferred is None:
+                    self._differentiate(roots, cut.leaves, retain)
+                else:
+                    with self.differentiating():
+                        self._differentiate(roots, cut.leaves, retain)
         self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
