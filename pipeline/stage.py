@@ -59,6 +59,10 @@ class _Cut(NamedTuple):
 
     def grads(self) -> list[Grads]:
         """What arrived, for each value that was read; taken out."""
+        if len(self.leaves) == len(self.sizes) == 1:  # as a rule
+            grad = self.arrived[0] if self.arrived else None
+            self.arrived[:] = [None] * len(self.arrived)
+            return [(grad,)]
         found = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
         grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
@@ -265,6 +269,13 @@ class StageRun:
     def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[_Cut, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get."""
         tensors = tuple([tensor.clone() for tensor in read.tensors]) if self.writes_input else read.tensors
+        if len(tensors) == len(read.trees) == 1:  # as a rule
+            (tensor,) = tensors
+            if not needs_grad[0]:
+                return _Cut((None,), [], (1,)), (tensor.detach(),)
+            box: list[Tensor | None] = [None]
+            leaf = mark(_empty_leaf(tensor), self._input_name)
+            return _Cut((leaf,), box, (1,)), enter(self._watch, box, tensors, leaf)
         leaves: list[Tensor | None] = []
         for tensor, needs in zip(tensors, needs_grad, strict=True):
             leaves.append(mark(_empty_leaf(tensor), self._input_name) if needs else None)

@@ -22,6 +22,9 @@ from pipeline.errors import StuckError
 from scheduler import Action
 
 
+INTERRUPTS = 3  # so many are borne while threads come to their end
+
+
 class Board:
     """What is done, and whether to go on."""
 
@@ -33,6 +36,7 @@ class Board:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # entered by its lock: Condition.__enter__ can be interrupted
         self._moving = groups  # neither waiting nor at their end
+        self._left: set[int] = set()  # groups at their end
 
     def note(self, action: Action) -> None:
         """An action is done."""
@@ -48,11 +52,18 @@ class Board:
             self.is_over = True
             self._changed.notify_all()
 
-    def leave(self) -> None:
+    def leave(self, group: int) -> None:
         """A group has come to its end."""
         with self._lock:
             self._moving -= 1
+            self._left.add(group)
             self._changed.notify_all()
+
+    def wait_for_end(self, group: int) -> None:
+        """Until a group has come to its end."""
+        with self._lock:
+            while group not in self._left:
+                self._changed.wait()
 
     def wait(self, lanes: Lanes) -> None:
         """Until something can go on.
@@ -112,7 +123,7 @@ def drive_threads(
         except BaseException as error:
             board.fail(error)
         finally:
-            board.leave()
+            board.leave(number)
 
     threads = [
         threading.Thread(target=copy_context().run, args=(run, number), name=f"pipe group {number}", daemon=True)
@@ -122,10 +133,10 @@ def drive_threads(
         for thread in threads:
             thread.start()
         run(len(groups) - 1)
-        _join(threads)
+        _join(board, threads)
     except BaseException as interrupt:  # in between
         board.fail(interrupt)
-        _join(threads)
+        _join_whatever(board, threads)
     board.driven.clear()  # lanes that stopped half-way know the board
     error, board.error = board.error, None
     if error is not None:
@@ -135,10 +146,25 @@ def drive_threads(
             del error  # or it would hold itself, by way of this frame
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
+def _join(board: Board, threads: Sequence[threading.Thread]) -> None:
+    """Wait for the threads' own word: a `join` that is interrupted takes a running thread for ended (Python < 3.13)."""
+    for number, thread in enumerate(threads):
         if thread.ident is not None:
+            board.wait_for_end(number)
             thread.join()
+
+
+def _join_whatever(board: Board, threads: Sequence[threading.Thread]) -> None:
+    """The same, though interrupted again: a thread that went on would compute on what the call has put back.
+
+    Who interrupts often enough wants to leave a layer that hangs, and may.
+    """
+    for _ in range(INTERRUPTS):
+        try:
+            _join(board, threads)
+            return
+        except KeyboardInterrupt as interrupt:
+            board.fail(interrupt)
 
 
 class _Stopped(Exception):
