@@ -21,7 +21,6 @@ from pipeline.engine import Lanes, Needs, Perform, stuck
 from pipeline.errors import StuckError
 from scheduler import Action
 
-
 INTERRUPTS = 3  # so many are borne while threads come to their end
 
 
