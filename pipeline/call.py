@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from pipeline.ambient import Ambient, weights_cast_anew, within_torchs_checkpoint
 from pipeline.driver import Driver
+from pipeline.errors import CheckpointError
 from pipeline.graph import Gate, Roots, roots_of
 from pipeline.hooks import hooks_asleep
 from pipeline.mailbox import Mailbox
@@ -145,16 +146,14 @@ class Call:
         """Run the first phase. A failure leaves the buffers as they were."""
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
+                recorded = [len(trace) for trace in self._setup.traces]
                 try:
                     self._begin()
                     self._drive(0)
                 except DrewError:  # a stage that never did so drew: once more, each with its seeds
-                    end = self._loss_end
-                    self.abandon()
-                    self._loss_end = end
-                    self._mailbox = self._new_mailbox()
-                    for stage in self.stages:
-                        stage.learn_draws()
+                    self._rewind()
+                    for trace, number in zip(self._setup.traces, recorded, strict=True):
+                        trace.forget_from(number)
                     self._begin()
                     self._drive(0)
                 for stage in self.stages:
@@ -168,6 +167,15 @@ class Call:
         except BaseException:
             self.abandon()
             raise
+
+    def _rewind(self) -> None:
+        """As before the first action; from now on every stage holds the CPU's generator."""
+        for stage in self.stages:
+            stage.rewind()
+            stage.learn_draws()
+        self.loss_sums = {}
+        self.outputs = []
+        self._mailbox = self._new_mailbox()
 
     def _check_shared_state(self) -> None:
         """Raise if two stages have buffers or a generator in common that one of them changed: whose turn came when?"""
@@ -221,8 +229,7 @@ class Call:
     def abandon(self) -> None:
         """Undo what a failed call did: the buffers are put back, what was kept goes."""
         for stage in self.stages:
-            stage.recall.roll_back()
-            stage.drop_sums()
+            stage.rewind()
         self.loss_sums = {}
         self.release()
 
@@ -239,21 +246,26 @@ class Call:
         in_turns = self._driver.has_threads and (
             now.switches != self._ambient.switches or within_torchs_checkpoint() or self._needs_order()
         )
-        before = torch.default_generator.get_state() if self._driver.has_threads else None
-        self._driver.run(phase, self._perform, lambda stage: self.stages[stage].may_draw, now, in_turns)
+        draws = any([stage.may_draw for stage in self.stages])
+        before = None if draws else torch.default_generator.get_state()
+        try:
+            self._driver.run(phase, self._perform, draws, now, in_turns)
+        except CheckpointError:  # it may be for that reason that a recomputation came out otherwise
+            self._check_untouched(before)
+            raise
+        self._check_untouched(before)
         for stage in self.stages:
             stage.note_draws()
-        if before is not None and not any([stage.may_draw for stage in self.stages]):
-            if not torch.equal(before, torch.default_generator.get_state()):
-                self._setup.known.draws_nothing.clear()
-                raise DrewError
+
+    def _check_untouched(self, before: Tensor | None) -> None:
+        """Raise if the CPU's generator, that no stage was to draw from, is not as it was `before`."""
+        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+            self._setup.known.draws_nothing.clear()
+            raise DrewError
 
     def _needs_order(self) -> bool:
-        """Whether stages draw from what no seed reaches: then the order of one thread counts. Or one finds that out."""
-        if self._setup.compares or sum([stage.recall.draws_from_host for stage in self.stages]) > 1:
-            return True
-        held = [generator for stage in self.stages for generator in stage.recall.generators]
-        return len(set(held)) < len(held)
+        """Whether stages draw from Python's or numpy's generator, in the order of one thread. Or one finds that out."""
+        return self._setup.compares or sum([stage.recall.draws_from_host for stage in self.stages]) > 1
 
     # ----------------------------------------------------------------------------------------------------- actions
 

@@ -73,15 +73,13 @@ class Driver:
         """Whether several threads may compute at a time."""
         return len(self._groups) > 1
 
-    def run(
-        self, phase: Phase, perform: Perform, draws: Callable[[int], bool], ambient: Ambient, in_turns: bool
-    ) -> None:
+    def run(self, phase: Phase, perform: Perform, draws: bool, ambient: Ambient, in_turns: bool) -> None:
         """Run a phase.
 
         Args:
             phase: what to run.
             perform: does the work of an action.
-            draws: whether a stage may draw from the CPU's default generator.
+            draws: whether any stage may draw from the CPU's default generator: then they compute one at a time.
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever else was said.
         """
@@ -91,7 +89,7 @@ class Driver:
 
         def locked(action: Action) -> None:
             locks = self._locks[action.stage]
-            _holding([*locks, self._generator] if draws(action.stage) else locks, perform, action)
+            _holding([*locks, self._generator] if draws else locks, perform, action)
 
         groups = [{lane: phase.orders[lane] for lane in group} for group in self._groups]
         enter = _thread_like_this(ambient, self._places, len(groups) - 1)

@@ -73,8 +73,8 @@ class Recall:
         self._stage = stage
         self.compares = compares
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
-        self.generators = private_generators(modules)
-        self._found: States = [(generator, generator.get_state()) for generator in self.generators]
+        self._generators = private_generators(modules)
+        self._found: States = [(generator, generator.get_state()) for generator in self._generators]
         self._states: dict[int, States] = {}
         self.draws_from_host = index in known.draws_from_host  # chunk 0 shows
         self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
@@ -90,8 +90,8 @@ class Recall:
             return
         if self.buffers:
             self.buffers.before_forward(chunk)
-        if self.generators:
-            self._states[chunk] = [(generator, generator.get_state()) for generator in self.generators]
+        if self._generators:
+            self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
         if self.draws_from_host or first and self.compares:
             self._host[chunk] = host_states()
 
@@ -116,7 +116,7 @@ class Recall:
     def shareable(self) -> Iterator[tuple[int, str]]:
         """What other stages may have too: buffers by their memory, private generators by their id."""
         yield from self.buffers.memory()
-        for generator in self.generators:
+        for generator in self._generators:
             yield id(generator), "a torch.Generator"
 
     def changed(self, generators: bool) -> Iterator[int]:
@@ -146,7 +146,7 @@ class Recall:
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
-        if self._differing or self.buffers or self.generators or self.draws_from_host:
+        if self._differing or self.buffers or self._generators or self.draws_from_host:
             return self._put_back(chunk)
         return Recomputing()
 
@@ -158,7 +158,7 @@ class Recall:
                 stack.enter_context(differing())
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
-            if self.generators:
+            if self._generators:
                 stack.enter_context(generators_at(self._states[chunk]))
             if self.draws_from_host:
                 stack.enter_context(host_at(self._host[chunk]))

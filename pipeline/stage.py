@@ -479,6 +479,13 @@ class StageRun:
         self.aliases.drop_sums()
         self._foreign_sums.clear()
 
+    def rewind(self) -> None:
+        """As before the first chunk, but for what was learned: undo what the forwards and backwards did."""
+        self.recall.roll_back()
+        self.drop_sums()
+        self._records.clear()
+        self.recall.release()
+
     def release(self) -> None:
         """Forget everything that was kept for a backward."""
         self._records.clear()

@@ -25,6 +25,14 @@ class Trace:
         """Note that `action` ran on `lane` from `start` (of `perf_counter`) until now."""
         self._events.append(Event(action, lane, start, perf_counter()))
 
+    def __len__(self) -> int:
+        """How many actions were recorded."""
+        return len(self._events)
+
+    def forget_from(self, number: int) -> None:
+        """Forget the actions from this number on: they run once more."""
+        del self._events[number:]
+
     @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""

@@ -84,9 +84,9 @@ def target_of(rows: int) -> Tensor:
     return normal(rows, seed=9)
 
 
-def expect(config: Mapping[str, Any]) -> Result:
-    """What the plain module gives."""
-    case = MODELS[config["model"]]()
+def expect(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] = MODELS) -> Result:
+    """What the plain module gives, chunk by chunk."""
+    case = models[config["model"]]()
     x = ready(case, config["train"], config["input_grad"], config["rows"])
     seed = call_seed(SEED)
     if config["door"] == "forward":
@@ -98,9 +98,9 @@ def expect(config: Mapping[str, Any]) -> Result:
     )
 
 
-def observe(config: Mapping[str, Any]) -> Result:
+def observe(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] = MODELS) -> Result:
     """What a Pipe gives; x is found as it was."""
-    case = MODELS[config["model"]]()
+    case = models[config["model"]]()
     x = ready(case, config["train"], config["input_grad"], config["rows"])
     tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]

@@ -436,15 +436,17 @@ _BUILDERS = (
 )
 
 
-def _fresh(build: Callable[[], Case]) -> Callable[[], Case]:
-    def fresh() -> Case:
+def fresh(build: Callable[[], Case]) -> Callable[[], Case]:
+    """Build a case anew each time, always with the same weights."""
+
+    def built() -> Case:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(20)
             case = build()
         case.model.double()
         return case
 
-    return fresh
+    return built
 
 
-MODELS: dict[str, Callable[[], Case]] = {build.__name__: _fresh(build) for build in _BUILDERS}
+MODELS: dict[str, Callable[[], Case]] = {build.__name__: fresh(build) for build in _BUILDERS}

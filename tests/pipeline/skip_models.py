@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from law_models import Case, normal
+from law_models import Case, fresh, normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -284,23 +284,11 @@ _BUILDERS = (
     inplace_after_a_clone,
     popped_and_written,
     stashed_weight,
+    stashed_buffer,
     unet,
     many_readers,
     linear_pop,
 )
 
-
-def _fresh(build: Callable[[], Case]) -> Callable[[], Case]:
-    def fresh() -> Case:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(20)
-            case = build()
-        case.model.double()
-        return case
-
-    return fresh
-
-
-SKIPS: dict[str, Callable[[], Case]] = {build.__name__: _fresh(build) for build in _BUILDERS}
+SKIPS: dict[str, Callable[[], Case]] = {build.__name__: fresh(build) for build in _BUILDERS}
 MANY_READERS = ("many_readers",)
-STASHED_BUFFER = _fresh(stashed_buffer)

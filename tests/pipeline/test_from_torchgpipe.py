@@ -72,6 +72,7 @@ import numpy
 import pytest
 import torch
 from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, same, twins
+from law_models import Apply
 from torch import Tensor, nn
 
 from partition import PartitionError, balance_by_size, balance_by_time, balance_costs
@@ -80,17 +81,6 @@ from pipeline.places import Place
 
 F64 = torch.float64
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-
-
-class Apply(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
 
 
 def linears(count: int) -> nn.Sequential:

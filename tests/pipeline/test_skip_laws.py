@@ -25,17 +25,17 @@ from law_check import (
     apart,
     balance_of,
     differences,
+    expect,
+    observe,
     observed,
     ready,
-    row_loss,
-    target_of,
 )
 from law_cover import pairwise
 from law_models import Apply, Case, normal, sum_loss
-from law_reference import Result, call_seed, forward_only, reference, reference_step
+from law_reference import call_seed, forward_only
 from pipeline_probes import no_collector
 from second_order_reference import MODES, Plain, assert_close, balance, derivatives, targets_of
-from skip_models import MANY_READERS, SKIPS, STASHED_BUFFER, Commands, Pop, Stash
+from skip_models import MANY_READERS, SKIPS, Commands, Pop, Stash
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -51,18 +51,6 @@ def _name(config: Mapping[str, Any]) -> str:
     return ", ".join(str(value) for value in config.values())
 
 
-def expect(config: Mapping[str, Any]) -> Result:
-    """What the plain module gives, chunk by chunk."""
-    case = SKIPS[config["model"]]()
-    x = ready(case, config["train"], config["input_grad"], config["rows"])
-    seed = call_seed(SEED)
-    if config["door"] == "forward":
-        return reference(case.model, x, config["chunks"], seed, case.loss)
-    reduction = config["door"].split()[1]
-    target = target_of(config["rows"])
-    return reference_step(case.model, x, target, config["chunks"], seed, row_loss(reduction), reduction)
-
-
 def piped(model: nn.Sequential, config: Mapping[str, Any]) -> Pipe:
     sizes = balance_of(config["balance"], len(model))
     return Pipe(
@@ -71,27 +59,8 @@ def piped(model: nn.Sequential, config: Mapping[str, Any]) -> Pipe:
     )
 
 
-def observe(config: Mapping[str, Any]) -> Result:
-    """What a Pipe gives. A step needs something that requires a gradient, as every model here has."""
-    case = SKIPS[config["model"]]()
-    x = ready(case, config["train"], config["input_grad"], config["rows"])
-    pipe = piped(case.model, config)
-    torch.manual_seed(SEED)
-    if config["door"] == "forward":
-        outputs = pipe(x)
-        loss = case.loss(outputs)
-        if loss.requires_grad:
-            loss.backward()
-        return observed(case, x, outputs, loss)
-    reduction = config["door"].split()[1]
-    step = pipe.step(
-        x, target_of(config["rows"]), loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True
-    )
-    return observed(case, x, step.outputs, step.loss)
-
-
 def check(config: Mapping[str, Any]) -> None:
-    ours, theirs = observe(config), expect(config)
+    ours, theirs = observe(config, SKIPS), expect(config, SKIPS)
     if config["model"] not in MANY_READERS:
         assert not differences(ours, theirs)
         return
@@ -150,7 +119,7 @@ def test_calls_after_the_first_are_as_exact(model: str) -> None:
         outputs = pipe(x)
         loss = case.loss(outputs)
         loss.backward()
-    ours, theirs = observed(case, x, outputs, loss), expect(config)
+    ours, theirs = observed(case, x, outputs, loss), expect(config, SKIPS)
     assert model in MANY_READERS or not differences(ours, theirs)
 
 
@@ -194,7 +163,7 @@ def test_second_derivatives_equal_the_plain_modules(name: str, mode: str) -> Non
 @pytest.mark.parametrize("mode", ["always", "except_last", "callable"])
 def test_a_stashed_buffer_is_what_its_chunk_saw(mode: str) -> None:
     """A layer stashes the running mean of its batch norm, in train mode: each chunk has its own."""
-    ours, plain = STASHED_BUFFER(), STASHED_BUFFER()
+    ours, plain = SKIPS["stashed_buffer"](), SKIPS["stashed_buffer"]()
     pipe = Pipe(ours.model, [2, 1, 2], 3, checkpoint=MODES[mode])
     found, wanted = (derivatives(*each, 7, 2) for each in ((ours, pipe), (plain, Plain(plain.model, 3))))
     for one, other in zip(found, wanted, strict=True):

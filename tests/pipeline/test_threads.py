@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline import Pipe, StuckError, is_checkpointing, is_recomputing
+from pipeline import CheckpointError, Pipe, StuckError, is_checkpointing, is_recomputing
 from pipeline.call import Call
 from pipeline.driver import uses_threads
 from pipeline.engine import drive_inline, needs_of
@@ -947,12 +947,13 @@ def test_what_ran_before_counts_as_done_in_threads() -> None:
 
 
 def after_two_calls(
-    make: Callable[[], nn.Sequential], change: Callable[[nn.Sequential], None], workers: str, door: str
+    make: Callable[[], nn.Sequential], change: Callable[[nn.Sequential], None], workers: str, door: str,
+    checkpoint: str = "never",
 ) -> list[Tensor | None]:
     """Output and gradients of a third call, before which the model was changed."""
     torch.manual_seed(0)
     model = make().double()
-    pipe = piped(model, [2, 2], 3, workers, checkpoint="never")
+    pipe = piped(model, [2, 2], 3, workers, checkpoint=checkpoint)
     x = normal(6, 4)
     for _ in range(2):
         through(door, pipe, x)
@@ -995,14 +996,63 @@ def test_a_backward_that_begins_to_draw_later_is_an_error_once() -> None:
     pipe(normal(6, 4)).sum().backward()
 
 
+def tied_with_dropout() -> nn.Sequential:
+    """Both linear layers share their weight: the second stage's is a copy."""
+    model = with_dropout()
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("make", [with_dropout, tied_with_dropout])
 @pytest.mark.parametrize(
     "change, door", [(raise_dropout, "forward"), (raise_dropout, "step"), (add_noise_to_gradients, "step")]
 )
 def test_a_stage_that_begins_to_draw_later_draws_its_seeds_numbers(
-    change: Callable[[nn.Sequential], None], door: str
+    change: Callable[[nn.Sequential], None], door: str, make: Callable[[], nn.Sequential], checkpoint: str
 ) -> None:
-    inline, threads = (after_two_calls(with_dropout, change, workers, door) for workers in WORKERS)
+    inline, threads = (after_two_calls(make, change, workers, door, checkpoint) for workers in WORKERS)
     assert all_equal(inline, threads)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_call_that_runs_once_more_is_traced_once_and_shows_layers_what_every_call_does(checkpoint: str) -> None:
+    """A stage begins to draw: what ran before is undone, and the layers see leaves of the call as ever, not the real
+    parameters."""
+    model = with_dropout().double()
+    seen: list[bool] = []
+    weight = model[2].weight
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(module.weight is weight))
+    pipe = piped(model, [1, 1, 2], 3, "threads", checkpoint=checkpoint)
+    counts = []
+    for number in range(3):
+        if number == 2:
+            raise_dropout(model)
+        counts.append(len(pipe.step(normal(6, 4), loss_fn=square, loss_reduction="sum", trace=True).timeline.events))
+    assert counts == [2 * 3 * 3] * 3
+    assert len(seen) > 9 and not any(seen)
+
+
+def test_what_cannot_be_recomputed_though_nothing_drew_is_an_error_and_runs_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Identity()).double()
+    armed: list[bool] = []
+    runs: list[int] = []
+
+    def write_weight(module: nn.Module, args: Any, out: Tensor) -> None:
+        runs.append(1)
+        if armed and not is_recomputing():
+            with torch.no_grad():
+                module.weight.mul_(1.0)
+
+    model[0].register_forward_hook(write_weight)
+    pipe = piped(model, [2, 2], 3, "threads", checkpoint="always")
+    for _ in range(2):
+        through("step", pipe, normal(6, 4))
+    armed.append(True)
+    runs.clear()
+    with pytest.raises(CheckpointError, match="parameter '0.weight' .* was changed in place between the forward and"):
+        through("step", pipe, normal(6, 4))
+    assert 1 <= len(runs) <= 2 * 3  # each chunk at most once forward and once again
 
 
 def test_a_loss_that_draws_after_one_that_does_not_draws_its_seeds_numbers() -> None:
