@@ -23,7 +23,10 @@ from scheduler.costs import Costs
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
+from scheduler.links import Link
+from scheduler.lowering import lower
 from scheduler.placement import Placement
+from scheduler.program import Program
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 from scheduler.simulation import simulate
@@ -35,6 +38,7 @@ __all__ = [
     "Action",
     "Kind",
     "Placement",
+    "Program",
     "Schedule",
     "ScheduleError",
     # the relation
@@ -45,8 +49,10 @@ __all__ = [
     # what one can do with a schedule
     "verify",
     "simulate",
+    "lower",
     "draw",
     "Costs",
+    "Link",
     "Event",
     "Timeline",
 ]

@@ -2,11 +2,18 @@
 
     Action(stage=2, kind=F, chunk=0)  --str-->  "2F0"  --Action.parse-->  Action(stage=2, kind=F, chunk=0)
 
-    kind  work on one chunk in one stage                needs                     gives
-    F     forward                                       the stage's input         the stage's output
-    B     backward = I + W                              gradient of the output    gradient of the input, of the weights
-    I     the input's half of the backward              gradient of the output    gradient of the input
-    W     the weights' half of the backward             what I kept               gradient of the weights
+    kind    work on one chunk in one stage              needs                     gives
+    F       forward                                     the stage's input         the stage's output
+    B       backward = I + W                            gradient of the output    gradient of the input, of the weights
+    I       the input's half of the backward            gradient of the output    gradient of the input
+    W       the weights' half of the backward           what I kept               gradient of the weights
+
+    SEND_F  the stage's output leaves its lane          F of this stage           a message
+    RECV_F  the stage's input arrives                   SEND_F, one stage before  the stage's input
+    SEND_B  the gradient of the stage's input leaves    B or I of this stage      a message
+    RECV_B  the gradient of the stage's output arrives  SEND_B, one stage after   gradient of the output
+
+A schedule is made of the first four; the others are what lowering adds (lowering.py).
 
 The zero-bubble papers (Qi et al. 2023, arXiv 2401.10241) write "B" for what is I here; here B is always the whole
 backward. Nothing else in this package repeats the difference.
@@ -18,16 +25,20 @@ from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 
-__all__ = ["Action", "Kind"]
+__all__ = ["COMPUTE", "Action", "Kind"]
 
 
 class Kind(StrEnum):
-    """What an action does: one of the four rows of the table above."""
+    """What an action does: one of the rows of the table above."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741 - the word that the whole project uses
     W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
 
     @property
     def is_backward(self) -> bool:
@@ -37,6 +48,19 @@ class Kind(StrEnum):
         ['B', 'I']
         """
         return self is Kind.B or self is Kind.I
+
+    @property
+    def is_send(self) -> bool:
+        """Whether this kind gives a message away."""
+        return self is Kind.SEND_F or self is Kind.SEND_B
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether this kind takes a message."""
+        return self is Kind.RECV_F or self is Kind.RECV_B
+
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)  # what schedules are made of
 
 
 class Action(NamedTuple):
@@ -78,4 +102,4 @@ class Action(NamedTuple):
         return cls(int(stage), Kind(kind), int(chunk))
 
 
-_TEXT = re.compile(r"(0|[1-9][0-9]*)([FBIW])(0|[1-9][0-9]*)")
+_TEXT = re.compile(rf"(0|[1-9][0-9]*)({'|'.join(Kind)})(0|[1-9][0-9]*)")

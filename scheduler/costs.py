@@ -1,24 +1,26 @@
-"""How long does an action take, and how long is the way between two stages?
+"""How long does an action take, how long is the way between two stages, and what does a chunk hold meanwhile?
 
     Costs(forward=..., input=..., weight=...)  --of(action)-->  time        --hop(sender, receiver)-->  time
+                                               --held(stage)->  Held: what a chunk holds there, from when to when
 
     F   forward
-    B   backward (input + weight unless given) + recompute
+    B   backward (input + weight unless given) + recompute          each divided by the speed of its lane
     I   input + recompute
     W   weight
 
 Each is a number, one number for each stage, or a function of (stage, chunk); in slots or in seconds, as you like, but
-all in the same unit. `link` is what a message takes between two neighbours on different lanes, either way: a number,
-one for each boundary (stages - 1 of them), or a function of (sender, receiver), both stages.
+all in the same unit. What travels and what is held are in links.py and held.py.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
+from typing import Any
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_cost
+from scheduler.held import Held
+from scheduler.links import Link, Links, between
+from scheduler.placement import Placement
 
 __all__ = ["Cost", "Costs"]
 
@@ -27,7 +29,7 @@ Cost = float | Sequence[float] | Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and messages cost.
+    """What actions and messages cost, and what chunks hold.
 
     Args:
         forward: of F
@@ -35,7 +37,15 @@ class Costs:
         weight: of W
         backward: of B; None means input + weight
         recompute: of running F once more before B or I, where activations are not kept
-        link: of one message between neighbouring stages on different lanes
+        link: of one message between neighbouring stages on different lanes, either way: a number, a Link, one of these
+            for each boundary (stages - 1 of them), a dict with one for each (lane, lane) that messages go from and to,
+            or a function of (sender, receiver), both stages
+        message: how large the tensor at a boundary is, for links with a bandwidth: a number, or one for each boundary
+        speed: of the lanes: 2 takes half the time; a number, or one for each lane
+        activation: what a chunk holds in a stage from its F to its B or I (M_B of the zero-bubble papers), in any
+            unit: a number, or one for each stage
+        kept: how much of that is held from I to W (M_W); None means all
+        checkpoint: how much of that is held until it is recomputed, at the start of B or I; None: not recomputed
 
     Raises:
         ScheduleError: a cost is negative, not finite or no number.
@@ -43,6 +53,8 @@ class Costs:
     >>> costs = Costs(forward=(1, 3), weight=lambda stage, chunk: 2 + stage, recompute=1)
     >>> [costs.of(Action.parse(text)) for text in ("1F0", "1B0", "1I0", "1W0")]
     [3, 5, 2, 3]
+    >>> Costs(link=Link(latency=2, bandwidth=8), message=64).hop(0, 1)
+    10.0
     """
 
     forward: Cost = 1
@@ -50,23 +62,92 @@ class Costs:
     weight: Cost = 1
     backward: Cost | None = None
     recompute: Cost = 0
-    link: Cost = 0
+    link: Links = 0
+    message: float | Sequence[float] = 0
+    speed: float | Sequence[float] = 1
+    activation: float | Sequence[float] = 1
+    kept: float | Sequence[float] | None = None
+    checkpoint: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for what, cost in self._given():
-            if isinstance(cost, Iterable):
-                cost = tuple(cost)
+            if isinstance(cost, Mapping):
+                numbers: Iterable[Any] = cost.values()
+            elif isinstance(cost, Iterable):
+                cost = numbers = tuple(cost)
                 object.__setattr__(self, what, cost)  # frozen from here on: hashable, and nobody else's list
-            if not callable(cost):
-                for number in cost if isinstance(cost, tuple) else (cost,):
-                    _refuse_unless_cost(what, number)
+            else:
+                numbers = () if callable(cost) and not isinstance(cost, Link) else (cost,)
+            for number in numbers:
+                if not (what == "link" and isinstance(number, Link)):
+                    refuse_unless_cost(what, number, above=what == "speed")
 
-    def of(self, action: Action) -> float:
-        """How long `action` takes.
+    def of(self, action: Action, lane: int = 0) -> float:
+        """How long `action` takes on `lane`.
 
         Raises:
             ScheduleError: a function gave what is not a cost.
         """
+        speed = self.speed[lane] if isinstance(self.speed, Sequence) else self.speed
+        return self._work(action) if speed == 1 else self._work(action) / speed
+
+    def of_order(self, lane: int, order: Sequence[Action]) -> list[float]:
+        """How long each action of a lane takes."""
+        if any(callable(cost) for what, cost in self._given() if what in _OF_ACTIONS):
+            return [self.of(action, lane) for action in order]
+        known = {(stage, kind): self.of(Action(stage, kind, 0), lane)
+                 for stage, kind in {action[:2] for action in order}}
+        return [known[stage, kind] for stage, kind, _ in order]
+
+    def hop(self, sender: int, receiver: int, lanes: tuple[int, int] | None = None) -> float:
+        """How long a message takes from stage `sender` to its neighbour `receiver`, on another lane.
+
+        Args:
+            sender: a stage
+            receiver: the stage before or after it
+            lanes: where the two are; needed where links are given for lanes
+
+        Raises:
+            ScheduleError: a function gave what is not a cost, or these lanes have no link.
+
+        >>> Costs(link=(0.5, 0.25)).hop(2, 1)
+        0.25
+        """
+        size = self.message[min(sender, receiver)] if isinstance(self.message, Sequence) else self.message
+        return between(self.link, sender, receiver, lanes, size)
+
+    def hops(self, placement: Placement) -> Callable[[int, int], float] | None:
+        """`hop` for these lanes; None where messages take no time."""
+        lane_of = placement.lane_of
+        if isinstance(self.link, (int, float)) and not self.link:
+            return None
+        return lambda sender, receiver: self.hop(sender, receiver, (lane_of[sender], lane_of[receiver]))
+
+    def held(self, stage: int) -> Held:
+        """What a chunk holds in `stage`."""
+        values = (self.activation, self.kept, self.checkpoint)
+        return Held.of(*[value[stage] if isinstance(value, Sequence) else value for value in values])
+
+    def refuse_unless_for(self, placement: Placement) -> None:
+        """Refuses costs that are listed for another number of stages or lanes.
+
+        Raises:
+            ScheduleError: a list has not one number for each stage (for `link` and `message`, for each boundary; for
+                `speed`, for each lane).
+        """
+        for what, cost in self._given():
+            places, wanted = "stages", placement.stages
+            if what in ("link", "message"):
+                places, wanted = "boundaries", placement.stages - 1
+            elif what == "speed":
+                places, wanted = "lanes", placement.lanes
+            if isinstance(cost, tuple) and len(cost) != wanted:
+                raise ScheduleError(
+                    f"{what} lists {len(cost)} costs but there are {wanted} {places} ({what}: {cost}). "
+                    f"List one for each of the {places}, or give one number for all."
+                )
+
+    def _work(self, action: Action) -> float:
         stage, kind, chunk = action
         if kind is Kind.F:
             return _look_up("forward", self.forward, stage, chunk)
@@ -78,35 +159,12 @@ class Costs:
         again += _look_up("input", self.input, stage, chunk)
         return again if kind is Kind.I else again + _look_up("weight", self.weight, stage, chunk)
 
-    def hop(self, sender: int, receiver: int) -> float:
-        """How long a message takes from stage `sender` to its neighbour `receiver`, on another lane.
-
-        Raises:
-            ScheduleError: a function gave what is not a cost.
-
-        >>> Costs(link=(0.5, 0.25)).hop(2, 1)
-        0.25
-        """
-        boundary = sender if callable(self.link) else min(sender, receiver)
-        return _look_up("link", self.link, boundary, receiver)
-
-    def refuse_unless_for(self, stages: int) -> None:
-        """Refuses costs that are listed for another number of stages.
-
-        Raises:
-            ScheduleError: a list has not one number for each stage (for `link`, for each boundary).
-        """
-        for what, cost in self._given():
-            places, wanted = ("boundaries", stages - 1) if what == "link" else ("stages", stages)
-            if isinstance(cost, tuple) and len(cost) != wanted:
-                raise ScheduleError(
-                    f"{what} lists {len(cost)} costs but there are {wanted} {places} ({what}: {cost}). "
-                    f"List one for each of the {places}, or give one number for all."
-                )
-
-    def _given(self) -> list[tuple[str, Cost]]:
+    def _given(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)
                 if getattr(self, field.name) is not None]
+
+
+_OF_ACTIONS = ("forward", "input", "weight", "backward", "recompute")
 
 
 def _look_up(what: str, cost: Cost, stage: int, chunk: int) -> float:
@@ -114,14 +172,6 @@ def _look_up(what: str, cost: Cost, stage: int, chunk: int) -> float:
         return cost
     if callable(cost):
         number = cost(stage, chunk)
-        _refuse_unless_cost(what, number)
+        refuse_unless_cost(what, number)
         return number
     return cost[stage] if isinstance(cost, Sequence) else cost
-
-
-def _refuse_unless_cost(what: str, number: object) -> None:
-    if not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-        raise ScheduleError(
-            f"{what} costs {number!r}, but time is a finite number that is not negative. "
-            f"Give {what} as a number, one for each stage, or a function of (stage, chunk) that returns one."
-        )

@@ -9,13 +9,15 @@
             1W0
 
 `verify`, `simulate`, `draw`, the lowering, the engine's waiting and every message that explains a wait read this.
+What an action waits for is of its own chunk, and depends on nothing of that chunk but whether the backward of the stage
+after is split: so eight questions for each stage answer for all chunks (progress.py asks them).
 
 Skip connections and tied weights need no rows of their own. A skip goes from stage s to a later stage t: F of t waits
 for F of s through the chain of F between them, and the gradient comes back along the chain of B. Stages that share a
 weight read a value that no action of the step changes, and add into sums of their own.
 """
 
-from scheduler.action import Action, Kind
+from scheduler.action import COMPUTE, Action
 
 __all__ = ["requires"]
 
@@ -48,4 +50,4 @@ def requires(action: Action, stages: int, split: frozenset[tuple[int, int]] = fr
 
 
 # Looking up Kind.F on the enum class takes as long as the rest of a call, and everything calls this for every action.
-_F, _B, _I, _W = Kind
+_F, _B, _I, _W = COMPUTE

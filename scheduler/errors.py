@@ -5,7 +5,10 @@
 A fault inside a schedule also has a place, so `faults.py` adds the grid with the failing cells marked.
 """
 
-__all__ = ["ScheduleError", "refuse_unless_whole"]
+import math
+from numbers import Real
+
+__all__ = ["ScheduleError", "refuse_unless_cost", "refuse_unless_whole"]
 
 
 class ScheduleError(ValueError):
@@ -32,3 +35,29 @@ def refuse_unless_whole(what: str, value: object, least: int) -> None:
         raise ScheduleError(
             f"{what} is {value!r}, but must be a whole number of at least {least}. Use {what}={least} or more."
         )
+
+
+def refuse_unless_cost(what: str, number: object, above: bool = False) -> None:
+    """Refuses what is not a time, a size or, with `above`, a speed.
+
+    Args:
+        what: the name that the caller knows the number by
+        number: the number
+        above: whether 0 is refused too
+
+    Raises:
+        ScheduleError: `number` is no finite real number, or below 0.
+
+    >>> refuse_unless_cost("forward", -1)
+    Traceback (most recent call last):
+        ...
+    scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
+Give forward as a number, one for each place, or a function that returns one.
+    """
+    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
+        raise ScheduleError(
+            f"{what} costs {number!r}, but a cost is a finite number that is not negative. "
+            f"Give {what} as a number, one for each place, or a function that returns one."
+        )
+    if above and not number:
+        raise ScheduleError(f"{what} is 0, but nothing would ever end. Give {what} as a number above 0.")

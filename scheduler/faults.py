@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 from scheduler.grid import grid, label_for
+from scheduler.program import Program
 from scheduler.schedule import Schedule
 
 __all__ = ["Fault", "refusal"]
@@ -41,29 +42,30 @@ class Fault(NamedTuple):
     position: int = 0
 
 
-def refusal(schedule: Schedule, faults: Sequence[Fault]) -> ScheduleError:
+def refusal(wrong: Schedule | Program, faults: Sequence[Fault]) -> ScheduleError:
     """The error that names all of `faults` and shows them in the grid.
 
     Args:
-        schedule: the schedule that is refused
+        wrong: the schedule or program that is refused
         faults: at least one
     """
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    head = f"schedule {schedule.name} (lanes={schedule.lanes}, chunks={schedule.chunks}) has {count}:"
-    return ScheduleError("\n".join([head, *(f"  {fault.words}" for fault in faults), _picture(schedule, faults)]))
+    what = type(wrong).__name__.lower()
+    head = f"{what} {wrong.name} (lanes={wrong.lanes}, chunks={wrong.chunks}) has {count}:"
+    return ScheduleError("\n".join([head, *(f"  {fault.words}" for fault in faults), _picture(wrong, faults)]))
 
 
-def _picture(schedule: Schedule, faults: Sequence[Fault]) -> str:
+def _picture(wrong: Schedule | Program, faults: Sequence[Fault]) -> str:
     marked = {(fault.lane, fault.position) for fault in faults if fault.lane is not None}
-    longest = max(map(len, schedule.orders))
+    longest = max(map(len, wrong.orders))
     first = max(0, min((position for _, position in marked), default=0) - _BEFORE) if longest > _COLUMNS else 0
-    label = label_for(schedule.orders)
+    label = label_for(wrong.orders)
     rows = [
         [
             label(action) + "!" * ((lane, position) in marked)
             for position, action in enumerate(order[first : first + _COLUMNS], first)
         ]
-        for lane, order in enumerate(schedule.orders)
+        for lane, order in enumerate(wrong.orders)
     ]
     shown = [f"(actions {first} to {min(first + _COLUMNS, longest) - 1} of {longest})"] if longest > _COLUMNS else []
     return "\n".join([grid(rows), *shown])

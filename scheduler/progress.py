@@ -1,65 +1,151 @@
 """How far do the lanes get if each runs its order and waits where it must, and what stops them?
 
-    orders, requires ──►  run(lane, action, needs)   for every action that can run, after all that it needs
-                     └─►  stuck                      for each lane that waits for ever: where, and for what
+    orders, requires, durations ──►  starts, ends   of the actions of each lane, as far as it gets
+                                └─►  stuck          for each lane that waits for ever: where, and for what
 
-Time plays no part: whether orders can end depends on the orders alone. `verify` asks who is stuck; `simulate` gives
-each action its time on the way.
+A lane starts an action when it is free and all that the action needs has arrived; it overtakes nothing. So one pass
+over the actions gives all times. Whether orders can end depends on the orders alone: `verify` asks who is stuck,
+`simulate` for the times.
+
+The pass works on whole numbers (columns.py). What an action needs is looked up in a table that has a row for each
+stage, kind and whether the backward of the stage after is split; the rows are asked of `requires`, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
-from scheduler.action import Action
+import numpy
+
+from scheduler.action import COMPUTE, Action
+from scheduler.columns import KINDS, Columns
 from scheduler.dependencies import requires
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["Run", "progress"]
+__all__ = ["Progress", "progress"]
 
-Run = Callable[[int, Action, tuple[Action, ...]], None]
+Hop = Callable[[int, int], float]
+Row = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 
 
-def progress(schedule: Schedule, run: Run) -> list[Fault]:
+class Progress(NamedTuple):
+    """When the actions of each lane start and end, as far as it gets; a fault for each lane that waits for ever."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    stuck: list[Fault]
+
+
+def progress(
+    columns: Columns,
+    durations: Sequence[Iterable[float]] | None = None,
+    hop: Hop | None = None,
+    blocks: Iterable[tuple[int, int]] = (),
+) -> Progress:
     """Runs every lane as far as it gets, in time proportional to the number of actions.
 
     Args:
-        schedule: any schedule, right or wrong
-        run: called with lane, action and what the action needs, in an order in which they could run one by one
+        columns: of any schedule, right or wrong; an action that does not exist needs nothing, and nothing needs it
+        durations: for each lane, how long its actions take; None: no time
+        hop: how long a message takes from a stage to another on another lane; None: no time
+        blocks: the (lane, position) of actions whose end others see when the action after them ends
 
     Returns:
-        A fault for each lane that is stuck; none where the schedule ends.
+        The times, and the faults; none where the schedule ends.
 
     >>> wrong = Schedule.parse('''
     ...     schedule wrong, chunks 1, stages on lanes 0 1
     ...     lane 0: 0B0 0F0
     ...     lane 1: 1B0
     ... ''')
-    >>> for fault in progress(wrong, lambda lane, action, needs: None):
+    >>> for fault in progress(Columns(wrong)).stuck:
     ...     print(fault.words)
     cannot end: lane 0 waits at 0B0 for 0F0, which lane 0 runs after 0B0.
     cannot end: lane 1 waits at 1B0 for 1F0, which no lane runs: add 1F0, or drop chunk 0.
     """
-    stages, split = schedule.stages, schedule.split
-    done: set[Action] = set()
-    position = [0] * schedule.lanes
-    sleepers: dict[Action, list[int]] = {}  # what is missing -> the lanes that wait for it
-    awake = list(reversed(range(schedule.lanes)))
+    schedule, lanes = columns.schedule, range(columns.schedule.lanes)
+    rows = _rows(schedule, hop)
+    ends = _no_ends(schedule)
+    hidden = {columns.first[lane] + position for lane, position in blocks}
+    also = {int(columns.code[index + 1]): int(columns.code[index]) for index in hidden}
+    items = [_items(columns, lane, durations, hidden) for lane in lanes]
+    heads = [next(each, None) for each in items]
+    starts_of: list[list[float]] = [[] for _ in lanes]
+    ends_of: list[list[float]] = [[] for _ in lanes]
+    sleepers: dict[int, list[int]] = {}  # where the end that is missing will stand -> the lanes that wait for it
+    awake = list(reversed(lanes))
     while awake:
         lane = awake.pop()
-        order = schedule.orders[lane]
-        while position[lane] < len(order):
-            action = order[position[lane]]
-            needs = requires(action, stages, split)
-            if not done.issuperset(needs):
-                sleepers.setdefault(next(need for need in needs if need not in done), []).append(lane)
+        head, rest = heads[lane], items[lane]
+        starts, finished = starts_of[lane], ends_of[lane]
+        free = finished[-1] if finished else 0
+        while head is not None:
+            row, chunk, code, duration = head
+            one, one_travels, other, other_travels = rows[row]
+            first, second = ends[one + chunk], ends[other + chunk]
+            if first is None or second is None:
+                sleepers.setdefault((one if first is None else other) + chunk, []).append(lane)
                 break
-            run(lane, action, needs)
-            done.add(action)
-            position[lane] += 1
-            if action in sleepers:
-                awake += sleepers.pop(action)
-    waits = {lane: need for need, lanes in sleepers.items() for lane in lanes}
-    return [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)]
+            if first + one_travels > free:
+                free = first + one_travels
+            if second + other_travels > free:
+                free = second + other_travels
+            starts.append(free)
+            free = free + duration
+            finished.append(free)
+            for done in (code, also[code]) if code in also else (code,):
+                if ends[done] is None:  # a wrong schedule may run one twice: the first counts
+                    ends[done] = free
+                    if done in sleepers:
+                        awake += sleepers.pop(done)
+            head = next(rest, None)
+        heads[lane] = head
+    position = [len(each) for each in ends_of]
+    waits = {lane: columns.action(code) for code, waiting in sleepers.items() for lane in waiting}
+    return Progress(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
+
+
+def _rows(schedule: Schedule, hop: Hop | None) -> list[Row]:
+    """A row for each stage, kind and whether the backward of the stage after is split; at last one that needs nothing.
+
+    An action with fewer than two needs also waits for what ended at 0.
+    """
+    stages, chunks, lane_of = schedule.stages, schedule.chunks, schedule.placement.lane_of
+    nothing = stages * KINDS * chunks + 1
+    rows = []
+    for stage in range(stages):
+        for kind in COMPUTE:
+            for split in (frozenset[tuple[int, int]](), frozenset({(stage + 1, 0)})):
+                row: list[float] = []
+                for need in requires(Action(stage, kind, 0), stages, split):
+                    travels = hop(need.stage, stage) if hop and lane_of[need.stage] != lane_of[stage] else 0
+                    row += [(need.stage * KINDS + COMPUTE.index(need.kind)) * chunks, travels]
+                rows.append((*row, *[nothing, 0] * 2)[:4])
+    return [*rows, (nothing, 0, nothing, 0)]  # type: ignore[list-item]  # even places are whole
+
+
+def _no_ends(schedule: Schedule) -> list[float | None]:
+    """Where ends will stand: of each action by its code, of those that do not exist; and what ended at 0."""
+    none: list[float | None] = [None]
+    return none * (schedule.stages * KINDS * schedule.chunks + 1) + [0] * schedule.chunks
+
+
+def _items(
+    columns: Columns, lane: int, durations: Sequence[Iterable[float]] | None, hidden: set[int]
+) -> Iterator[tuple[int, int, int, float]]:
+    """For each action of the lane: its row, its chunk, its code, how long it takes."""
+    part = slice(columns.first[lane], columns.first[lane + 1])
+    schedule, exists = columns.schedule, columns.exists[part]
+    stage, chunk, code = columns.stage[part], numpy.where(exists, columns.chunk[part], 0), columns.code[part].copy()
+    after = numpy.minimum(stage + 1, schedule.stages - 1)
+    split = columns.split[numpy.where(exists, after, 0), chunk] & (stage + 1 < schedule.stages)
+    row = numpy.where(exists, (stage * KINDS + columns.kind[part]) * 2 + split, schedule.stages * KINDS * 2)
+    for index in hidden:
+        if part.start <= index < part.stop:
+            code[index - part.start] = schedule.stages * KINDS * schedule.chunks
+    times = repeat(0) if durations is None else durations[lane]
+    return zip(row.data, chunk.data, code.data, times)
 
 
 def _wait(schedule: Schedule, position: list[int], lane: int, need: Action) -> Fault:
@@ -73,4 +159,6 @@ def _whereabouts(schedule: Schedule, position: list[int], need: Action) -> str:
         if need in order[position[lane]:]:
             at = order[position[lane]]
             return f"where lane {lane} waits too." if at == need else f"which lane {lane} runs after {at}."
+        if need in order:
+            return f"whose end shows when its block ends, on lane {lane}: no action of a block may need the other."
     return f"which no lane runs: add {need}, or drop chunk {need.chunk}."

@@ -10,14 +10,15 @@ is a Schedule too, or nobody could draw what is wrong with it.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from scheduler.action import Action, Kind
+from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.placement import Placement
+from scheduler.text import NAME, read, written
 
 __all__ = ["Order", "Schedule"]
 
@@ -32,11 +33,13 @@ class Schedule:
         name: what `by_name` calls it: letters, digits, "-", "+", "." and "_"
         placement: which lane hosts which stage
         chunks: how many chunks every stage works on
-        orders: for each lane its actions, in the order in which it runs them
+        orders: for each lane its actions (F, B, I, W), in the order in which it runs them
+        blocks: the (lane, position) of an action that its lane runs together with the next as one block (an F and a
+            backward whose work overlaps, as in DualPipeV); written 0F1+1B0. A lane may as well run the two in turn.
 
     Raises:
         ScheduleError: the name cannot be printed and read back, there is no chunk, the orders are not tuples of
-            actions, or there is not one for each lane.
+            actions, there is not one for each lane, or a block is no pair of neighbours.
 
     >>> first = Schedule.parse('''
     ...     schedule mine, chunks 1, stages on lanes 0 1
@@ -55,23 +58,26 @@ class Schedule:
     placement: Placement
     chunks: int
     orders: tuple[Order, ...]
+    blocks: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(_NAME, self.name):
+        if not re.fullmatch(NAME, self.name):
             raise ScheduleError(
                 f"{self.name!r} cannot name a schedule. Use letters, digits, '-', '+', '.' and '_', as in zb-h1."
             )
         refuse_unless_whole("chunks", self.chunks, least=1)
         if not isinstance(self.orders, tuple) or not all(map(_is_order, self.orders)):
             raise ScheduleError(
-                f"orders is {self.orders!r}, but must be a tuple with a tuple of actions for each lane. "
-                "Use tuple(...) on lists, and Action.parse('2F0') on text."
+                f"orders is {self.orders!r}, but must be a tuple with a tuple of actions for each lane, all of them F, "
+                "B, I or W. Use tuple(...) on lists, Action.parse('2F0') on text, and Program for what sends and "
+                "receives."
             )
         if len(self.orders) != self.lanes:
             raise ScheduleError(
                 f"there are {len(self.orders)} orders but {self.lanes} lanes (lane_of: {self.placement.lane_of}). "
                 "Give each lane one order, () where it does nothing."
             )
+        self._refuse_unless_blocks()
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -86,22 +92,12 @@ class Schedule:
         Raises:
             ScheduleError: a line is none of these, or the schedule it makes is refused.
         """
-        head, *rows = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
-        match = _HEAD.fullmatch(head)
-        if match is None:
-            raise ScheduleError(
-                f"{head!r} does not begin a schedule. Write 'schedule NAME, chunks 2, stages on lanes 0 1', "
-                "then a line 'lane 0: 0F0 0B0 ...' for each lane."
-            )
-        name, chunks, lanes = match.groups()
-        placement = Placement(tuple(map(int, lanes.split())))
-        return cls(name, placement, int(chunks), tuple(_parse_row(lane, row) for lane, row in enumerate(rows)))
+        name, chunks, placement, cells = read("schedule", text)
+        orders = tuple(tuple(Action.parse(text) for cell in row for text in cell.split("+")) for row in cells)
+        return cls(name, placement, chunks, orders, frozenset(_blocks_in(cells)))
 
     def __str__(self) -> str:
-        lane_of = " ".join(map(str, self.placement.lane_of))
-        head = f"schedule {self.name}, chunks {self.chunks}, stages on lanes {lane_of}"
-        rows = (" ".join([f"lane {lane}:", *map(str, order)]) for lane, order in enumerate(self.orders))
-        return "\n".join([head, *rows])
+        return written("schedule", self.name, self.chunks, self.placement, map(self._row, range(self.lanes)))
 
     @property
     def stages(self) -> int:
@@ -131,22 +127,36 @@ class Schedule:
         """Every order without its forward work: what `loss.backward()` runs."""
         return self._only(lambda action: action.kind is not Kind.F)
 
+    def _row(self, lane: int) -> str:
+        words = [f"{action}{'+' if (lane, at) in self.blocks else ' '}" for at, action in enumerate(self.orders[lane])]
+        return "".join(words)
+
+    def _refuse_unless_blocks(self) -> None:
+        for lane, at in sorted(self.blocks):
+            if not (0 <= lane < self.lanes and 0 <= at < len(self.orders[lane]) - 1) or (lane, at + 1) in self.blocks:
+                raise ScheduleError(
+                    f"block ({lane}, {at}) is not the first of two neighbours in the order of lane {lane} that are in "
+                    "no other block. Give (lane, position) of the first of each pair."
+                )
+
     def _only(self, wanted: Callable[[Action], bool]) -> tuple[Order, ...]:
         return tuple(tuple(filter(wanted, order)) for order in self.orders)
 
 
-_NAME = r"[\w.+-]+"
-_HEAD = re.compile(rf"schedule ({_NAME}), chunks ([0-9]+), stages on lanes ([0-9]+(?: [0-9]+)*)")
-
-
 def _is_order(order: object) -> bool:
-    return isinstance(order, tuple) and all(
-        isinstance(action, Action) and isinstance(action.kind, Kind) for action in order
-    )
+    if not isinstance(order, tuple):
+        return False
+    if not set(map(type, order)) <= {Action}:
+        return False
+    kinds = {action.kind for action in order}
+    return kinds <= set(COMPUTE) and set(map(type, kinds)) <= {Kind}
 
 
-def _parse_row(lane: int, row: str) -> Order:
-    label, colon, actions = row.partition(":")
-    if label != f"lane {lane}" or not colon:
-        raise ScheduleError(f"{row!r} is not the order of lane {lane}. Write 'lane {lane}: 0F0 0B0 ...'.")
-    return tuple(map(Action.parse, actions.split()))
+def _blocks_in(cells: list[list[str]]) -> Iterator[tuple[int, int]]:
+    for lane, row in enumerate(cells):
+        at = 0
+        for cell in row:
+            for _ in range(cell.count("+")):
+                yield lane, at
+                at += 1
+            at += 1

@@ -1,18 +1,24 @@
 """Order -> timeline: when would each action run, if actions cost this much?
 
-    order of each lane  --progress-->  actions, each after all that it needs
-                        --costs----->  start = when the lane is free, and all that it needs has arrived
-                                       end   = start + what the action costs
+    order of each lane  --progress-->  start = when the lane is free, and all that the action needs has arrived
+                        --costs----->  end   = start + what the action costs      ──►  Timeline
 
-A lane runs its order and overtakes nothing, so one pass over the steps gives all times. Messages between lanes take
-`costs.link` and occupy nobody.
+A lane runs its order and overtakes nothing, so one pass over the actions gives all times. Messages between lanes take
+`costs.hop` and occupy nobody.
 """
 
+from collections.abc import Sequence
+from itertools import chain, repeat
 from math import isclose
-from operator import attrgetter
+from operator import itemgetter
+from typing import Literal
+
+import numpy
 
 from scheduler.action import Action, Kind
+from scheduler.columns import Columns
 from scheduler.costs import Costs
+from scheduler.errors import ScheduleError
 from scheduler.faults import refusal
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
@@ -21,18 +27,23 @@ from scheduler.timeline import Event, Timeline
 __all__ = ["simulate"]
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs = Costs(), release: Literal["early", "block"] = "early"
+) -> Timeline:
     """When each action would run.
 
     Args:
         schedule: the order of each lane; half a schedule will do, as long as it can end
-        costs: what actions and messages cost, for as many stages
+        costs: what actions and messages cost and hold, for as many stages
+        release: when others have what an action of a block (Schedule.blocks) gives: "early", when it has run; "block",
+            when both actions of the block have
 
     Returns:
         The timeline, in slots: in units of what `costs` counts in.
 
     Raises:
-        ScheduleError: a lane waits for ever (each such lane is named), or the costs are for another number of stages.
+        ScheduleError: a lane waits for ever (each such lane is named), or runs what does not exist, or the costs are
+            for another number of stages.
 
     >>> from scheduler import by_name
     >>> simulate(by_name("gpipe", lanes=4, chunks=8)).makespan
@@ -40,43 +51,75 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     >>> simulate(by_name("1f1b", lanes=4, chunks=8), Costs(forward=10, backward=20)).peak_in_flight
     (4, 3, 2, 1)
     """
-    costs.refuse_unless_for(schedule.stages)
-    lane_of = schedule.placement.lane_of
-    ends: dict[Action, float] = {}
-    free: list[float] = [0] * schedule.lanes
-    events: list[Event] = []
-
-    def run(lane: int, action: Action, needs: tuple[Action, ...]) -> None:
-        start = free[lane]
-        for need in needs:
-            arrival = ends[need]
-            if costs.link and lane_of[need.stage] != lane:
-                arrival += costs.hop(need.stage, action.stage)
-            if arrival > start:
-                start = arrival
-        free[lane] = end = start + costs.of(action)
-        ends.setdefault(action, end)  # a wrong schedule may run one twice: the first counts
-        events.append(Event(action, lane, start, end))
-
-    stuck = progress(schedule, run)
-    if stuck:
-        raise refusal(schedule, stuck)
-    timeline = Timeline(tuple(sorted(events, key=attrgetter("start"))), schedule.lanes)
-    _assert_lower_bounds(timeline, schedule.split)
+    if release not in ("early", "block"):
+        raise ScheduleError(f"release is {release!r}, but outputs of a block are there 'early' or with the 'block'.")
+    costs.refuse_unless_for(schedule.placement)
+    columns = Columns(schedule)
+    foreign = list(columns.foreign())
+    if foreign:
+        raise refusal(schedule, foreign)
+    durations = [costs.of_order(lane, order) for lane, order in enumerate(schedule.orders)]
+    course = progress(columns, durations, costs.hops(schedule.placement), schedule.blocks if release == "block" else ())
+    if course.stuck:
+        raise refusal(schedule, course.stuck)
+    events = chain.from_iterable(
+        map(Event._make, zip(order, repeat(lane), starts, ends))
+        for lane, (order, starts, ends) in enumerate(zip(schedule.orders, course.starts, course.ends))
+    )
+    held = tuple(costs.held(stage) for stage in range(schedule.stages))
+    timeline = Timeline(tuple(sorted(events, key=itemgetter(2))), schedule.lanes, held=held)
+    _assert_lower_bounds(timeline, columns, costs)
     return timeline
 
 
-def _assert_lower_bounds(timeline: Timeline, split: frozenset[tuple[int, int]]) -> None:
-    """Nobody beats the busiest lane, nor the way of one chunk, here the first, through all stages and back."""
-    way = {
-        event.action: event.duration  # once each, and in real stages: a wrong schedule is simulated for what it is
-        for event in timeline.events
-        if event.action.chunk == 0 and event.action.stage >= 0 and _is_on_the_way(event.action, split)
-    }
-    bound = max([*timeline.busy, sum(way.values())])
-    assert timeline.makespan >= bound or isclose(timeline.makespan, bound)  # sums of floats round
+def _assert_lower_bounds(timeline: Timeline, columns: Columns, costs: Costs) -> None:
+    """Nobody beats what a lane has to do, after the way of its first chunk to it and before the way of its last one
+    back; nor the way of a chunk through all stages."""
+    schedule = columns.schedule
+    if (columns.lane != numpy.array(schedule.placement.lane_of)[columns.stage]).any():
+        return  # a wrong schedule is simulated for what it is
+    ways = _Ways(columns, costs)
+    bounds = [ways.there(schedule.stages, chunk=0) + ways.back(schedule.stages, chunk=0)]
+    for lane, order in enumerate(schedule.orders):
+        if order:
+            first, last = order[0], order[-1]
+            after = ways.back(last.stage, last.chunk) if ways.is_backward(last) else 0
+            bounds.append(ways.there(first.stage, first.chunk) + timeline.busy[lane] + after)
+    assert timeline.makespan >= max(bounds) or isclose(timeline.makespan, max(bounds))  # sums of floats round
 
 
-def _is_on_the_way(action: Action, split: frozenset[tuple[int, int]]) -> bool:
-    stage, kind, chunk = action
-    return kind is Kind.F or kind is (Kind.I if (stage, chunk) in split else Kind.B)
+class _Ways:
+    """How long a chunk is on its way where nobody makes it wait; 0 where some of the actions on it are not there."""
+
+    def __init__(self, columns: Columns, costs: Costs) -> None:
+        self._columns, self._costs = columns, costs
+        self._lane_of = columns.schedule.placement.lane_of
+
+    def there(self, stage: int, chunk: int) -> float:
+        """From stage 0 to the start of this stage's F."""
+        return self._way([Action(before, Kind.F, chunk) for before in range(stage)], step=1)
+
+    def back(self, stage: int, chunk: int) -> float:
+        """From the end of this stage's B or I to the end of stage 0's."""
+        return self._way([Action(before, self._backward(before, chunk), chunk) for before in range(stage)], step=-1)
+
+    def is_backward(self, action: Action) -> bool:
+        """Whether the stage before waits for this action."""
+        return action.kind is self._backward(action.stage, action.chunk)
+
+    def _backward(self, stage: int, chunk: int) -> Kind:
+        return Kind.I if self._columns.split[stage, chunk] else Kind.B
+
+    def _way(self, actions: Sequence[Action], step: int) -> float:
+        if not all(map(self._columns.has, actions)):
+            return 0
+        ends = [(action.stage, action.stage + 1)[::step] for action in actions]
+        work = sum(self._costs.of(action, self._lane_of[action.stage]) for action in actions)
+        return work + sum(self._hop(*pair) for pair in ends)
+
+    def _hop(self, sender: int, receiver: int) -> float:
+        """Nothing from or to what would come after the last stage."""
+        if max(sender, receiver) == len(self._lane_of):
+            return 0
+        lanes = self._lane_of[sender], self._lane_of[receiver]
+        return self._costs.hop(sender, receiver, lanes) if lanes[0] != lanes[1] else 0

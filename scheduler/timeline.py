@@ -24,26 +24,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.event import Event
+from scheduler.explanation import critical_path, why_idle
+from scheduler.held import Held, steps
 
 __all__ = ["Event", "Timeline", "in_flight"]
-
-
-class Event(NamedTuple):
-    """`action` ran on `lane` from `start` to `end`."""
-
-    action: Action
-    lane: int
-    start: float
-    end: float
-
-    @property
-    def duration(self) -> float:
-        """How long the action ran."""
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -54,6 +43,7 @@ class Timeline:
         events: sorted by start; the actions of one lane follow each other
         lanes: how many lanes there are, also those that nothing ran on
         unit: "slots" of simulated time, or "s" for seconds
+        held: what a chunk holds in each stage; empty: every chunk holds 1, so that `memory` counts chunks
 
     Raises:
         ScheduleError: an event ends before it starts, is on no lane, or is not in its place.
@@ -62,6 +52,7 @@ class Timeline:
     events: tuple[Event, ...]
     lanes: int
     unit: Literal["slots", "s"] = "slots"
+    held: tuple[Held, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unless_whole("lanes", self.lanes, least=1)
@@ -127,6 +118,40 @@ class Timeline:
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each lane, the most (stage, chunk) pairs that it holds at once."""
         return tuple(max(in_flight(event.action for event in row), default=0) for row in self.by_lane)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """For each lane, when what it holds changes and to how much: (time, held from then on), ascending in time."""
+        return tuple(tuple(steps(row, self.held)) for row in self.by_lane)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """For each lane, the most that it holds at once."""
+        return tuple(max((level for _, level in row), default=0) for row in self.memory)
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The chain of actions that makes the step as long as it is: each waits for the one before it, by order or by
+        what it needs (explanation.py)."""
+        return critical_path(self.by_lane, self.unit == "slots")
+
+    def why_idle(self, lane: int, time: float) -> str:
+        """What a lane waits for, in words (explanation.py).
+
+        Args:
+            lane: from 0
+            time: from 0 to the makespan
+
+        Raises:
+            ScheduleError: there is no such lane or time.
+        """
+        refuse_unless_whole("lane", lane, least=0)
+        if lane >= self.lanes or not 0 <= time <= self.makespan:
+            raise ScheduleError(
+                f"there is no lane {lane} at {time}: there are {self.lanes} lanes, numbered from 0, and the makespan "
+                f"is {self.makespan}. Ask within these."
+            )
+        return why_idle(self.by_lane, self.unit == "slots", lane, time)
 
     def _idle_share(self, length: float) -> float:
         return 1 - sum(self.busy) / (self.lanes * length) if length else 0.0

@@ -10,22 +10,27 @@ Chunks ascend because floating-point sums depend on their order: this way the sa
 gradients under every schedule.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
 
-from scheduler.action import Action, Kind
+import numpy
+
+from scheduler.action import COMPUTE, Action, Kind
+from scheduler.columns import KINDS, Booleans, Columns, Numbers
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.faults import Fault, refusal
+from scheduler.message_checks import message_faults
+from scheduler.program import Program
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
-from scheduler.timeline import in_flight
 
 __all__ = ["verify"]
 
 
-def verify(schedule: Schedule, cap: int | Sequence[int] | None = None) -> None:
-    """Refuses a schedule that is wrong, naming all its faults at once.
+def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None) -> None:
+    """Refuses a schedule or a program that is wrong, naming all its faults at once.
+
+    A program is also looked at for its messages (message_checks.py). A right schedule needs no such look: the
+    program that `lower` makes of it is free of deadlock (the lemma in lowering.py).
 
     Args:
         schedule: what is to be run
@@ -44,85 +49,98 @@ def verify(schedule: Schedule, cap: int | Sequence[int] | None = None) -> None:
       lane 0 runs 0B0 after 0B1, but backwards of a stage ascend in chunks: put 0B0 first.
     lane 0 |F0  F1  B1  B0!
     """
-    faults = [*_exist(schedule), *_complete(schedule), *_ascend(schedule), *_end(schedule)]
-    faults += _fit(schedule, _cap_of_lanes(cap, schedule.lanes))
+    computed = schedule.schedule() if isinstance(schedule, Program) else schedule
+    columns = Columns(computed)
+    faults = [*_exist(columns), *_complete(columns), *_ascend(columns), *progress(columns).stuck]
+    faults += _fit(columns, _cap_of_lanes(cap, schedule.lanes))
     if faults:
-        raise refusal(schedule, faults)
+        raise refusal(computed, faults)
+    if isinstance(schedule, Program):
+        faults = message_faults(schedule)
+        if faults:
+            raise refusal(schedule, faults)
 
 
-def _exist(schedule: Schedule) -> Iterator[Fault]:
-    for lane, position, action in _places(schedule):
-        stage, _, chunk = action
-        if not (0 <= stage < schedule.stages and 0 <= chunk < schedule.chunks):
-            limits = f"{schedule.stages} stages and {schedule.chunks} chunks, numbered from 0"
-            yield Fault(f"lane {lane} runs {action}, but there are {limits}: drop it.", lane, position)
-        elif schedule.placement.lane_of[stage] != lane:
-            host = schedule.placement.lane_of[stage]
+def _exist(columns: Columns) -> Iterator[Fault]:
+    yield from columns.foreign()
+    hosts = numpy.array(columns.schedule.placement.lane_of)[numpy.where(columns.exists, columns.stage, 0)]
+    for index in numpy.flatnonzero(columns.exists & (hosts != columns.lane)):
+        lane, position, action = columns.place(index)
+        yield Fault(
+            f"lane {lane} runs {action}, but lane {hosts[index]} hosts stage {action.stage}: move it there.",
+            lane, position,
+        )
+
+
+def _complete(columns: Columns) -> Iterator[Fault]:
+    for lane, position, action in map(columns.place, _repeated(columns)):
+        yield Fault(f"lane {lane} runs {action}, which has run before: drop one of them.", lane, position)
+    runs = columns.counts > 0
+    forward, backward, first, second = (runs[:, kind] for kind in range(KINDS))
+    whole = forward & (backward ^ (first & second)) & ~(backward & (first | second))
+    for stage, chunk in numpy.argwhere(~whole).tolist():
+        yield from _incomplete(columns, stage, chunk)
+
+
+def _repeated(columns: Columns) -> Numbers:
+    """Where an action runs that ran before, in its own lane or in one with a lower number."""
+    by_code = numpy.argsort(columns.code, kind="stable")
+    same = columns.code[by_code][1:] == columns.code[by_code][:-1]
+    return numpy.sort(by_code[1:][same & columns.exists[by_code][1:]])
+
+
+def _incomplete(columns: Columns, stage: int, chunk: int) -> Iterator[Fault]:
+    forward, backward, first, second = (Action(stage, kind, chunk) for kind in COMPUTE)
+    lane = columns.schedule.placement.lane_of[stage]
+    halves = [half for half in (first, second) if columns.has(half)]
+    if not columns.has(forward):
+        yield Fault(f"{forward} is missing: add it to lane {lane}.")
+    if columns.has(backward) and halves:
+        also = " and ".join(map(str, halves))
+        yield Fault(f"lane {lane} runs {backward} and also {also}, a half of it: drop one or the other.")
+    elif not columns.has(backward) and not halves:
+        yield Fault(f"{backward} is missing: add it to lane {lane}, or {first} and {second}.")
+    elif not columns.has(backward) and len(halves) == 1:
+        other = second if halves == [first] else first
+        yield Fault(f"{other} is missing, the other half of {halves[0]}: add it to lane {lane}.")
+
+
+def _ascend(columns: Columns) -> Iterator[Fault]:
+    weights = columns.kind == COMPUTE.index(Kind.W)
+    backwards = numpy.isin(columns.kind, [COMPUTE.index(kind) for kind in COMPUTE if kind.is_backward])
+    faults = [*_descents(columns, backwards, "backwards"), *_descents(columns, weights, "weight gradients")]
+    yield from sorted(faults, key=lambda fault: (fault.lane, fault.position))
+
+
+def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
+    """Where the chunk of an action is below one before it, of the same lane and stage."""
+    chosen = numpy.flatnonzero(which & columns.exists)
+    chosen = chosen[numpy.lexsort((chosen, columns.stage[chosen], columns.lane[chosen]))]
+    group = columns.lane[chosen] * columns.schedule.stages + columns.stage[chosen]
+    level = group * columns.schedule.chunks + columns.chunk[chosen]  # ascends from group to group by itself
+    highest = numpy.maximum.accumulate(level)
+    for at in numpy.flatnonzero(level < highest):
+        lane, position, action = columns.place(chosen[at])
+        before = columns.place(chosen[numpy.flatnonzero(level == highest[at])[0]])[2]
+        yield Fault(
+            f"lane {lane} runs {action} after {before}, but {words} of a stage ascend in chunks: put {action} first.",
+            lane, position,
+        )
+
+
+def _fit(columns: Columns, caps: Sequence[int]) -> Iterator[Fault]:
+    begins = columns.kind == COMPUTE.index(Kind.F)
+    ends = numpy.isin(columns.kind, [COMPUTE.index(Kind.B), COMPUTE.index(Kind.W)])
+    for lane, cap in enumerate(caps):
+        part = slice(columns.first[lane], columns.first[lane + 1])
+        held = numpy.cumsum(begins[part].astype(int)) - numpy.cumsum(ends[part].astype(int)) + ends[part]
+        if len(held) and held.max() > cap:
+            position = int(numpy.flatnonzero(held > cap)[0])
             yield Fault(
-                f"lane {lane} runs {action}, but lane {host} hosts stage {stage}: move it there.", lane, position
+                f"lane {lane} holds up to {held.max()} chunks in flight, first above its cap of {cap} at "
+                f"{columns.schedule.orders[lane][position]}: run a backward before it, or allow {held.max()}.",
+                lane, position,
             )
-
-
-def _complete(schedule: Schedule) -> Iterator[Fault]:
-    seen: Counter[Action] = Counter()
-    for lane, position, action in _places(schedule):
-        seen[action] += 1
-        if seen[action] > 1:
-            yield Fault(f"lane {lane} runs {action}, which has run before: drop one of them.", lane, position)
-    for stage, chunk in product(range(schedule.stages), range(schedule.chunks)):
-        forward, backward, first, second = (Action(stage, kind, chunk) for kind in Kind)
-        lane = schedule.placement.lane_of[stage]
-        if not seen[forward]:
-            yield Fault(f"{forward} is missing: add it to lane {lane}.")
-        halves = [half for half in (first, second) if seen[half]]
-        if seen[backward] and halves:
-            also = " and ".join(map(str, halves))
-            yield Fault(f"lane {lane} runs {backward} and also {also}, a half of it: drop one or the other.")
-        elif not seen[backward] and not halves:
-            yield Fault(f"{backward} is missing: add it to lane {lane}, or {first} and {second}.")
-        elif not seen[backward] and len(halves) == 1:
-            other = second if halves == [first] else first
-            yield Fault(f"{other} is missing, the other half of {halves[0]}: add it to lane {lane}.")
-
-
-def _ascend(schedule: Schedule) -> Iterator[Fault]:
-    rows: list[tuple[str, Callable[[Kind], bool]]] = [
-        ("backwards", lambda kind: kind.is_backward),
-        ("weight gradients", lambda kind: kind is Kind.W),
-    ]
-    last: dict[tuple[int, int, str], Action] = {}
-    for lane, position, action in _places(schedule):
-        for words, belongs in rows:
-            if belongs(action.kind):
-                before = last.setdefault((lane, action.stage, words), action)
-                if action.chunk < before.chunk:
-                    yield Fault(
-                        f"lane {lane} runs {action} after {before}, but {words} of a stage ascend in chunks: "
-                        f"put {action} first.", lane, position,
-                    )
-                else:
-                    last[lane, action.stage, words] = action
-
-
-def _end(schedule: Schedule) -> list[Fault]:
-    return progress(schedule, lambda lane, action, needs: None)
-
-
-def _fit(schedule: Schedule, caps: Sequence[int]) -> Iterator[Fault]:
-    for lane, (order, cap) in enumerate(zip(schedule.orders, caps)):
-        held = list(in_flight(order))
-        if max(held, default=0) > cap:
-            position = next(position for position, count in enumerate(held) if count > cap)
-            yield Fault(
-                f"lane {lane} holds up to {max(held)} chunks in flight, first above its cap of {cap} at "
-                f"{order[position]}: run a backward before it, or allow {max(held)}.", lane, position,
-            )
-
-
-def _places(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
-    for lane, order in enumerate(schedule.orders):
-        for position, action in enumerate(order):
-            yield lane, position, action
 
 
 def _cap_of_lanes(cap: int | Sequence[int] | None, lanes: int) -> Sequence[int]:

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import Action, Kind, ScheduleError
+from scheduler.action import COMPUTE
 
 actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6))
 
@@ -15,7 +16,8 @@ def test_an_action_is_printed_as_it_is_parsed(action):
 
 
 def test_an_action_is_written_stage_kind_chunk():
-    assert [str(Action(2, kind, 10)) for kind in Kind] == ["2F10", "2B10", "2I10", "2W10"]
+    assert [str(Action(2, kind, 10)) for kind in COMPUTE] == ["2F10", "2B10", "2I10", "2W10"]
+    assert str(Action(1, Kind.RECV_F, 3)) == "1RECV_F3"
 
 
 WRONG = ["", "F0", "2F", "2F0xyz", " 2F0", "2F0\n", "2X0", "2f0", "-2F0", "02F0", "2F00", "²F0"]

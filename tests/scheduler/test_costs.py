@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import pytest
 
-from scheduler import Action, Costs, Kind, ScheduleError
+from scheduler import Action, Costs, Kind, Link, Placement, ScheduleError
 
 
 def cost(costs, text):
@@ -47,10 +47,13 @@ def test_any_real_number_is_a_cost():
     assert cost(Costs(forward=Fraction(1, 3)), "0F0") == Fraction(1, 3)
 
 
-@pytest.mark.parametrize("what", ["forward", "input", "weight", "backward", "recompute", "link"])
+@pytest.mark.parametrize(
+    "what", ["forward", "input", "weight", "backward", "recompute", "link", "message", "speed", "activation", "kept",
+             "checkpoint"]
+)
 @pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), "1", 1j])
 def test_what_is_not_a_cost_is_refused_with_its_name_and_value(what, number):
-    with pytest.raises(ScheduleError, match=f"{what} costs .*, but time is a finite number that is not negative"):
+    with pytest.raises(ScheduleError, match=f"{what} costs .*, but a cost is a finite number that is not negative"):
         Costs(**{what: number})
     with pytest.raises(ScheduleError, match=f"{what} costs "):
         Costs(**{what: [1, number]})
@@ -64,8 +67,65 @@ def test_a_function_that_gives_no_cost_is_refused_when_it_does():
 
 
 def test_lists_for_another_number_of_stages_are_refused():
-    Costs(forward=[1, 2], link=[1]).refuse_unless_for(2)
+    Costs(forward=[1, 2], link=[1]).refuse_unless_for(Placement.linear(2))
     with pytest.raises(ScheduleError, match=r"forward lists 2 costs but there are 3 stages \(forward: \(1, 2\)\)"):
-        Costs(forward=[1, 2]).refuse_unless_for(3)
+        Costs(forward=[1, 2]).refuse_unless_for(Placement.linear(3))
     with pytest.raises(ScheduleError, match=r"link lists 2 costs but there are 1 boundaries"):
-        Costs(link=[1, 2]).refuse_unless_for(2)
+        Costs(link=[1, 2]).refuse_unless_for(Placement.linear(2))
+
+
+def test_a_lane_of_twice_the_speed_takes_half_the_time():
+    costs = Costs(forward=3, speed=[1, 2, Fraction(1, 3)])
+    assert [costs.of(Action.parse("0F0"), lane) for lane in range(3)] == [3, 1.5, 9]
+    assert Costs(forward=3, speed=2).of(Action.parse("0F0")) == 1.5
+    assert isinstance(Costs(forward=3).of(Action.parse("0F0"), 5), int)
+
+
+def test_a_whole_order_costs_what_its_actions_do():
+    order = tuple(map(Action.parse, "0F0 2F0 0F1 2B0 0I0 0W0".split()))
+    for costs in (Costs(forward=[1, 2, 3], speed=[2, 4]), Costs(forward=lambda stage, chunk: 10 * stage + chunk)):
+        assert costs.of_order(1, order) == [costs.of(action, 1) for action in order]
+
+
+def test_a_link_takes_its_latency_and_what_the_message_needs_to_pass():
+    assert Link(latency=2, bandwidth=8).time(64) == 10
+    assert Costs(link=Link(2, 8), message=64).hop(1, 0) == 10
+    assert [Costs(link=Link(2, 8), message=[64, 8]).hop(*way) for way in ((0, 1), (1, 0), (2, 1))] == [10, 10, 3]
+    assert [Costs(link=[1, Link(2, 8)], message=8).hop(*way) for way in ((0, 1), (1, 2))] == [1, 3]
+    assert Link(latency=2).time(10**9) == 2
+
+
+def test_links_may_be_given_for_pairs_of_lanes():
+    """Two lanes on one machine, one on another; the stages go 0 1 2 2 1 0 over them."""
+    near, far = Link(1), Link(5, bandwidth=2)
+    links = {(0, 1): near, (1, 0): near, (1, 2): far, (2, 1): 7}
+    hop = Costs(link=links, message=4).hops(Placement.vee(3))
+    assert [hop(*way) for way in ((0, 1), (1, 2), (3, 4), (4, 3), (4, 5))] == [1, 7, 7, 7, 1]
+    with pytest.raises(ScheduleError, match=r"link has nothing for lanes \(0, 2\) \(between stages 0 and 1\); it has"):
+        Costs(link=links).hop(0, 1, (0, 2))
+
+
+def test_a_speed_or_a_bandwidth_of_0_is_refused():
+    for wrong in (lambda: Costs(speed=0), lambda: Costs(speed=[1, 0]), lambda: Link(bandwidth=0)):
+        with pytest.raises(ScheduleError, match="is 0, but nothing would ever end"):
+            wrong()
+    with pytest.raises(ScheduleError, match="latency costs -1"):
+        Link(latency=-1)
+
+
+def test_lists_for_another_number_of_lanes_or_boundaries_are_refused():
+    Costs(speed=[1, 2], message=[1, 2, 3], activation=[1, 2, 3, 4]).refuse_unless_for(Placement.vee(2))
+    with pytest.raises(ScheduleError, match="speed lists 3 costs but there are 2 lanes"):
+        Costs(speed=[1, 2, 3]).refuse_unless_for(Placement.vee(2))
+    with pytest.raises(ScheduleError, match="message lists 4 costs but there are 3 boundaries"):
+        Costs(message=[1, 2, 3, 4]).refuse_unless_for(Placement.vee(2))
+    with pytest.raises(ScheduleError, match="kept lists 3 costs but there are 4 stages"):
+        Costs(kept=[1, 1, 1]).refuse_unless_for(Placement.vee(2))
+
+
+def test_what_is_kept_is_a_part_of_the_activations():
+    assert Costs(activation=[4, 8], kept=[1, 2], checkpoint=0.5).held(1) == (8, 2, 0.5)
+    assert Costs(activation=4).held(0) == (4, 4, 4)
+    for what in ("kept", "checkpoint"):
+        with pytest.raises(ScheduleError, match=f"{what} is 5, but it is a part of the activations, which are 4"):
+            Costs(activation=4, **{what: 5}).held(0)

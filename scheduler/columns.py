@@ -1,0 +1,133 @@
+"""What are the actions of a schedule in whole numbers? So that many can be looked at in one go.
+
+    orders  -->  first[lane]                    where in the columns each lane begins; one more: where the last ends
+                 lane, stage, kind, chunk       one entry for each action, lane after lane; kind counts F B I W from 0
+                 exists                         whether there is such a stage and chunk
+                 split[stage, chunk]            whether that backward is I and W
+
+    code = (stage * 4 + kind) * chunks + chunk  is the number of an action that exists
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from scheduler.action import COMPUTE, Action, Kind
+from scheduler.faults import Fault
+from scheduler.schedule import Schedule
+
+__all__ = ["KINDS", "Columns", "Numbers"]
+
+Numbers = NDArray[numpy.int64]
+Booleans = NDArray[numpy.bool_]
+
+KINDS = len(COMPUTE)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The actions of `schedule`, one column for each thing that they say.
+
+    >>> schedule = Schedule.parse('''
+    ...     schedule mine, chunks 2, stages on lanes 0 1
+    ...     lane 0: 0F0 0F1
+    ...     lane 1: 1F0 1I0
+    ... ''')
+    >>> columns = Columns(schedule)
+    >>> columns.first, columns.kind.tolist(), columns.code.tolist()
+    ([0, 2, 4], [0, 0, 0, 2], [0, 1, 8, 12])
+    """
+
+    schedule: Schedule
+
+    @cached_property
+    def first(self) -> list[int]:
+        return [0, *accumulate(map(len, self.schedule.orders))]
+
+    @cached_property
+    def lane(self) -> Numbers:
+        return numpy.repeat(numpy.arange(self.schedule.lanes), [len(order) for order in self.schedule.orders])
+
+    @cached_property
+    def stage(self) -> Numbers:
+        return self._column(0)
+
+    @cached_property
+    def chunk(self) -> Numbers:
+        return self._column(2)
+
+    @cached_property
+    def kind(self) -> Numbers:
+        number = {kind: index for index, kind in enumerate(COMPUTE)}
+        rows = [[number[action.kind] for action in order] for order in self.schedule.orders]
+        return numpy.concatenate([numpy.array(row, dtype=numpy.int64) for row in rows])
+
+    @cached_property
+    def exists(self) -> Booleans:
+        return (
+            (self.stage >= 0) & (self.stage < self.schedule.stages)
+            & (self.chunk >= 0) & (self.chunk < self.schedule.chunks)
+        )
+
+    @cached_property
+    def code(self) -> Numbers:
+        """Of an action that does not exist: the number after all others."""
+        beyond = self.schedule.stages * KINDS * self.schedule.chunks
+        return numpy.where(self.exists, (self.stage * KINDS + self.kind) * self.schedule.chunks + self.chunk, beyond)
+
+    @cached_property
+    def split(self) -> Booleans:
+        found = numpy.zeros((self.schedule.stages, self.schedule.chunks), dtype=bool)
+        halves = self.exists & (self.kind == COMPUTE.index(Kind.I))
+        found[self.stage[halves], self.chunk[halves]] = True
+        return found
+
+    @cached_property
+    def counts(self) -> Numbers:
+        """How often each action runs: counts[stage, kind, chunk]."""
+        shape = self.schedule.stages, KINDS, self.schedule.chunks
+        size = shape[0] * shape[1] * shape[2]
+        return numpy.bincount(self.code, minlength=size + 1)[:size].reshape(shape)
+
+    def has(self, action: Action) -> bool:
+        """Whether an action that exists runs."""
+        return bool(self.counts[action.stage, COMPUTE.index(action.kind), action.chunk])
+
+    def action(self, code: int) -> Action:
+        """The action of this code."""
+        row, chunk = divmod(code, self.schedule.chunks)
+        stage, kind = divmod(row, KINDS)
+        return Action(stage, COMPUTE[kind], chunk)
+
+    def foreign(self) -> Iterator[Fault]:
+        """A fault for each action of a stage or chunk that does not exist."""
+        limits = f"{self.schedule.stages} stages and {self.schedule.chunks} chunks, numbered from 0"
+        for index in numpy.flatnonzero(~self.exists):
+            lane, position, action = self.place(index)
+            yield Fault(f"lane {lane} runs {action}, but there are {limits}: drop it.", lane, position)
+
+    def place(self, index: int | numpy.signedinteger[Any]) -> tuple[int, int, Action]:
+        """Lane, position and action of one entry."""
+        lane = int(self.lane[index])
+        position = int(index) - self.first[lane]
+        return lane, position, self.schedule.orders[lane][position]
+
+    def _column(self, field: int) -> Numbers:
+        return numpy.concatenate([_whole([action[field] for action in order]) for order in self.schedule.orders])
+
+
+def _whole(values: Sequence[Any]) -> Numbers:
+    """What is no number of a stage or chunk becomes -1, which is none either."""
+    found = numpy.array(values) if values else numpy.zeros(0, dtype=numpy.int64)
+    if found.dtype == numpy.int64:
+        return found
+    return numpy.array([_one(value) for value in values], dtype=numpy.int64)
+
+
+def _one(value: Any) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**62 else -1

@@ -1,0 +1,21 @@
+"""What ran, where, and when?"""
+
+from typing import NamedTuple
+
+from scheduler.action import Action
+
+__all__ = ["Event"]
+
+
+class Event(NamedTuple):
+    """`action` ran on `lane` from `start` to `end`."""
+
+    action: Action
+    lane: int
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        """How long the action ran."""
+        return self.end - self.start

@@ -1,0 +1,132 @@
+"""Why did an action not start earlier? It is what the lane ran before it, or what it needs, and one of them ended last.
+
+    lane 0 |F0 F1 .  .  B0          B0 of lane 0 waits for B0 of lane 1, that for F0 of lane 1, that for F0 of lane 0
+    lane 1 |.  F0 B0 == F1                ▲ this chain, from the end of the step back to its start, is the critical path
+
+Holds for simulated and for measured timelines: it reads the events and `requires`, no costs.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from scheduler.action import Action, Kind
+from scheduler.dependencies import requires
+from scheduler.event import Event
+
+__all__ = ["critical_path", "why_idle"]
+
+Rows = Sequence[Sequence[Event]]
+
+
+def critical_path(rows: Rows, exact: bool) -> tuple[Event, ...]:
+    """From an action that waits for nothing to the one that ends last.
+
+    Args:
+        rows: the events of each lane, in order
+        exact: whether an action starts at the very time at which the last that it waits for is there, as in a
+            simulation; by clocks it starts a little later
+
+    Returns:
+        The events, ascending in time; none where nothing ran.
+
+    >>> from scheduler import by_name, simulate
+    >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=2))
+    >>> " ".join(str(event.action) for event in timeline.critical_path)
+    '0F0 1F0 1B0 1F1 1B1 0B1'
+    """
+    causes = _Causes(rows, exact)
+    last = max((row[-1] for row in rows if row), key=lambda event: event.end, default=None)
+    path: list[Event] = []
+    while last is not None:
+        path.append(last)
+        last = causes.of(last)
+    return tuple(reversed(path))
+
+
+def why_idle(rows: Rows, exact: bool, lane: int, time: float) -> str:
+    """What `lane` does at `time`: that it works, or what it waits for and what holds that up.
+
+    Args:
+        rows: the events of each lane, in order
+        exact: as above
+        lane: which lane
+        time: any time
+
+    >>> from scheduler import by_name, simulate
+    >>> timeline = simulate(by_name("1f1b", lanes=3, chunks=3))
+    >>> print(timeline.why_idle(lane=0, time=4))
+    lane 0 is idle from 3 to 7: 0B0 waits for 1B0, which runs on lane 1 from 5 to 7; 1B0 waits for 2B0, which runs on \
+lane 2 from 3 to 5.
+    >>> print(timeline.why_idle(lane=0, time=8))
+    lane 0 runs 0B0 from 7 to 9.
+    """
+    row = rows[lane]
+    number = next((number for number, event in enumerate(row) if event.end > time), len(row))
+    if number == len(row):
+        return f"lane {lane} is done at {_short(row[-1].end if row else 0)}: it has nothing more to run."
+    event = row[number]
+    if event.start <= time:
+        return f"lane {lane} runs {event.action} from {_short(event.start)} to {_short(event.end)}."
+    since = row[number - 1].end if number else 0
+    words = _chain(_Causes(rows, exact), event, time)
+    return f"lane {lane} is idle from {_short(since)} to {_short(event.start)}: {words}."
+
+
+def _chain(causes: "_Causes", event: Event, time: float) -> str:
+    """Back along what held it up, to what ran or travelled at that time."""
+    words = []
+    while event.start > time:
+        cause = causes.of(event)
+        if cause is None:
+            words.append(f"{event.action} waits for nothing that was recorded")
+            break
+        if cause.lane == event.lane:
+            words.append(f"{event.action} has its turn after {cause.action}, {_when(cause)}")
+        else:
+            words.append(f"{event.action} waits for {cause.action}, {_when(cause)}")
+            if cause.end < event.start and cause.end <= time:
+                words[-1] += f" and arrives at {_short(event.start)}"
+        event = cause
+    return "; ".join(words)
+
+
+def _when(event: Event) -> str:
+    return f"which runs on lane {event.lane} from {_short(event.start)} to {_short(event.end)}"
+
+
+def _short(time: float) -> str:
+    return f"{float(time):.6g}"
+
+
+class _Causes:
+    """What each event waited for."""
+
+    def __init__(self, rows: Rows, exact: bool) -> None:
+        self._rows, self._exact = rows, exact
+
+    @cached_property
+    def _found(self) -> dict[Action, Event]:
+        return {event.action: event for row in self._rows for event in row}
+
+    @cached_property
+    def _before(self) -> dict[Action, Event]:
+        return {after.action: event for row in self._rows for event, after in zip(row, row[1:])}
+
+    @cached_property
+    def _split(self) -> frozenset[tuple[int, int]]:
+        return frozenset((stage, chunk) for stage, kind, chunk in self._found if kind is Kind.I)
+
+    @cached_property
+    def _stages(self) -> int:
+        return max(action.stage for action in self._found) + 1
+
+    def of(self, event: Event) -> Event | None:
+        """What ended last of what it had to wait for. Where messages take time that is what was sent last, unless the
+        lane itself was not free before."""
+        before = self._before.get(event.action)
+        if before is not None and before.end == event.start:
+            return before
+        needs = (self._found.get(need) for need in requires(event.action, self._stages, self._split))
+        away = [need for need in needs if need is not None and need.lane != event.lane and need.end <= event.start]
+        waited = away if away and self._exact or before is None else [before, *away]
+        return max(waited, key=lambda each: each.end, default=None)

@@ -1,0 +1,78 @@
+"""How long is a message on its way?
+
+    a number                      every message
+    Link(latency, bandwidth)      latency + size / bandwidth
+    one of these a boundary       (between stages 0 and 1, 1 and 2, ...), either way
+    {(lane, lane): one of these}  from lane to lane, where machines are wired differently
+    a function                    of (sender, receiver), both stages
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from scheduler.errors import ScheduleError, refuse_unless_cost
+
+__all__ = ["Link", "Links", "between"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two lanes.
+
+    Args:
+        latency: what any message takes
+        bandwidth: how much of a message passes in one unit of time
+
+    Raises:
+        ScheduleError: the latency is negative, or the bandwidth is not above 0.
+
+    >>> Link(latency=2, bandwidth=8).time(64)
+    10.0
+    """
+
+    latency: float = 0
+    bandwidth: float = inf
+
+    def __post_init__(self) -> None:
+        refuse_unless_cost("latency", self.latency)
+        if self.bandwidth != inf:
+            refuse_unless_cost("bandwidth", self.bandwidth, above=True)
+
+    def time(self, size: float) -> float:
+        """How long a message of this size takes."""
+        return self.latency if self.bandwidth == inf else self.latency + size / self.bandwidth
+
+
+Way = float | Link
+Links = Way | Sequence[Way] | Mapping[tuple[int, int], Way] | Callable[[int, int], float]
+
+
+def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | None, size: float) -> float:
+    """How long a message takes from one stage to its neighbour.
+
+    Args:
+        links: as above
+        sender: a stage
+        receiver: its neighbour
+        lanes: where the two are, if it is known
+        size: of the message
+
+    Raises:
+        ScheduleError: a function gave what is not a cost, or these lanes have no link.
+    """
+    if isinstance(links, Mapping):
+        if lanes is None or lanes not in links:
+            raise ScheduleError(
+                f"link has nothing for lanes {lanes} (between stages {sender} and {receiver}); it has "
+                f"{sorted(links)}. Give one for each pair of lanes that messages go from and to."
+            )
+        way = links[lanes]
+    elif isinstance(links, Sequence):
+        way = links[min(sender, receiver)]
+    elif callable(links):
+        way = links(sender, receiver)
+        refuse_unless_cost("link", way)
+    else:
+        way = links
+    return way.time(size) if isinstance(way, Link) else way
