@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs
 from partition.splitting import check_balance
 from pipeline.places import Place, place_of
-from scheduler import Kind, Schedule, ScheduleError
+from scheduler import Kind, Schedule, ScheduleError, by_name
 
 
 def cannot_move(what: str) -> str:
@@ -100,16 +100,29 @@ def check_shared(stages: Sequence[nn.Sequential]) -> None:
                 )
 
 
+def schedule_named(name: str, stages: int, chunks: int) -> Schedule:
+    """The schedule of this name for so many stages, on as many lanes as that makes."""
+    schedule = by_name(name, stages, chunks)
+    each = schedule.stages // stages
+    if stages % each:
+        raise ScheduleError(
+            f"schedule {name} has {each} stages a lane but the balance has {stages}, no multiple of that. Use a "
+            f"balance of {stages - stages % each + each} stages, or a schedule with one stage a lane, such as 1f1b."
+        )
+    return schedule if each == 1 else by_name(name, stages // each, chunks)
+
+
 def check_schedule(schedule: Schedule, stages: int) -> None:
     if schedule.stages != stages:
         raise ScheduleError(
-            f"the schedule has {schedule.stages} stages but the balance has {stages}. Make it for {stages} stages."
+            f"schedule {schedule.name} has {schedule.stages} stages but the balance has {stages}. Make it for {stages} "
+            "stages."
         )
     kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
     if kinds:
         raise ScheduleError(
-            f"the schedule has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule whose "
-            "backward is not split."
+            f"schedule {schedule.name} has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule "
+            "whose backward is not split, such as 1f1b."
         )
 
 

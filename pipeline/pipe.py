@@ -37,6 +37,7 @@ from pipeline.edge import (
     check_step,
     choose_balance,
     choose_places,
+    schedule_named,
 )
 from pipeline.loss import Loss, LossFn
 from pipeline.microbatch import Batch, gather, scatter, scatter_like
@@ -50,7 +51,7 @@ from pipeline.trace import Trace
 from pipeline.transports.local import Local
 from pipeline.turns import turn
 from pipeline.values import chain
-from scheduler import Schedule, ScheduleError, by_name, verify
+from scheduler import Schedule, ScheduleError, verify
 
 
 class Pipe(Enclosed):
@@ -64,7 +65,8 @@ class Pipe(Enclosed):
         balance: layers per stage. None: cut so that parameter bytes are even over the devices.
         chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
         devices: the device of each stage, repeats allowed. None: all CUDA devices, or the CPU for every stage.
-        schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs.
+        schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. Its backwards are whole (no I and W).
+            By name there are as many lanes as `balance` has stages, or half as many where a lane has two (interleaved).
         checkpoint: "always", "except_last", "never", or a callable (stage, chunk) -> bool: which activations are
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
         deferred_batch_norm: update the running statistics of BatchNorm layers once for each mini-batch, with those of
@@ -166,7 +168,7 @@ class Pipe(Enclosed):
             verify(schedule)
             check_schedule(schedule, len(self.balance))
         else:
-            by_name(schedule, len(self.balance), self.chunks)
+            check_schedule(schedule_named(schedule, len(self.balance), self.chunks), len(self.balance))
         self._schedule = schedule
         self._plans.clear()
 
@@ -374,7 +376,7 @@ class Pipe(Enclosed):
 
     def _schedule_for(self, chunks: int) -> Schedule:
         if isinstance(self._schedule, str):
-            return by_name(self._schedule, len(self.balance), chunks)
+            return schedule_named(self._schedule, len(self.balance), chunks)
         if self._schedule.chunks != chunks:
             raise ScheduleError(
                 f"the schedule is made for {self._schedule.chunks} chunks but this mini-batch gives {chunks} "

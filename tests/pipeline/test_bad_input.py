@@ -150,7 +150,7 @@ def split_schedule():
 
 
 def test_a_schedule_of_other_stages_chunks_or_kinds_is_refused():
-    with pytest.raises(ScheduleError, match="the schedule has 3 stages but the balance has 2"):
+    with pytest.raises(ScheduleError, match="schedule gpipe has 3 stages but the balance has 2. Make it for 2"):
         Pipe(net(), [2, 1], 2, schedule=by_name("gpipe", 3, 2))
     with pytest.raises(ScheduleError, match="actions of kind I, W.*backward is not split"):
         Pipe(net(), [3], 2, schedule=split_schedule())
