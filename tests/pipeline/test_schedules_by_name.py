@@ -1,5 +1,5 @@
-"""Law 1 for the schedules by name: those of whole backwards give the bits of the plain module, on a lane for each stage or
-for every two; the others are refused in words."""
+"""Law 1 for schedules by name: those of whole backwards give the bits of the plain module, on a lane for each stage or for
+every two; the others are refused in words."""
 
 from __future__ import annotations
 
