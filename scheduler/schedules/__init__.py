@@ -1,14 +1,19 @@
 """Which schedules are there? One file each; a new schedule is a new file here, and its tests.
 
-    schedules/<file>.py: BUILDERS = {name: build(lanes, chunks) -> Schedule}  ──►  names(), by_name(name, lanes, chunks)
+    schedules/<file>.py: BUILDERS = {name: build(lanes, chunks, **options) -> Schedule}
+                             │
+                             ▼
+    names(), by_name(name, lanes, chunks, **options)
 
-The files are found by looking into this folder, so that no list has to be kept.
+The files are found by looking into this folder, so that no list has to be kept; one whose name begins with "_" has no
+schedules of its own, but what several of them share. An option is a keyword of the builder, and has a default.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import import_module
+from inspect import signature
 from pkgutil import iter_modules
 
 from scheduler.errors import ScheduleError, refuse_unless_whole
@@ -16,34 +21,40 @@ from scheduler.schedule import Schedule
 
 __all__ = ["by_name", "names"]
 
-Builder = Callable[[int, int], Schedule]
+Builder = Callable[..., Schedule]
 
 
-@lru_cache(maxsize=64, typed=True)
-def by_name(name: str, lanes: int, chunks: int) -> Schedule:
+def by_name(name: str, lanes: int, chunks: int, **options: object) -> Schedule:
     """Builds the schedule of this name; the same call gives the same object.
 
     Args:
         name: one of `names()`
         lanes: how many lanes (ranks, or devices in one process) there are
-        chunks: how many chunks a step has; fewer than lanes will do
+        chunks: how many chunks a step has; fewer than lanes will do, unless the schedule says otherwise
+        options: what the schedule's builder takes besides, such as stages_per_lane; a list counts as a tuple
 
     Raises:
-        ScheduleError: there is no such schedule, or `lanes` or `chunks` is not a whole number of at least 1.
+        ScheduleError: there is no such schedule, it takes no such option, or a value cannot be: `lanes` or `chunks`
+            is not a whole number of at least 1, the schedule is not defined for so few chunks, or an option is wrong.
 
     >>> print(by_name("1f1b", lanes=2, chunks=2))
     schedule 1f1b, chunks 2, stages on lanes 0 1
     lane 0: 0F0 0F1 0B0 0B1
     lane 1: 1F0 1B0 1F1 1B1
+    >>> print(by_name("interleaved", lanes=2, chunks=1, stages_per_lane=2))
+    schedule interleaved, chunks 1, stages on lanes 0 1 0 1
+    lane 0: 0F0 2F0 2B0 0B0
+    lane 1: 1F0 3F0 3B0 1B0
     """
     refuse_unless_whole("lanes", lanes, least=1)
     refuse_unless_whole("chunks", chunks, least=1)
-    if name not in names():
-        near = get_close_matches(str(name).lower(), names(), n=1, cutoff=0.0)[0]
-        raise ScheduleError(
-            f"there is no schedule {name!r}; there are {', '.join(names())}. Did you mean {near!r}?"
-        )
-    return _builders()[name](lanes, chunks)
+    if not options:
+        return _build(name, lanes, chunks)
+    options = {what: tuple(value) if isinstance(value, list) else value for what, value in options.items()}
+    for what, value in options.items():
+        if not _is_hashable(value):
+            raise ScheduleError(f"{what} is {value!r}, but must be a number, a text, or a list of these.")
+    return _build(name, lanes, chunks, repr(options), **options)
 
 
 def names() -> tuple[str, ...]:
@@ -55,7 +66,40 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_builders()))
 
 
+@lru_cache(maxsize=64)
+def _build(name: str, lanes: int, chunks: int, spelt: str = "", /, **options: Hashable) -> Schedule:
+    # `spelt` is for the cache alone: (1, True) equals (1, 1), but only one of them is right
+    if name not in names():
+        near = get_close_matches(str(name).lower(), names(), n=1, cutoff=0.0)[0]
+        raise ScheduleError(
+            f"there is no schedule {name!r}; there are {', '.join(names())}. Did you mean {near!r}?"
+        )
+    build = _builders()[name]
+    _refuse_unknown(options, name, build)
+    return build(lanes, chunks, **options)
+
+
+def _refuse_unknown(options: dict[str, Hashable], name: str, build: Builder) -> None:
+    _, _, *known = signature(build).parameters.values()
+    unknown = [what for what in options if what not in {option.name for option in known}]
+    if unknown:
+        takes = ", ".join(f"{option.name}={option.default!r}" for option in known) or "none"
+        raise ScheduleError(
+            f"{name} takes no option {', '.join(unknown)}; it takes {takes}{' by default' if known else ''}. "
+            f"Drop {', '.join(unknown)}, or choose another schedule."
+        )
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 @cache
 def _builders() -> dict[str, Builder]:
-    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    files = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
+    modules = [import_module(f"{__name__}.{file}") for file in files]
     return {name: build for module in modules for name, build in module.BUILDERS.items()}

@@ -11,21 +11,17 @@ Every lane holds all chunks in flight. The paper's figure sends the last chunk b
 ascending order, as in every schedule, so that gradients are bitwise the same (verification.py).
 """
 
-from scheduler.action import Action, Kind
 from scheduler.placement import Placement
-from scheduler.schedule import Order, Schedule
+from scheduler.schedule import Schedule
+from scheduler.schedules._in_turns import in_turns
 
 __all__ = ["BUILDERS", "build"]
 
 
 def build(lanes: int, chunks: int) -> Schedule:
     """GPipe with one stage a lane."""
-    orders = tuple(_order(stage, chunks) for stage in range(lanes))
+    orders = tuple(in_turns([lane], [chunks], warmup=chunks) for lane in range(lanes))
     return Schedule("gpipe", Placement.linear(lanes), chunks, orders)
-
-
-def _order(stage: int, chunks: int) -> Order:
-    return tuple(Action(stage, kind, chunk) for kind in (Kind.F, Kind.B) for chunk in range(chunks))
 
 
 BUILDERS = {"gpipe": build}

@@ -11,25 +11,17 @@ Lane r runs one forward for each lane after it (warm-up), then a forward and a b
 backwards that are left (cool-down). It is as fast as GPipe, and holds at most lanes - r chunks instead of all.
 """
 
-from scheduler.action import Action, Kind
 from scheduler.placement import Placement
-from scheduler.schedule import Order, Schedule
+from scheduler.schedule import Schedule
+from scheduler.schedules._in_turns import in_turns
 
 __all__ = ["BUILDERS", "build"]
 
 
 def build(lanes: int, chunks: int) -> Schedule:
     """1F1B with one stage a lane; fewer chunks than lanes will do."""
-    orders = tuple(_order(stage, lanes, chunks) for stage in range(lanes))
+    orders = tuple(in_turns([lane], [chunks], warmup=lanes - lane) for lane in range(lanes))
     return Schedule("1f1b", Placement.linear(lanes), chunks, orders)
-
-
-def _order(stage: int, lanes: int, chunks: int) -> Order:
-    forward = [Action(stage, Kind.F, chunk) for chunk in range(chunks)]
-    backward = [Action(stage, Kind.B, chunk) for chunk in range(chunks)]
-    warm = min(chunks, lanes - 1 - stage)
-    steady = [action for pair in zip(forward[warm:], backward) for action in pair]
-    return (*forward[:warm], *steady, *backward[chunks - warm:])
 
 
 BUILDERS = {"1f1b": build}

@@ -1,4 +1,4 @@
-"""Law 1 for schedules by name: those of whole backwards give the bits of the plain module, on a lane for each stage or for
+"""Law 1 for schedules by name: those of whole backwards give the plain module's bits, on a lane for each stage or for
 every two; the others are refused in words."""
 
 from __future__ import annotations
