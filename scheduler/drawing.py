@@ -12,22 +12,21 @@
 
 A cell is a slot: `F0` an action's first, `==` its further ones, `.` idle. Where all times are whole multiples of one
 duration, the slot is that duration. Measured times never are: there a slot is a share of the makespan, and what is
-too short to fill one still gets one, the next that is free.
+too short to fill one still gets one, the next that is free. `F4+` runs as one block with the action after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from math import gcd, lcm
 from numbers import Rational
 
-from scheduler.action import Action
 from scheduler.errors import refuse_unless_whole
 from scheduler.grid import IDLE, grid, label_for
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
 from scheduler.timeline import Event, Timeline
 
-__all__ = ["draw"]
+__all__ = ["draw", "duration"]
 
 
 def draw(what: Schedule | Timeline, width: int | None = None) -> str:
@@ -46,43 +45,55 @@ def draw(what: Schedule | Timeline, width: int | None = None) -> str:
     if width is not None:
         refuse_unless_whole("width", width, least=1)
     timeline = simulate(what) if isinstance(what, Schedule) else what
-    slot = _slot(timeline, width)
+    blocks: Set[tuple[int, int]] = what.blocks if isinstance(what, Schedule) else frozenset()
+    column = _columns(timeline, width)
     label = label_for([event.action for event in row] for row in timeline.by_lane)
-    return "\n".join([grid([_cells(row, slot, label) for row in timeline.by_lane]), _footer(timeline)])
+    names = [
+        [label(event.action) + _BLOCK * ((lane, position) in blocks) for position, event in enumerate(row)]
+        for lane, row in enumerate(timeline.by_lane)
+    ]
+    return "\n".join([grid([_cells(*lane, column) for lane in zip(timeline.by_lane, names)]), _footer(timeline)])
 
 
-def _cells(row: Sequence[Event], slot: Fraction | float, label: Callable[[Action], str]) -> list[str]:
+def duration(value: float, unit: str) -> str:
+    """Slots as they are; seconds with three digits, in a unit that fits.
+
+    >>> duration(33, "slots"), duration(0.004129, "s")
+    ('33 slots', '4.13 ms')
+    """
+    if unit != "s" or value == 0 or value >= 1:
+        return f"{value:.6g} {unit}"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _cells(row: Sequence[Event], names: Sequence[str], column: Mapping[float, int]) -> list[str]:
     cells: list[str] = []
-    for event in row:
-        first = max(len(cells), round(event.start / slot))
-        after = max(first + 1, round(event.end / slot))
-        cells += [IDLE] * (first - len(cells)) + [label(event.action)] + [_FURTHER] * (after - first - 1)
+    for (_, _, start, end), name in zip(row, names):
+        first = max(len(cells), column[start])
+        after = max(first + 1, column[end])
+        cells += [IDLE] * (first - len(cells)) + [name] + [_FURTHER] * (after - first - 1)
     return cells
 
 
 def _footer(timeline: Timeline) -> str:
     peaks = " ".join(map(str, timeline.peak_in_flight))
     makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
-    return f"makespan {_duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
+    return f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
 
 
-def _duration(value: float, unit: str) -> str:
-    """Slots as they are; seconds with three digits, in a unit that fits."""
-    if unit != "s" or value == 0 or value >= 1:
-        return f"{value:.6g} {unit}"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+def _columns(timeline: Timeline, width: int | None) -> dict[float, int]:
+    """Which slot each time falls on: once for each time, because many actions start and end together."""
+    times = {time for event in timeline.events for time in event[2:]}
+    whole = _whole_slot(timeline, times) if width is None and timeline.unit == "slots" else None
+    slot = whole or timeline.makespan / (width or _WIDTH) or 1
+    return {time: round(time / slot) for time in times}
 
 
-def _slot(timeline: Timeline, width: int | None) -> Fraction | float:
-    whole = _whole_slot(timeline) if width is None and timeline.unit == "slots" else None
-    return whole or timeline.makespan / (width or _WIDTH) or 1
-
-
-def _whole_slot(timeline: Timeline) -> Fraction | None:
+def _whole_slot(timeline: Timeline, times: Set[float]) -> Fraction | None:
     """The longest slot that all times are whole multiples of, unless the shortest action would fill many of them."""
-    times = {_exactly(time) for event in timeline.events for time in (event.start, event.end)}
-    slot = Fraction(gcd(*(time.numerator for time in times)), lcm(*(time.denominator for time in times)))
-    shortest = min((event.duration for event in timeline.events if event.duration), default=0)
+    exact = [_exactly(time) for time in times]
+    slot = Fraction(gcd(*(time.numerator for time in exact)), lcm(*(time.denominator for time in exact)))
+    shortest = min((end - start for _, _, start, end in timeline.events if end != start), default=0)
     return slot if shortest <= _MANY * slot else None
 
 
@@ -91,5 +102,6 @@ def _exactly(time: float) -> Fraction:
 
 
 _FURTHER = "=="
+_BLOCK = "+"
 _WIDTH = 40
 _MANY = 8

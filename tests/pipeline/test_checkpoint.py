@@ -122,7 +122,7 @@ def test_1f1b_on_one_device_keeps_the_last_stage_since_each_of_its_chunks_goes_b
 
 
 def brute_force(plan: Plan, devices: list[str]) -> set[tuple[int, int]]:
-    """The rule as design.md words it, action by action, on the order in which the plan runs."""
+    """The rule in words, action by action, on the order in which the plan runs."""
     ran: list[Action] = []
     for phase in plan.phases:
         ran += merged_order(phase.orders, phase.needs, phase.before)

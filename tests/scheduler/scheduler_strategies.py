@@ -1,6 +1,6 @@
 """Where do the random inputs of the tests of `scheduler` come from, and what are they compared with?
 
-`depends` states the relation a second time, from the words of design.md and as slowly as one likes; `schedules` deals
+`depends` states the relation a second time, in other words and as slowly as one likes; `schedules` deals
 actions out one by one, each once all that it needs is dealt, so that what it makes is right by construction.
 """
 

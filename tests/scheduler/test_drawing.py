@@ -2,6 +2,7 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler_strategies import schedules
 
 from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, draw, simulate
@@ -89,6 +90,28 @@ def test_every_action_is_drawn_once_on_its_lane_in_its_order(schedule):
             cells = [cell for cell in row.split("|")[1].split() if cell not in (".", "==")]
             several = any(len(schedule.placement.stages_of(lane)) > 1 for lane in range(schedule.lanes))
             assert cells == [str(action) if several else str(action)[1:] for action in order]
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(schedules(), st.sampled_from([1, 3]), st.integers(0, 2))
+def test_every_slot_shows_what_runs_in_it(schedule, backward, link):
+    timeline = simulate(schedule, Costs(forward=2, input=1, weight=1, backward=backward, link=link))
+    for row, events in zip(draw(timeline).splitlines(), timeline.by_lane):
+        cells = row.split("|")[1].split() + ["."] * timeline.makespan
+        for slot in range(timeline.makespan):
+            event = next((event for event in events if event.start <= slot < event.end), None)
+            if event is None:
+                assert cells[slot] == "."
+            else:
+                assert cells[slot] == "==" if slot > event.start else str(event.action).endswith(cells[slot])
+
+
+def test_a_block_is_marked_at_its_first_action():
+    schedule = Schedule.parse("schedule s, chunks 2, stages on lanes 0\nlane 0: 0F0 0F1+0B0 0B1")
+    assert draw(schedule) == golden("""
+        lane 0 |F0  F1+ B0  ==  B1  ==
+        makespan 6 slots, bubble 0.0%, peak in flight 2
+    """)
 
 
 def test_lanes_line_up_where_their_numbers_have_two_digits():

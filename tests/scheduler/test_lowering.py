@@ -18,7 +18,7 @@ law = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def messages_of(schedule):
-    """All (SEND, RECV) pairs, from the words of design.md: neighbours on different lanes."""
+    """All (SEND, RECV) pairs, in other words: neighbours on different lanes."""
     lane_of, pairs = schedule.placement.lane_of, set()
     for stage, kind, chunk in schedule.actions:
         other = stage + 1 if kind is Kind.F else stage - 1

@@ -1,4 +1,4 @@
-"""Do the schedules have the bubbles that their papers print? Sections 2.2 and 2.3 of reference/schedules.md.
+"""Do the schedules have the bubbles that their papers print?
 
 The papers count idle time in the span of a lane (`span_bubble`): first start to last end. For 1F1B, interleaved 1F1B
 and ZB-H1 that of the first lane is the whole step, so both rates are one; for ZB-H2 they are not.

@@ -156,7 +156,7 @@ def test_all_faults_are_told_at_once_and_marked():
 
 
 def test_the_last_stage_without_its_forward_is_found_as_in_torch_2_13():
-    """torch's own 1F1B table lacks F of chunk 0 on the last rank; see style.md."""
+    """torch's own 1F1B table lacks F of chunk 0 on the last rank."""
     schedule = by_name("1f1b", 4, 6)
     found = words(with_order(schedule, 3, schedule.orders[3][1:]))
     assert "lane 3 waits at 3B0 for 3F0, which no lane runs: add 3F0, or drop chunk 0" in found
