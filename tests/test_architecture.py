@@ -51,7 +51,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("package", "forbidden"),
-    [("scheduler", {"torch", "numpy", "partition", "pipeline"}), ("partition", {"pipeline"})],
+    [("scheduler", {"torch", "partition", "pipeline"}), ("partition", {"pipeline"})],
 )
 def test_packages_import_only_downward(package: str, forbidden: set[str]) -> None:
     for path in (ROOT / package).rglob("*.py"):
@@ -59,5 +59,5 @@ def test_packages_import_only_downward(package: str, forbidden: set[str]) -> Non
 
 
 def test_the_scheduler_needs_no_torch() -> None:
-    code = "import sys, scheduler; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
