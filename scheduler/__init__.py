@@ -19,10 +19,13 @@ One relation, `requires`, says what waits for what; all of the above read it. Th
 """
 
 from scheduler.action import Action, Kind
+from scheduler.chrome import chrome_trace, timeline_from_chrome
 from scheduler.costs import Costs
+from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
+from scheduler.figure import svg
 from scheduler.links import Link
 from scheduler.lowering import lower
 from scheduler.placement import Placement
@@ -51,6 +54,11 @@ __all__ = [
     "simulate",
     "lower",
     "draw",
+    "svg",
+    "chrome_trace",
+    "timeline_from_chrome",
+    "to_csv",
+    "from_csv",
     "Costs",
     "Link",
     "Event",

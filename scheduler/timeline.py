@@ -22,7 +22,7 @@ W) not; an F counts from its start, a B or W until its end.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, isclose
 from operator import attrgetter
 from typing import Literal
 
@@ -56,18 +56,26 @@ class Timeline:
 
     def __post_init__(self) -> None:
         refuse_unless_whole("lanes", self.lanes, least=1)
-        latest = -inf
+        latest: float = 0
+        free: list[float] = [0] * self.lanes
         for action, lane, start, end in self.events:
-            if not 0 <= lane < self.lanes or not start <= end:
+            if not 0 <= lane < self.lanes or not 0 <= start <= end < inf:
                 raise ScheduleError(
                     f"{action} on lane {lane} from {start} to {end} cannot be: there are {self.lanes} lanes, "
-                    "numbered from 0, and an action ends after it starts. Give lane, start and end in this order."
+                    "numbered from 0, time begins at 0, and an action ends after it starts. Give lane, start and end "
+                    "in this order."
                 )
             if start < latest:
                 raise ScheduleError(
                     f"the events are not sorted: {action} starts at {start}, after one that starts at {latest}. "
                     "Sort them by start, or use Timeline.measured, which does."
                 )
+            if start < free[lane] and not isclose(start, free[lane], abs_tol=1e-12):
+                raise ScheduleError(
+                    f"{action} on lane {lane} starts at {start}, but the action before it ends at {free[lane]}: a lane "
+                    "runs one at a time. Give them to lanes of their own."
+                )
+            free[lane] = end
             latest = start
 
     @classmethod

@@ -79,6 +79,12 @@ def test_a_measured_timeline_is_drawn_in_seconds_and_loses_no_action():
     """)
 
 
+def test_what_begins_late_for_others_before_it_ends_when_it_ends():
+    events = [Event(Action.parse(f"0F{chunk}"), 0, chunk * 1e-9, (chunk + 1) * 1e-9) for chunk in range(3)]
+    timeline = Timeline.measured([*events, Event(Action.parse("0B0"), 0, 3e-9, 5.0)], lanes=1)
+    assert draw(timeline, width=5).splitlines()[0] == "lane 0 |F0 F1 F2 B0 =="
+
+
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(schedules())
 def test_every_action_is_drawn_once_on_its_lane_in_its_order(schedule):

@@ -69,7 +69,7 @@ def test_a_timeline_without_events_has_no_bubble(timeline):
 
 
 def test_events_off_the_lanes_or_the_clock_are_refused():
-    for lane, start, end in ((2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, float("nan"), 1)):
+    for lane, start, end in ((2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, float("nan"), 1), (0, -1, 1), (0, 0, float("inf"))):
         with pytest.raises(ScheduleError, match=r"0F0 on lane .* cannot be: there are 2 lanes, numbered from 0"):
             Timeline((event("0F0", lane, start, end),), lanes=2)
 
@@ -82,3 +82,10 @@ def test_events_out_of_order_are_refused():
 def test_no_lanes_are_refused_in_a_timeline():
     with pytest.raises(ScheduleError, match="lanes is 0, but must be a whole number of at least 1"):
         Timeline((), lanes=0)
+
+
+def test_actions_that_overlap_on_a_lane_are_refused():
+    words = "0F1 on lane 0 starts at 1, but the action before it ends at 2: a lane runs one at a time"
+    with pytest.raises(ScheduleError, match=words):
+        Timeline((event("0F0", 0, 0, 2), event("0F1", 0, 1, 3)), lanes=1)
+    Timeline((event("0F0", 0, 0, 2), event("1F0", 1, 1, 3), event("0F1", 0, 2, 3)), lanes=2)

@@ -1,0 +1,151 @@
+"""How does a timeline get into a trace viewer, chrome://tracing or Perfetto?
+
+    Timeline  --chrome_trace-->  JSON: a process, a thread for each lane, a complete event for each action,
+        ▲                              a counter for what each lane holds, arrows between lanes
+        └──── timeline_from_chrome ──────────┘
+
+The format is the Trace Event Format, which both viewers read. It counts in microseconds and keeps nanoseconds: a slot
+is one microsecond here, so simulated times are read as they are, and seconds are what they are. chrome://tracing takes
+the colours given here; Perfetto colours by an action's name without its digits, so by its kind too.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+from scheduler.action import Action, Kind
+from scheduler.dependencies import requires
+from scheduler.errors import ScheduleError
+from scheduler.held import Held
+from scheduler.timeline import Event, Timeline
+
+__all__ = ["chrome_trace", "timeline_from_chrome"]
+
+
+def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = True, arrows: bool = False) -> str:
+    """Writes a timeline for trace viewers.
+
+    Args:
+        timeline: simulated (a slot is written as 1 us) or measured
+        name: of the process
+        memory: whether to add a counter for each lane, with what it holds
+        arrows: whether to add an arrow to each action from what it waited for on other lanes; this doubles the file
+
+    Returns:
+        JSON, an event on a line.
+
+    >>> from scheduler import by_name, simulate
+    >>> print(chrome_trace(simulate(by_name("gpipe", lanes=1, chunks=1)), memory=False))
+    {"otherData": {"unit": "slots", "lanes": 1, "held": [[1, 1, 1]]}, "displayTimeUnit": "ns", "traceEvents": [
+    {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}},
+    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "lane 0"}},
+    {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 0, "args": {"sort_index": 0}},
+    {"ph": "X", "name": "0F0", "cat": "F", "ts": 0, "dur": 1, "pid": 0, "tid": 0, "cname": "rail_response", \
+"args": {"stage": 0, "kind": "F", "chunk": 0}},
+    {"ph": "X", "name": "0B0", "cat": "B", "ts": 1, "dur": 2, "pid": 0, "tid": 0, "cname": "rail_animation", \
+"args": {"stage": 0, "kind": "B", "chunk": 0}}
+    ]}
+    """
+    events = [*_names(timeline, name), *_actions(timeline)]
+    events += _counters(timeline) if memory else ()
+    events += _arrows(timeline) if arrows else ()
+    held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
+    head = json.dumps({"unit": timeline.unit, "lanes": timeline.lanes, "held": held})
+    lines = ",\n".join(map(json.dumps, events))
+    return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
+
+
+def timeline_from_chrome(text: str) -> Timeline:
+    """Reads what `chrome_trace` wrote.
+
+    Args:
+        text: of the trace; counters and arrows are not read
+
+    Returns:
+        The timeline; its times are what was written, to the thousandth of a slot or the nanosecond.
+
+    Raises:
+        ScheduleError: this is not such a trace.
+    """
+    try:
+        trace = json.loads(text)
+        about = trace["otherData"]
+        if about["unit"] not in _UNITS:
+            raise ValueError(f"the unit is {about['unit']!r}, not one of {', '.join(_UNITS)}")
+        events = [_read(event, about["unit"]) for event in trace["traceEvents"] if event["ph"] == "X"]
+        held = tuple(Held(*heights) for heights in about["held"])
+        return Timeline(tuple(sorted(events, key=itemgetter(2))), about["lanes"], about["unit"], held)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ScheduleError(
+            f"this is not the trace of a timeline ({type(error).__name__}: {error}). Give what chrome_trace wrote."
+        ) from None
+
+
+def _names(timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}}
+    for lane in range(timeline.lanes):
+        thread = {"pid": 0, "tid": lane}
+        yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"lane {lane}"}}
+        yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": lane}}
+
+
+def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for action, lane, start, end in timeline.events:
+        first, last = _written(start, timeline.unit), _written(end, timeline.unit)
+        yield {
+            "ph": "X", "name": str(action), "cat": str(action.kind), "ts": first, "dur": _rounded(last - first),
+            "pid": 0, "tid": lane, "cname": _COLOURS.get(action.kind, "grey"),
+            "args": {"stage": action.stage, "kind": str(action.kind), "chunk": action.chunk},
+        }
+
+
+def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for lane, steps in enumerate(timeline.memory):
+        for time, held in steps:
+            yield {
+                "ph": "C", "name": f"held, lane {lane}", "ts": _written(time, timeline.unit), "pid": 0,
+                "args": {"held": _plain(held)},
+            }
+
+
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """From what was waited for to what waited, between lanes; an arrow's ends stick to the actions that start there."""
+    ran = {event.action: event for event in timeline.events}
+    stages = 1 + max((action.stage for action in ran), default=0)
+    split = frozenset((stage, chunk) for stage, kind, chunk in ran if kind is Kind.I)
+    pairs = [(ran[need], event) for event in timeline.events for need in requires(event.action, stages, split)
+             if need in ran and ran[need].lane != event.lane]
+    for number, (giver, taker) in enumerate(pairs):
+        same = {"cat": "needs", "name": str(giver.action), "id": number, "pid": 0}
+        yield {"ph": "s", **same, "ts": _written(giver.start, timeline.unit), "tid": giver.lane}
+        yield {"ph": "f", "bp": "e", **same, "ts": _written(taker.start, timeline.unit), "tid": taker.lane}
+
+
+def _read(event: Mapping[str, Any], unit: str) -> Event:
+    first, last = event["ts"], _rounded(event["ts"] + event["dur"])
+    start, end = (time / 1e6 if unit == "s" else time for time in (first, last))
+    return Event(Action.parse(event["name"]), event["tid"], start, end)
+
+
+def _written(time: float, unit: str) -> float:
+    return _rounded(float(time) * 1e6 if unit == "s" else time)
+
+
+def _rounded(time: float) -> float:
+    """To the thousandth: the viewers keep nanoseconds."""
+    return _plain(round(float(time), 3))
+
+
+def _plain(value: float) -> float:
+    """A number that JSON can write, whole numbers as such."""
+    return int(value) if float(value).is_integer() else float(value)
+
+
+_UNITS = ("slots", "s")
+_COLOURS = {
+    Kind.F: "rail_response",  # blue
+    Kind.B: "rail_animation",  # red
+    Kind.I: "thread_state_iowait",  # orange
+    Kind.W: "yellow",
+}

@@ -1,0 +1,164 @@
+"""How do schedules travel in tables: a row for each lane, a cell for each action?
+
+    Schedule  --to_csv-->  0F0,0F1,0B0,0B1     lane 0     --from_csv-->  the same Schedule
+                           1F0,1B0,1F1,1B1     lane 1
+
+This is the format of torch.distributed.pipelining: its `_dump_csv` writes it, its `_load_csv` reads it, and both write
+an action as we do. `(0F4;3B0)OVERLAP_F_B` is a block: two actions that the lane runs as one. An empty cell is idle.
+
+A table says less than a schedule: no name, and placement and chunks only through the actions that are there. So they
+are read off: a stage is on the lane in whose row its actions stand, and the largest chunk is the last.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from io import StringIO
+from itertools import chain, count
+
+from scheduler.action import Action
+from scheduler.errors import ScheduleError
+from scheduler.placement import Placement
+from scheduler.schedule import Order, Schedule
+
+__all__ = ["from_csv", "to_csv"]
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Writes the orders of a schedule as a table, as torch does.
+
+    Args:
+        schedule: any schedule, right or wrong
+
+    Returns:
+        A row for each lane, without idle cells; torch's `_load_csv` reads it with format "compute_only".
+
+    >>> from scheduler import by_name
+    >>> print(to_csv(by_name("1f1b", lanes=2, chunks=2)), end="")
+    0F0,0F1,0B0,0B1
+    1F0,1B0,1F1,1B1
+    """
+    table = StringIO()
+    csv.writer(table, lineterminator="\n").writerows(
+        _written(order, {position for row, position in schedule.blocks if row == lane})
+        for lane, order in enumerate(schedule.orders)
+    )
+    return table.getvalue()
+
+
+def from_csv(text: str, name: str = "csv", placement: Placement | None = None, chunks: int | None = None) -> Schedule:
+    """Reads what `to_csv` wrote, or torch's `_dump_csv` in either of its formats.
+
+    Of torch's "compute_comms" format the cells that do not compute (SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD,
+    REDUCE_GRAD) are dropped: what is sent follows from the placement. Whether the orders are right is for `verify`:
+    torch sends the chunks of its looped BFS back in descending order, for example.
+
+    Args:
+        text: a row for each lane; empty cells, and empty rows at the end, carry no meaning
+        name: what the schedule is to be called
+        placement: which lane hosts which stage; None reads it off the rows
+        chunks: how many chunks there are; None takes one more than the largest
+
+    Returns:
+        The schedule, such that `from_csv(to_csv(schedule), schedule.name, schedule.placement, schedule.chunks)` is
+        equal to `schedule`; the last two can go where every stage and the last chunk have an action.
+
+    Raises:
+        ScheduleError: a cell is no action (its row, its column and what would be one are named), a stage has no row
+            or two, nothing is there, or the schedule that this makes is refused.
+
+    >>> print(from_csv("0F0,,0RECV_B0,0B0\\n,1F0,1B0", name="mine"))
+    schedule mine, chunks 1, stages on lanes 0 1
+    lane 0: 0F0 0B0
+    lane 1: 1F0 1B0
+    """
+    table = [[_read(cell, lane, column) for column, cell in enumerate(row)] for lane, row in enumerate(_rows(text))]
+    table += [[]] * (placement.lanes - len(table) if placement else 0)
+    orders = tuple(tuple(chain.from_iterable(row)) for row in table)
+    if placement is None or chunks is None:
+        _refuse_if_empty(orders)
+    return Schedule(
+        name,
+        _placement(table) if placement is None else placement,
+        1 + max(action.chunk for order in orders for action in order) if chunks is None else chunks,
+        orders,
+        frozenset(_blocks(table)),
+    )
+
+
+def _written(order: Order, blocks: set[int]) -> Iterator[str]:
+    for position, action in enumerate(order):
+        if position in blocks:
+            yield f"({action};{order[position + 1]})OVERLAP_F_B"
+        elif position - 1 not in blocks:
+            yield str(action)
+
+
+def _rows(text: str) -> list[list[str]]:
+    lines = StringIO(text.removeprefix("\ufeff"), newline=None)  # spreadsheets write a mark first
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(lines, strict=True)]
+    except csv.Error as error:
+        raise ScheduleError(f"this is no table: {error}. {_ALLOWED}") from None
+    while rows and not any(rows[-1]):
+        rows.pop()
+    return rows
+
+
+def _read(cell: str, lane: int, column: int) -> tuple[Action, ...]:
+    """The actions of one cell: none where it is idle or does not compute, two where it is a block."""
+    if not cell or _NO_WORK.fullmatch(cell):
+        return ()
+    block = _BLOCK.fullmatch(cell)
+    try:
+        return tuple(map(Action.parse, block.groups() if block else (cell,)))
+    except ValueError:  # also numbers of thousands of digits, which int refuses
+        short = cell if len(cell) <= _LONG else f"{cell[:_LONG]}..."
+        raise ScheduleError(f"{_place(lane, column)}: {short!r} is not an action. {_ALLOWED}") from None
+
+
+def _refuse_if_empty(orders: tuple[Order, ...]) -> None:
+    if not any(orders):
+        raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")
+
+
+def _placement(table: list[list[tuple[Action, ...]]]) -> Placement:
+    seen: dict[int, tuple[int, int]] = {}
+    for lane, row in enumerate(table):
+        for column, cell in enumerate(row):
+            for action in cell:
+                other, before = seen.setdefault(action.stage, (lane, column))
+                if other != lane:
+                    raise ScheduleError(
+                        f"{_place(lane, column)}: {action} is of stage {action.stage}, which {_place(other, before)} "
+                        "has put on another lane. Keep each stage in one row, or say placement=."
+                    )
+    if len(seen) <= max(seen):
+        gap = next(stage for stage in count() if stage not in seen)
+        raise ScheduleError(
+            f"no row has an action of stage {gap}, but stage {max(seen)} is there. "
+            "Number the stages from 0 without a gap, or say placement=."
+        )
+    return Placement(tuple(seen[stage][0] for stage in range(len(seen))))
+
+
+def _blocks(table: list[list[tuple[Action, ...]]]) -> Iterator[tuple[int, int]]:
+    for lane, row in enumerate(table):
+        position = 0
+        for cell in row:
+            if len(cell) == 2:
+                yield lane, position
+            position += len(cell)
+
+
+def _place(lane: int, column: int) -> str:
+    return f"row {lane + 1} (lane {lane}), column {column + 1}"
+
+
+_NO_WORK = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_BLOCK = re.compile(r"\(([0-9]+[FBIW][0-9]+);([0-9]+[FBIW][0-9]+)\)OVERLAP_F_B")
+_ALLOWED = (
+    "Write a row for each lane, its cells between commas: an action such as 2F0 (stage, kind, chunk; the kinds are "
+    "F, B, I, W), a block such as (0F4;3B0)OVERLAP_F_B, torch's 0SEND_F1 and the like, or nothing."
+)
+_LONG = 40
