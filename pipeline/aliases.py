@@ -87,6 +87,10 @@ class Aliases:
         """An output depends on the alias with this id."""
         self._used.add(leaf)
 
+    def may_wait(self, leaf: Tensor) -> bool:
+        """Whether this is one of ours whose gradient may be computed later than the others: no layer has hooked it."""
+        return id(leaf) in self._trained and not leaf._backward_hooks and _hooks_after(leaf) == 1
+
     @property
     def used(self) -> list[Tensor]:
         """The aliases that an output depends on."""
@@ -203,6 +207,10 @@ class Swap:
     def __exit__(self, *exc: object) -> None:
         for (place, name, _), found in zip(self._places, self._found, strict=True):
             place[name] = found
+
+
+def _hooks_after(leaf: Tensor) -> int:
+    return len(leaf._post_accumulate_grad_hooks or ())
 
 
 def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch) -> Tensor:

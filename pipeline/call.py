@@ -304,16 +304,22 @@ class Call:
                 "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
             )
 
-    def _backward(self, stage: int, chunk: int) -> None:
+    def _backward(self, stage: int, chunk: int, split: bool = False) -> None:
         run = self.stages[stage]
         if run.ends_in_loss:
             assert self._loss_end is not None  # end_in
-            grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
+            grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain, split)
         else:
             given = [_summed(readers) for readers in self._mailbox.take_grads(stage, chunk)]
             wanted = any([grad is not None for each in given for grad in each])
-            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
+            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain, split)
         self._mailbox.put_grads(stage, chunk, grads)
+
+    def _input_half(self, stage: int, chunk: int) -> None:
+        self._backward(stage, chunk, split=True)
+
+    def _weights(self, stage: int, chunk: int) -> None:
+        self.stages[stage].weights(chunk)
 
     # --------------------------------------------------------------------------------------------------- gradients
 
@@ -414,7 +420,12 @@ class DrewError(Exception):
     """A stage drew from the CPU's default generator that had never done so."""
 
 
-_WORK = {Kind.F: Call._forward, Kind.B: Call._backward}  # not bound to a call, which would hold itself
+_WORK = {  # not bound to a call, which would hold itself
+    Kind.F: Call._forward,
+    Kind.B: Call._backward,
+    Kind.I: Call._input_half,
+    Kind.W: Call._weights,
+}
 
 
 def _entered(owner: Tensor, gate: Gate) -> Tensor:

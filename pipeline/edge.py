@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs
 from partition.splitting import check_balance
 from pipeline.places import Place, place_of
-from scheduler import Kind, Schedule, ScheduleError, by_name
+from scheduler import Schedule, ScheduleError, by_name
 
 
 def cannot_move(what: str) -> str:
@@ -117,12 +117,6 @@ def check_schedule(schedule: Schedule, stages: int) -> None:
         raise ScheduleError(
             f"schedule {schedule.name} has {schedule.stages} stages but the balance has {stages}. Make it for {stages} "
             "stages."
-        )
-    kinds = sorted({action.kind for order in schedule.orders for action in order} - {Kind.F, Kind.B})
-    if kinds:
-        raise ScheduleError(
-            f"schedule {schedule.name} has actions of kind {', '.join(kinds)}. A Pipe runs F and B; use a schedule "
-            "whose backward is not split, such as 1f1b."
         )
 
 

@@ -84,9 +84,19 @@ def edge(tensor: Tensor) -> GradientEdge:
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
-def run_backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor], retain: bool) -> None:
-    """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it."""
-    _engine.run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge],
+    grads: Sequence[Tensor],
+    retain: bool,
+    ends: Sequence[Tensor | GradientEdge] = (),
+) -> None:
+    """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it.
+
+    `ends`: where it is to lead, if not to all leaves.
+    """
+    _engine.run_backward(
+        tuple(roots), tuple(grads), retain, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def gradients(

@@ -65,8 +65,8 @@ class Pipe(Enclosed):
         balance: layers per stage. None: cut so that parameter bytes are even over the devices.
         chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
         devices: the device of each stage, repeats allowed. None: all CUDA devices, or the CPU for every stage.
-        schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. Its backwards are whole (no I and W).
-            By name there are as many lanes as `balance` has stages, or half as many where a lane has two (interleaved).
+        schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. By name there are as many lanes as
+            `balance` has stages, or half as many where a lane has two (interleaved, the V schedules).
         checkpoint: "always", "except_last", "never", or a callable (stage, chunk) -> bool: which activations are
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
         deferred_batch_norm: update the running statistics of BatchNorm layers once for each mini-batch, with those of
@@ -263,7 +263,7 @@ class Pipe(Enclosed):
         check_step(optimizer, clip_grad_norm, scaler, grads)
         batch = scatter(x, self.chunks, "x")
         self._refuse_transforms(batch)
-        recorder = Trace(len(self.balance)) if trace else None
+        recorder = Trace(self._schedule_for(self.chunks).lanes) if trace else None
         with turn():
             call = self._call(batch, plan_step, grad=True, keep=False, trace=recorder)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
@@ -303,7 +303,7 @@ class Pipe(Enclosed):
             self.eval()
             try:
                 with torch.no_grad():
-                    recorder = Trace(len(self.balance)) if trace else None
+                    recorder = Trace(self._schedule_for(self.chunks).lanes) if trace else None
                     call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
                     self._run_with_loss(call, loss, target, outputs, None)
@@ -332,7 +332,7 @@ class Pipe(Enclosed):
             >>> " ".join(str(event.action) for event in trace.timeline.events)
             '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
         """
-        recorder = Trace(len(self.balance))
+        recorder = Trace(self._schedule_for(self.chunks).lanes)
         self._traces.append(recorder)
         try:
             yield recorder

@@ -43,6 +43,7 @@ from pipeline.hooks import hooks_asleep
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder
 from pipeline.recall import Known, Recall
 from pipeline.skip import Key, Skippable, Skips
+from pipeline.split import Part, Site, catch_up, ends_without, find_sites, waiting
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
 
@@ -170,6 +171,7 @@ class StageRun:
         self._foreign_versions: dict[int, int] = {}
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._records: dict[int, _Record] = {}
+        self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
         # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
         self.writes_input = compares or not grad or (index, self.recall.flags) not in known.only_reads
@@ -350,7 +352,7 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
+    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool, split: bool = False) -> list[Grads]:
         """B: add to the sums, and return the gradients of each value that was read (empty: none comes or goes here).
 
         Args:
@@ -358,6 +360,7 @@ class StageRun:
             begin: from the end of this chunk's graph to where the backward begins.
             wanted: whether there is any gradient to propagate.
             retain: another backward of this chunk may come.
+            split: this is I: gradients of weights that can wait are left to W.
         """
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
@@ -372,7 +375,10 @@ class StageRun:
         if roots.tensors:
             self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
             with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
-                if self._deferred is None:
+                if split:
+                    with self.differentiating():
+                        self._differentiate_but_wait(chunk, roots, cut.leaves, retain)
+                elif self._deferred is None:
                     self._differentiate(roots, cut.leaves, retain)
                 else:
                     with self.differentiating():
@@ -386,9 +392,31 @@ class StageRun:
         """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
         return nullcontext() if self._deferred is None else self._deferred.refused(self.name)
 
-    def _differentiate(self, roots: Roots, leaves: Sequence[Tensor | None], retain: bool) -> None:
+    def weights(self, chunk: int) -> None:
+        """W: add to the sums what I of this chunk left."""
+        catch_up(self._waiting.pop(chunk, ()))
+
+    def _differentiate_but_wait(
+        self, chunk: int, roots: Roots, leaves: Sequence[Tensor | None], retain: bool
+    ) -> None:
+        # Where a foreign leaf is reached, all gradients are asked for by name, now.
+        sites = [] if self.foreign or roots.foreign else find_sites(roots.tensors, self.aliases.may_wait)
+        late = {id(site.weight) for site in sites}
+        if any([id(part.weight) not in late for parts in self._waiting.values() for part in parts]):
+            for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
+                self.weights(earlier)
+        with waiting(sites) as parts:
+            self._differentiate(roots, leaves, retain, sites)
+        if parts:
+            self._waiting[chunk] = parts
+
+    def _differentiate(
+        self, roots: Roots, leaves: Sequence[Tensor | None], retain: bool, sites: Sequence[Site] = ()
+    ) -> None:
         if not self.foreign and not roots.foreign:
-            run_backward(roots.tensors, roots.grads, retain)
+            own = [leaf for leaf in leaves if leaf is not None]
+            ends = ends_without(sites, own + self.aliases.used) if sites else ()
+            run_backward(roots.tensors, roots.grads, retain, ends)
             return
         # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
         # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
@@ -478,6 +506,7 @@ class StageRun:
         """Forget what was summed: the backward failed."""
         self.aliases.drop_sums()
         self._foreign_sums.clear()
+        self._waiting.clear()
 
     def rewind(self) -> None:
         """As before the first chunk, but for what was learned: undo what the forwards and backwards did."""
@@ -489,6 +518,7 @@ class StageRun:
     def release(self) -> None:
         """Forget everything that was kept for a backward."""
         self._records.clear()
+        self._waiting.clear()
         self.recall.release()
         self.aliases.release()
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from partition import PartitionError
 from pipeline import NoChunk, Pipe
-from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name
+from scheduler import ScheduleError, by_name
 
 ROWS, WIDE = 6, 4
 
@@ -144,16 +144,9 @@ def test_an_unknown_schedule_is_refused():
             Pipe(net(), [2, 1], 2, schedule=schedule)
 
 
-def split_schedule():
-    order = tuple(Action(0, kind, chunk) for chunk in range(2) for kind in (Kind.F, Kind.I, Kind.W))
-    return Schedule("split", Placement.linear(1), 2, (order,))
-
-
-def test_a_schedule_of_other_stages_chunks_or_kinds_is_refused():
+def test_a_schedule_of_other_stages_or_chunks_is_refused():
     with pytest.raises(ScheduleError, match="schedule gpipe has 3 stages but the balance has 2. Make it for 2"):
         Pipe(net(), [2, 1], 2, schedule=by_name("gpipe", 3, 2))
-    with pytest.raises(ScheduleError, match="actions of kind I, W.*backward is not split"):
-        Pipe(net(), [3], 2, schedule=split_schedule())
     pipe = Pipe(net(), [2, 1], 4, schedule=by_name("gpipe", 2, 4))
     words = r"made for 4 chunks but this mini-batch gives 3 \(chunks=4; fewer rows.*Give a schedule by name"
     for call in (
