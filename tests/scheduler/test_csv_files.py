@@ -116,7 +116,7 @@ def test_torch_reads_what_is_written(name, tmp_path):
     ("Interleaved1F1B", 0.1579), ("InterleavedZeroBubble", 0.0588), ("ZBVZeroBubble", 0.0588), ("DualPipeV", 0.0588),
 ])
 def test_torch_schedules_idle_as_published(name, bubble, tmp_path):
-    """Section 2.3 of reference/schedules.md, at 4 lanes and 8 chunks."""
+    """At 4 lanes and 8 chunks."""
     schedule = from_csv(dumped(made_by_torch(TORCH[name][0]), "compute_only", tmp_path))
     assert simulate(schedule).bubble == pytest.approx(bubble, abs=5e-5)
 
