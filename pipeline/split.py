@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,29 +25,33 @@ from torch.autograd.graph import GradientEdge
 
 from pipeline.graph import edge, owned
 
-Late = Callable[[Tensor], Tensor]  # from the gradient of an output to the gradient of the weight
+Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
 
 
 class Site(NamedTuple):
-    """Where a weight is used in a graph, and how its gradient comes from that of the output there."""
+    """Where weights are used in a graph, and how their gradients come from that of the output there."""
 
     node: Any
-    weight: Tensor
+    weights: Sequence[Tensor]
     late: Late
 
 
 class _Rule(NamedTuple):
-    """Which input of a node is the weight, how often it was transposed, and from the node to its gradient."""
+    """Which inputs of a node are the weights, how often the first was transposed, and from the node to the gradients.
 
-    place: int
+    A convolution's weight and bias are computed by one kernel, so the bias waits too; that of a matrix product is a
+    plain sum.
+    """
+
+    places: tuple[int, ...]
     transposes: int
-    late: Callable[[Any], Late | None]
+    late: Callable[[Any, bool], Late | None]
 
 
 class Part(NamedTuple):
-    """A gradient that is still to be computed."""
+    """Gradients that are still to be computed."""
 
-    weight: Tensor
+    weights: Sequence[Tensor]
     late: Late
     grad: Tensor  # of the output
 
@@ -60,41 +65,32 @@ def find_sites(roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tenso
     """
     found: list[tuple[Any, _Rule]] = []
     stack = [root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots]
-    seen = set(stack)
-    entered: Counter[Any] = Counter(stack)  # how many ways lead to a node
+    entered = dict.fromkeys(stack, 1)  # how many ways lead to a node
     while stack:
         node = stack.pop()
         name = node.name()
-        if name == _REENTRANT:
+        if name in _RULES:
+            found.append((node, _RULES[name]))
+        elif name == _REENTRANT:
             return []
-        rule = _RULES.get(name)
-        if rule is not None:
-            found.append((node, rule))
         for nearer, _ in node.next_functions:
-            if nearer is not None:
+            if nearer in entered:
                 entered[nearer] += 1
-                if nearer not in seen:
-                    seen.add(nearer)
-                    stack.append(nearer)
+            elif nearer is not None:
+                entered[nearer] = 1
+                stack.append(nearer)
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
-    uses = Counter(id(site.weight) for site in sites)
+    uses = Counter([id(weight) for site in sites for weight in site.weights])
     # A weight that is used in another way too gets all of its gradient in I.
-    return [site for site in sites if entered[edge(site.weight).node] == uses[id(site.weight)]]
+    late = {id(weight) for site in sites for weight in site.weights if entered[edge(weight).node] == uses[id(weight)]}
+    return [site for site in sites if all([id(weight) in late for weight in site.weights])]
 
 
 @contextmanager
 def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
     """Within, a backward passes the sites [2]; what is yielded fills with what is to be computed later."""
     parts: list[Part] = []
-
-    def keep(site: Site) -> Callable[[Sequence[Tensor | None]], None]:
-        def hook(grads: Sequence[Tensor | None]) -> None:
-            if grads[0] is not None:
-                parts.append(Part(site.weight, site.late, grads[0]))
-
-        return hook
-
-    handles = [site.node.register_prehook(keep(site)) for site in sites]
+    handles = [site.node.register_prehook(partial(_keep, parts, site)) for site in sites]
     try:
         yield parts
     finally:
@@ -109,7 +105,7 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
         sites: where it is to pass.
         leaves: all that a gradient is wanted for, now or later.
     """
-    late = {id(site.weight) for site in sites}
+    late = {id(weight) for site in sites for weight in site.weights}
     now: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
     return now + [GradientEdge(site.node, 0) for site in sites]
 
@@ -118,10 +114,10 @@ def catch_up(parts: Sequence[Part]) -> None:
     """W: compute what waited, and add it to the weights' sums [3]. Uses in one chunk are added first, as in B."""
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for weight, late, given in parts:
-            grad = late(given)
-            _, earlier = sums.get(id(weight), (weight, None))
-            sums[id(weight)] = weight, grad if earlier is None else earlier + grad
+        for weights, late, given in parts:
+            for weight, grad in zip(weights, late(given), strict=True):
+                earlier = sums.get(id(weight))
+                sums[id(weight)] = weight, grad if earlier is None else earlier[1] + grad
         for weight, grad in sums.values():
             if weight.grad is None:
                 weight.grad = grad if grad.stride() == weight.stride() else owned(grad, weight)
@@ -129,29 +125,44 @@ def catch_up(parts: Sequence[Part]) -> None:
                 weight.grad.add_(grad)
 
 
-def _site(node: Any, rule: _Rule, entered: Counter[Any], may_wait: Callable[[Tensor], bool]) -> Iterator[Site]:
-    """Down from the use to the leaf, through a transpose and a cast (autocast's) that nobody else uses."""
-    down, passed = node.next_functions[rule.place][0], []
-    while down is not None and down.name() in (_TRANSPOSE, _CAST) and entered[down] == 1:
-        passed.append(down.name())
-        down = down.next_functions[0][0]
-    weight = getattr(down, "variable", None)
-    if weight is None or passed.count(_TRANSPOSE) != rule.transposes or not may_wait(weight):
-        return
-    late = rule.late(node)
+def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
+    if grads[0] is not None:
+        parts.append(Part(site.weights, site.late, grads[0]))
+
+
+def _site(
+    node: Any, rule: _Rule, entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Iterator[Site]:
+    """Down from the use to the leaves, through a transpose and a cast (autocast's) that nobody else uses."""
+    following, weights = node.next_functions, []
+    casts = False
+    for number, place in enumerate(rule.places):
+        down, transposes = following[place][0], 0
+        if down is None and number:  # no bias, or a frozen one
+            continue
+        while down is not None and down.name() in _BETWEEN and entered[down] == 1:
+            transposes += down.name() == _TRANSPOSE
+            casts |= down.name() == _CAST
+            down = down.next_functions[0][0]
+        weight = getattr(down, "variable", None)
+        if weight is None or transposes != (0 if number else rule.transposes) or not may_wait(weight):
+            return
+        weights.append(weight)
+    late = rule.late(node, len(weights) > 1)
     if late is not None:
-        yield Site(node, weight, _cast(late, weight.dtype) if _CAST in passed else late)
+        yield Site(node, weights, _cast(late, weights) if casts else late)
 
 
-def _cast(late: Late, dtype: torch.dtype) -> Late:
-    return lambda grad: late(grad).to(dtype)
+def _cast(late: Late, weights: Sequence[Tensor]) -> Late:
+    dtypes = [weight.dtype for weight in weights]
+    return lambda given: [grad.to(dtype) for grad, dtype in zip(late(given), dtypes, strict=True)]
 
 
-def _of_addmm(node: Any) -> Late | None:
+def _of_addmm(node: Any, _: bool) -> Late | None:
     return _of_product(node, node._saved_mat1) if node._saved_alpha == 1 else None
 
 
-def _of_mm(node: Any) -> Late | None:
+def _of_mm(node: Any, _: bool) -> Late | None:
     return _of_product(node, node._saved_self)
 
 
@@ -160,42 +171,46 @@ def _of_product(node: Any, x: Tensor | None) -> Late | None:
     by_columns = tuple(node._saved_mat2_sym_strides) == (1, rows)  # as w.t() is; else autograd multiplies otherwise
     if x is None or not by_columns or x.layout is not torch.strided:
         return None
-    return lambda grad: grad.t().mm(x.conj())
+    return partial(_product, x)
 
 
-def _of_convolution(node: Any) -> Late | None:
-    x, weight, transposed = node._saved_input, node._saved_weight, node._saved_transposed
-    how = node._saved_stride, node._saved_padding, node._saved_dilation, transposed, node._saved_output_padding
-    groups = node._saved_groups
-
-    def late(grad: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, *how, groups, [False, True, False]
-        )[1]
-        return found
-
-    return late
+def _product(x: Tensor, given: Tensor) -> Sequence[Tensor]:
+    return (given.t().mm(x.conj()),)
 
 
-def _of_embedding(node: Any) -> Late | None:
+def _of_convolution(node: Any, has_bias: bool) -> Late | None:
+    bias = node._saved_bias_sym_sizes_opt if has_bias else None
+    how = (
+        bias, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups, [False, True, has_bias],
+    )
+    return partial(_convolution, node._saved_input, node._saved_weight, how)
+
+
+def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(given, x, weight, *how)
+    return (of_weight,) if of_bias is None else (of_weight, of_bias)
+
+
+def _of_embedding(node: Any, _: bool) -> Late | None:
     if node._saved_sparse:
         return None
-    indices, count, by_freq = node._saved_indices, node._saved_weight_sym_argsize_0, node._saved_scale_grad_by_freq
     padding = node._saved_padding_idx
     padding = padding - 2**64 if padding >= 2**63 else padding  # torch shows -1 as an unsigned number
+    how = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
+    return partial(_embedding, node._saved_indices, how)
 
-    def late(grad: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.embedding_backward(grad, indices, count, padding, by_freq, False)
-        return found
 
-    return late
+def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    return (torch.ops.aten.embedding_backward(given, indices, *how),)
 
 
 _RULES = {
-    "AddmmBackward0": _Rule(2, 1, _of_addmm),
-    "MmBackward0": _Rule(1, 1, _of_mm),
-    "ConvolutionBackward0": _Rule(1, 0, _of_convolution),
-    "EmbeddingBackward0": _Rule(0, 0, _of_embedding),
+    "AddmmBackward0": _Rule((2,), 1, _of_addmm),
+    "MmBackward0": _Rule((1,), 1, _of_mm),
+    "ConvolutionBackward0": _Rule((1, 2), 0, _of_convolution),
+    "EmbeddingBackward0": _Rule((0,), 0, _of_embedding),
 }
 _TRANSPOSE, _CAST = "TBackward0", "ToCopyBackward0"
+_BETWEEN = (_TRANSPOSE, _CAST)
 _REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint's: it refuses a backward that asks for some leaves

@@ -401,8 +401,8 @@ class StageRun:
     ) -> None:
         # Where a foreign leaf is reached, all gradients are asked for by name, now.
         sites = [] if self.foreign or roots.foreign else find_sites(roots.tensors, self.aliases.may_wait)
-        late = {id(site.weight) for site in sites}
-        if any([id(part.weight) not in late for parts in self._waiting.values() for part in parts]):
+        late = {id(weight) for site in sites for weight in site.weights}
+        if any([id(each) not in late for parts in self._waiting.values() for part in parts for each in part.weights]):
             for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
                 self.weights(earlier)
         with waiting(sites) as parts:

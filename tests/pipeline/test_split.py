@@ -155,7 +155,7 @@ def test_after_i_no_weight_has_its_gradient_and_after_w_every_one_has(
     log = Log(monkeypatch)
     Pipe(model, [4], 1, schedule=one_lane(1)).step(x, loss_fn=square, loss_reduction="sum")
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    weights = {name for name in names if "weight" in name}
+    weights = names if "convolution" in kind else {name for name in names if "weight" in name}
     assert log.after == [("I", 0, 0, names - weights), ("W", 0, 0, names)]
 
 
@@ -255,7 +255,11 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "sparse": lambda: Sparse(),
     "in torch's own checkpoint": lambda: InCheckpoint(False),
     "in torch's own checkpoint, reentrant": lambda: InCheckpoint(True),
-    "frozen": lambda: Frozen(),
+    "frozen": lambda: Frozen("layer.weight"),
+    "with a frozen bias": lambda: Frozen("layer.bias"),
+    "convolution of a frozen weight": lambda: Frozen("layer.weight", nn.Conv1d(4, 4, 1)),
+    "convolution with a frozen bias": lambda: Frozen("layer.bias", nn.Conv1d(4, 4, 1)),
+    "convolution whose bias is used otherwise": lambda: OtherBias(),
 }
 
 
@@ -290,13 +294,22 @@ class InCheckpoint(nn.Module):
 
 
 class Frozen(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, name: str, layer: nn.Module | None = None) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.layer.weight.requires_grad_(False)
+        self.layer = layer or nn.Linear(4, 4)
+        self.get_parameter(name).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        return self.layer(x[:, :, None])[:, :, 0] if isinstance(self.layer, nn.Conv1d) else self.layer(x)
+
+
+class OtherBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, :, None])[:, :, 0] * self.layer.bias
 
 
 @pytest.mark.parametrize("drive", DRIVES)
