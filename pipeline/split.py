@@ -13,7 +13,6 @@ computed in I. What is held from I to W is x and the gradient of y: the graph it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -64,8 +63,8 @@ def find_sites(roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tenso
         may_wait: whether a leaf is a weight of the stage.
     """
     found: list[tuple[Any, _Rule]] = []
-    stack = [root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots]
-    entered = dict.fromkeys(stack, 1)  # how many ways lead to a node
+    entered = {root.node if isinstance(root, GradientEdge) else edge(root).node: 1 for root in roots}
+    stack = list(entered)  # each node once; `entered`: how many ways lead to it
     while stack:
         node = stack.pop()
         name = node.name()
@@ -80,10 +79,15 @@ def find_sites(roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tenso
                 entered[nearer] = 1
                 stack.append(nearer)
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
-    uses = Counter([id(weight) for site in sites for weight in site.weights])
-    # A weight that is used in another way too gets all of its gradient in I.
-    late = {id(weight) for site in sites for weight in site.weights if entered[edge(weight).node] == uses[id(weight)]}
-    return [site for site in sites if all([id(weight) in late for weight in site.weights])]
+    while True:  # a weight that is used in another way too gets all of its gradient in I, and so do those beside it
+        passed: dict[Any, int] = {}
+        for _, ends in sites:
+            for end in ends:
+                passed[end] = passed.get(end, 0) + 1
+        alone = [(site, ends) for site, ends in sites if all([passed[end] == entered[end] for end in ends])]
+        if len(alone) == len(sites):
+            return [site for site, _ in sites]
+        sites = alone
 
 
 @contextmanager
@@ -132,9 +136,14 @@ def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None
 
 def _site(
     node: Any, rule: _Rule, entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
-) -> Iterator[Site]:
-    """Down from the use to the leaves, through a transpose and a cast (autocast's) that nobody else uses."""
-    following, weights = node.next_functions, []
+) -> Iterator[tuple[Site, list[Any]]]:
+    """Down from the use to the leaves, through a transpose and a cast (autocast's) that nobody else uses.
+
+    With the nodes where the ways end.
+    """
+    following = node.next_functions
+    weights: list[Tensor] = []
+    ends: list[Any] = []
     casts = False
     for number, place in enumerate(rule.places):
         down, transposes = following[place][0], 0
@@ -148,9 +157,10 @@ def _site(
         if weight is None or transposes != (0 if number else rule.transposes) or not may_wait(weight):
             return
         weights.append(weight)
+        ends.append(down)
     late = rule.late(node, len(weights) > 1)
     if late is not None:
-        yield Site(node, weights, _cast(late, weights) if casts else late)
+        yield Site(node, weights, _cast(late, weights) if casts else late), ends
 
 
 def _cast(late: Late, weights: Sequence[Tensor]) -> Late:

@@ -260,6 +260,8 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "convolution of a frozen weight": lambda: Frozen("layer.weight", nn.Conv1d(4, 4, 1)),
     "convolution with a frozen bias": lambda: Frozen("layer.bias", nn.Conv1d(4, 4, 1)),
     "convolution whose bias is used otherwise": lambda: OtherBias(),
+    "weight beside a bias that is used otherwise": lambda: OtherBias(twice=True),
+    "outputs of one node": lambda: Apply3(),
 }
 
 
@@ -304,12 +306,34 @@ class Frozen(nn.Module):
 
 
 class OtherBias(nn.Module):
-    def __init__(self) -> None:
+    """A bias that is a factor too; its weight in another convolution too, which has a bias of its own."""
+
+    def __init__(self, twice: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Conv1d(4, 4, 1)
+        self.layer, self.other, self.twice = nn.Conv1d(4, 4, 1), nn.Parameter(torch.randn(4)), twice
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[:, :, None])[:, :, 0] * self.layer.bias
+        out = self.layer(x[:, :, None])
+        if self.twice:
+            out = functional.conv1d(out.sin(), self.layer.weight, self.other)
+        return out[:, :, 0] * self.layer.bias
+
+
+class Apply3(nn.Module):
+    """The next stage gets one tensor twice, and parts of one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        out = self.layer(x)
+        return out, out, *out.chunk(2, 1)
+
+
+class Joined(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        return given if isinstance(given, Tensor) else torch.cat(given, 1).sin()
 
 
 @pytest.mark.parametrize("drive", DRIVES)
@@ -318,7 +342,7 @@ def test_odd_uses_of_weights_give_the_bits_of_b(kind: str, drive: str) -> None:
     found = []
     for name in ("1f1b", SPLIT):
         torch.manual_seed(2)
-        model = nn.Sequential(nn.Linear(4, 4), ODD[kind](), nn.Tanh(), nn.LazyLinear(2)).double()
+        model = nn.Sequential(nn.Linear(4, 4), ODD[kind](), Joined(), nn.LazyLinear(2)).double()
         model(normal(2, 4))
         pipe = Pipe(model, [1, 1, 2], 4, schedule=name, **DRIVES[drive](3))
         for _ in range(3):
