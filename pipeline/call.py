@@ -105,6 +105,8 @@ class Call:
             StageRun(index, first, layers, place.device, seed, partial(self._bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
         ]
+        for index, chunk in setup.plan.schedule.split:
+            self.stages[index].split.add(chunk)
         if any([stage.may_draw for stage in self.stages]):
             for stage in self.stages:
                 stage.learn_draws()
@@ -304,19 +306,16 @@ class Call:
                 "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
             )
 
-    def _backward(self, stage: int, chunk: int, split: bool = False) -> None:
+    def _backward(self, stage: int, chunk: int) -> None:
         run = self.stages[stage]
         if run.ends_in_loss:
             assert self._loss_end is not None  # end_in
-            grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain, split)
+            grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
             given = [_summed(readers) for readers in self._mailbox.take_grads(stage, chunk)]
             wanted = any([grad is not None for each in given for grad in each])
-            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain, split)
+            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
         self._mailbox.put_grads(stage, chunk, grads)
-
-    def _input_half(self, stage: int, chunk: int) -> None:
-        self._backward(stage, chunk, split=True)
 
     def _weights(self, stage: int, chunk: int) -> None:
         self.stages[stage].weights(chunk)
@@ -423,7 +422,7 @@ class DrewError(Exception):
 _WORK = {  # not bound to a call, which would hold itself
     Kind.F: Call._forward,
     Kind.B: Call._backward,
-    Kind.I: Call._input_half,
+    Kind.I: Call._backward,
     Kind.W: Call._weights,
 }
 

@@ -207,8 +207,7 @@ class Pipe(Enclosed):
 
         Args:
             input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain
-            values
-                go to every chunk.
+                values go to every chunk.
 
         Returns:
             What the plain module returns, on the last device. Differentiable to any order.
@@ -246,8 +245,7 @@ class Pipe(Enclosed):
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
             loss_fn: (output, target) -> a loss of one number, or (sum, count).
             optimizer: makes one step with the gradients; every `.grad` is None afterwards. None: the gradients are
-            added
-                to `.grad`, as backward() would.
+                added to `.grad`, as backward() would.
             outputs: also return the joined outputs, detached.
             trace: also return when each action ran.
             loss_reduction: whether loss_fn is a "mean" or a "sum" over rows. None: its own `.reduction`, else "mean".

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.graph import edge, owned
+from pipeline.graph import Reached, edge, owned
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
 
@@ -55,31 +55,47 @@ class Part(NamedTuple):
     grad: Tensor  # of the output
 
 
-def find_sites(roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool]) -> list[Site]:
-    """The uses of weights in a chunk's graph whose gradients can wait, in no order.
+def survey(
+    roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool]
+) -> tuple[Reached, Sequence[Site]]:
+    """What `explore` finds, and the uses of weights whose gradients can wait, in no order.
 
     Args:
-        roots: where the backward begins.
+        roots: the outputs of a chunk, or where its backward begins.
         may_wait: whether a leaf is a weight of the stage.
     """
     found: list[tuple[Any, _Rule]] = []
+    leaves: dict[int, Tensor] = {}
+    is_reentrant = False
     entered = {root.node if isinstance(root, GradientEdge) else edge(root).node: 1 for root in roots}
     stack = list(entered)  # each node once; `entered`: how many ways lead to it
     while stack:
         node = stack.pop()
+        following = node.next_functions
+        if not following:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+            continue
         name = node.name()
         if name in _RULES:
             found.append((node, _RULES[name]))
-        elif name == _REENTRANT:
-            return []
-        for nearer, _ in node.next_functions:
+        is_reentrant |= name == _REENTRANT
+        for nearer, _ in following:
             if nearer in entered:
                 entered[nearer] += 1
             elif nearer is not None:
                 entered[nearer] = 1
                 stack.append(nearer)
+    return Reached(leaves, len(entered)), () if is_reentrant else _alone(found, entered, may_wait)
+
+
+def _alone(
+    found: list[tuple[Any, _Rule]], entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Sequence[Site]:
+    """Of the uses that were found, those whose weights are used in no other way."""
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
-    while True:  # a weight that is used in another way too gets all of its gradient in I, and so do those beside it
+    while True:  # what gets a part of its gradient in I gets all of it there, and so do the weights beside it
         passed: dict[Any, int] = {}
         for _, ends in sites:
             for end in ends:

@@ -43,7 +43,7 @@ from pipeline.hooks import hooks_asleep
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder
 from pipeline.recall import Known, Recall
 from pipeline.skip import Key, Skippable, Skips
-from pipeline.split import Part, Site, catch_up, ends_without, find_sites, waiting
+from pipeline.split import Part, Site, catch_up, ends_without, survey, waiting
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
 
@@ -97,6 +97,7 @@ class _Record(NamedTuple):
     exits: Exits | None
     input_versions: tuple[int, ...]
     nodes: int
+    sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
 
 
 class Shared(NamedTuple):
@@ -171,6 +172,7 @@ class StageRun:
         self._foreign_versions: dict[int, int] = {}
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._records: dict[int, _Record] = {}
+        self.split: set[int] = set()  # the chunks whose backward is I and W
         self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
         # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
@@ -207,11 +209,12 @@ class StageRun:
         self.recall.after_forward(chunk, keep, first, tensors)
         need = tuple([self.grad and tensor.requires_grad for tensor in made.tensors])
         if any(need):
-            nodes = self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], cut.leaves)
+            roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+            nodes, sites = self._learn_graph(roots, cut.leaves, chunk in self.split and not recompute)
             if recompute:
                 self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
             else:
-                self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes)
+                self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
         if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
             return [Message(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
@@ -328,16 +331,18 @@ class StageRun:
             key = (self.index, self.recall.flags)
             (self._known.draws_nothing.discard if self.seeder.drew else self._known.draws_nothing.add)(key)
 
-    def _learn_graph(self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None]) -> int:
-        """Which leaves does this chunk's graph reach? See graph.py."""
-        reached = explore(roots)
+    def _learn_graph(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None], split: bool
+    ) -> tuple[int, Sequence[Site]]:
+        """Which leaves does this chunk's graph reach? See graph.py; and split.py for where gradients can wait."""
+        reached, sites = survey(roots, self.aliases.may_wait) if split else (explore(roots), ())
         own = {id(leaf) for leaf in leaves if leaf is not None}
         for key, leaf in reached.leaves.items():
             if key in self.aliases:
                 self.aliases.use(key)
             elif key not in own:
                 self._learn_foreign(key, leaf)
-        return reached.nodes
+        return reached.nodes, sites
 
     def _learn_foreign(self, key: int, leaf: Tensor) -> None:
         what = getattr(leaf, MARK, None)
@@ -352,15 +357,16 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool, split: bool = False) -> list[Grads]:
-        """B: add to the sums, and return the gradients of each value that was read (empty: none comes or goes here).
+    def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
+        """B, or I: add to the sums, and return the gradients of each value that was read (empty: none comes or goes).
+
+        I leaves the gradients of weights that can wait to W.
 
         Args:
             chunk: its index.
             begin: from the end of this chunk's graph to where the backward begins.
             wanted: whether there is any gradient to propagate.
             retain: another backward of this chunk may come.
-            split: this is I: gradients of weights that can wait are left to W.
         """
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
@@ -368,20 +374,19 @@ class StageRun:
         if record.cut is None or record.exits is None:
             cut, outputs = self._recompute(chunk, record)
             roots = begin(Exits.of(outputs, whole=True))
-            del outputs
+            ends = [tensor for tensor in outputs.tensors if tensor.requires_grad]
+            sites = survey(ends, self.aliases.may_wait)[1] if chunk in self.split else ()
+            del outputs, ends
         else:
-            cut = record.cut
+            cut, sites = record.cut, record.sites
             roots = begin(record.exits)
         if roots.tensors:
             self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
             with self._watch, self.aliases.stand_in():  # a layer's own torch.utils.checkpoint runs its forward now
-                if split:
-                    with self.differentiating():
-                        self._differentiate_but_wait(chunk, roots, cut.leaves, retain)
-                elif self._deferred is None:
-                    self._differentiate(roots, cut.leaves, retain)
-                else:
-                    with self.differentiating():
+                with self.differentiating():
+                    if chunk in self.split:
+                        self._differentiate_but_wait(chunk, roots, cut.leaves, retain, sites)
+                    else:
                         self._differentiate(roots, cut.leaves, retain)
         self.seeder.settle()
         if not retain:
@@ -397,10 +402,10 @@ class StageRun:
         catch_up(self._waiting.pop(chunk, ()))
 
     def _differentiate_but_wait(
-        self, chunk: int, roots: Roots, leaves: Sequence[Tensor | None], retain: bool
+        self, chunk: int, roots: Roots, leaves: Sequence[Tensor | None], retain: bool, sites: Sequence[Site]
     ) -> None:
-        # Where a foreign leaf is reached, all gradients are asked for by name, now.
-        sites = [] if self.foreign or roots.foreign else find_sites(roots.tensors, self.aliases.may_wait)
+        if self.foreign or roots.foreign:  # all gradients are asked for by name, now
+            sites = ()
         late = {id(weight) for site in sites for weight in site.weights}
         if any([id(each) not in late for parts in self._waiting.values() for part in parts for each in part.weights]):
             for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
