@@ -1,0 +1,99 @@
+"""When would one chunk run, if a chunk came every six slots and lanes never idled? The building block of V schedules.
+
+    Block: steps, turns  --pattern(lanes)-->  the slot of each action of chunk 0; chunk c runs 6 c slots later
+
+    lane 0  0 ── step ──┐          ┌─── 5 ─ turn ─ 5 ──┐          ┌── 0
+    lane 1              1          4                   4          1          stages, on the way of one chunk
+    lane 2              └─2 ─turn─ 3                   └─3 ─turn─ 2
+            F down          F back up     I or B down     I or B back up     four legs
+
+F, I and W of a chunk, in the two stages of a lane, are six slots of work if each takes one (B takes two). So where no
+two actions meet on a lane in the same slot modulo six, chunks that come every six slots keep all lanes busy. A lane
+holds as many pairs of stage and chunk as its two F lie before their W, in units of six slots: faster legs hold less,
+slower ones leave more slots that can be filled before the pattern has built up and while it runs out (_vee.py).
+
+The blocks are those of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), except for
+the turns of V-Min.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from scheduler.action import Action, Kind
+from scheduler.placement import Placement
+
+__all__ = ["PERIOD", "Block", "Slot", "length_of", "pattern"]
+
+PERIOD = 6
+
+
+@dataclass(frozen=True)
+class Block:
+    """The way of one chunk, in slots from the start of one action to the start of the next.
+
+    Args:
+        steps: from a lane to its neighbour, on each of the four legs
+        turns: from a leg's last action to the first of the next leg, on the same lane
+        backward: I, with W in the slots that are left; or B
+    """
+
+    steps: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+    backward: Kind = Kind.I
+
+
+class Slot(NamedTuple):
+    """`action` of chunk 0 runs in slot `start`, after the action at `after` in the list; the first one after none."""
+
+    start: int
+    after: int
+    action: Action
+
+
+def pattern(block: Block, lanes: int) -> list[Slot]:
+    """The slots of chunk 0 along its way, then those of its W.
+
+    An action that would meet another one modulo six starts as soon as it does not; W take the slots that are left.
+
+    >>> [f"{start}: {action}" for start, _, action in pattern(Block((1, 1, 1, 1), (1, 1, 1)), lanes=1)]
+    ['0: 0F0', '1: 1F0', '2: 1I0', '3: 0I0', '4: 1W0', '5: 0W0']
+    """
+    lane_of = Placement.vee(lanes).lane_of
+    free = [set(range(PERIOD)) for _ in range(lanes)]
+    way: list[Slot] = []
+    for gap, action in zip(_gaps(block, lanes), _way(block, 2 * lanes)):
+        after = max(len(way) - 1, 0)
+        start = gap + (way[after].start if way else 0)
+        way.append(Slot(_take(free[lane_of[action.stage]], start, action), after, action))
+    weights = [
+        Slot(_take(free[lane_of[action.stage]], start + 1, action), after, action._replace(kind=Kind.W))
+        for after, (start, _, action) in enumerate(way) if action.kind is Kind.I
+    ]
+    return way + weights
+
+
+def length_of(action: Action) -> int:
+    """How many slots an action takes."""
+    return 2 if action.kind is Kind.B else 1
+
+
+def _way(block: Block, stages: int) -> list[Action]:
+    there = [Action(stage, Kind.F, 0) for stage in range(stages)]
+    return there + [Action(stage, block.backward, 0) for stage in reversed(range(stages))]
+
+
+def _gaps(block: Block, lanes: int) -> list[int]:
+    legs = zip((0, *block.turns), block.steps)
+    return list(chain.from_iterable([turn, *[step] * (lanes - 1)] for turn, step in legs))
+
+
+def _take(free: set[int], start: int, action: Action) -> int:
+    """Takes the first slots, not before `start`, that are free modulo six; says where they start."""
+    first = next(at for at in range(start, start + PERIOD) if _residues(at, action) <= free)
+    free -= _residues(first, action)
+    return first
+
+
+def _residues(start: int, action: Action) -> set[int]:
+    return {slot % PERIOD for slot in range(start, start + length_of(action))}
