@@ -20,6 +20,7 @@ One relation, `requires`, says what waits for what; all of the above read it. Th
 
 from scheduler.action import Action, Kind
 from scheduler.chrome import chrome_trace, timeline_from_chrome
+from scheduler.comparison import Row, compare
 from scheduler.costs import Costs
 from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
@@ -52,6 +53,7 @@ __all__ = [
     # what one can do with a schedule
     "verify",
     "simulate",
+    "compare",
     "lower",
     "draw",
     "svg",
@@ -62,5 +64,6 @@ __all__ = [
     "Costs",
     "Link",
     "Event",
+    "Row",
     "Timeline",
 ]

@@ -5,8 +5,9 @@
 A fault inside a schedule also has a place, so `faults.py` adds the grid with the failing cells marked.
 """
 
-import math
+import sys
 from numbers import Real
+from typing import Any
 
 __all__ = ["ScheduleError", "refuse_unless_cost", "refuse_unless_whole"]
 
@@ -37,7 +38,7 @@ def refuse_unless_whole(what: str, value: object, least: int) -> None:
         )
 
 
-def refuse_unless_cost(what: str, number: object, above: bool = False) -> None:
+def refuse_unless_cost(what: str, number: Any, above: bool = False) -> None:
     """Refuses what is not a time, a size or, with `above`, a speed.
 
     Args:
@@ -54,10 +55,13 @@ def refuse_unless_cost(what: str, number: object, above: bool = False) -> None:
     scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
 Give forward as a number, one for each place, or a function that returns one.
     """
-    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
+    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= number < _TOO_LARGE:
         raise ScheduleError(
             f"{what} costs {number!r}, but a cost is a finite number that is not negative. "
             f"Give {what} as a number, one for each place, or a function that returns one."
         )
     if above and not number:
         raise ScheduleError(f"{what} is 0, but nothing would ever end. Give {what} as a number above 0.")
+
+
+_TOO_LARGE = sys.float_info.max  # times are added up, and shown as floats

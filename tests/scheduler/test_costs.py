@@ -51,7 +51,7 @@ def test_any_real_number_is_a_cost():
     "what", ["forward", "input", "weight", "backward", "recompute", "link", "message", "speed", "activation", "kept",
              "checkpoint"]
 )
-@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), "1", 1j])
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), 10**400, "1", 1j, True])
 def test_what_is_not_a_cost_is_refused_with_its_name_and_value(what, number):
     with pytest.raises(ScheduleError, match=f"{what} costs .*, but a cost is a finite number that is not negative"):
         Costs(**{what: number})
