@@ -18,8 +18,8 @@ test: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
 
 check: $(READY)
-	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks
-	$(BIN)/isort --check-only pipeline partition scheduler tests examples benchmarks
+	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
+	$(BIN)/isort --check-only pipeline partition scheduler tests examples benchmarks docs
 	$(BIN)/mypy
 	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler tests/test_docs.py tests/test_architecture.py
 
@@ -30,6 +30,8 @@ bench: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[bench]"
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/split.py
+	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)

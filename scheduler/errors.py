@@ -55,7 +55,7 @@ def refuse_unless_cost(what: str, number: Any, above: bool = False) -> None:
     scheduler.errors.ScheduleError: forward costs -1, but a cost is a finite number that is not negative. \
 Give forward as a number, one for each place, or a function that returns one.
     """
-    if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= number < _TOO_LARGE:
+    if isinstance(number, bool) or not isinstance(number, Real) or not _is_between(number):
         raise ScheduleError(
             f"{what} costs {number!r}, but a cost is a finite number that is not negative. "
             f"Give {what} as a number, one for each place, or a function that returns one."
@@ -64,4 +64,5 @@ Give forward as a number, one for each place, or a function that returns one.
         raise ScheduleError(f"{what} is 0, but nothing would ever end. Give {what} as a number above 0.")
 
 
-_TOO_LARGE = sys.float_info.max  # times are added up, and shown as floats
+def _is_between(number: Any) -> bool:
+    return bool(0 <= number < sys.float_info.max)  # times are shown as floats

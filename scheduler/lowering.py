@@ -25,6 +25,7 @@ from itertools import chain, zip_longest
 import numpy
 
 from scheduler.action import COMPUTE, Action, Kind
+from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
 from scheduler.errors import refuse_unless_whole
@@ -37,6 +38,7 @@ from scheduler.schedule import Schedule
 __all__ = ["lower", "place_messages", "post_ahead"]
 
 
+@no_collecting()
 def lower(schedule: Schedule, ahead: int = 0) -> Program:
     """The program that runs this schedule.
 

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy
 
 from scheduler.action import Action, Kind
+from scheduler.collecting import no_collecting
 from scheduler.columns import Columns
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError
@@ -27,6 +28,7 @@ from scheduler.timeline import Event, Timeline
 __all__ = ["simulate"]
 
 
+@no_collecting()
 def simulate(
     schedule: Schedule, costs: Costs = Costs(), release: Literal["early", "block"] = "early"
 ) -> Timeline:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy
 
 from scheduler.action import COMPUTE, Action, Kind
+from scheduler.collecting import no_collecting
 from scheduler.columns import KINDS, Booleans, Columns, Numbers
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.faults import Fault, refusal
@@ -26,6 +27,7 @@ from scheduler.schedule import Schedule
 __all__ = ["verify"]
 
 
+@no_collecting()
 def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None) -> None:
     """Refuses a schedule or a program that is wrong, naming all its faults at once.
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from inspect import signature
 from pkgutil import iter_modules
 
+from scheduler.collecting import no_collecting
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.schedule import Schedule
 
@@ -67,6 +68,7 @@ def names() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
+@no_collecting()
 def _build(name: str, lanes: int, chunks: int, spelt: str = "", /, **options: Hashable) -> Schedule:
     # `spelt` is for the cache alone: (1, True) equals (1, 1), but only one of them is right
     if name not in names():
