@@ -4,10 +4,14 @@
     python benchmarks/overhead.py --quick    fewer rounds, one process
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for the forward door one joined
-loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "us/action" is the difference
-divided by the number of actions (2 x stages x chunks). Contenders run in turns, in another order each round; a process
-gives the ratio of two medians, the table the median over several processes (where memory lies differs from one to the
-next, and with it the ratio, by a few per cent), and the smallest and largest.
+loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "in its order" is over a loop by
+hand that runs the stages' forwards and backwards in the order in which the pipe runs them, with a cut between the
+stages: what is left there is the engine's, the rest is what another order costs in the processor's caches. "us/action"
+is the difference to the first, divided by the number of actions (2 x stages x chunks).
+
+Contenders run in turns, in another order each round; a process gives the ratio of two medians, the table the median
+over several processes (where memory lies differs from one to the next, and with it the ratio, by a few per cent), and
+the smallest and largest.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -29,6 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
+from pipeline.plan import plan_forward, plan_step
+from scheduler import Action, Kind, by_name
 
 STAGES = 2
 CHUNKS = 8
@@ -87,7 +94,41 @@ def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
                 model(part)
             (mean_square(model(part), target) * (len(part) / rows)).backward()
 
+    stages = [model[: balance[0]], model[balance[0]:]]
+
+    def in_order(forwards: Sequence[Action], rest: Sequence[Action], twice: bool, losses: bool) -> None:
+        kept: dict[tuple[int, int], Tensor] = {}
+        outputs: dict[tuple[int, int], Tensor] = {}
+        grads: dict[tuple[int, int], Tensor | None] = {}
+        for action in (*forwards, None, *rest):
+            if action is None:  # all forwards have run
+                if forwards:
+                    whole = joined([outputs[1, chunk] for chunk in range(CHUNKS)])
+                    grads.update({(1, chunk): grad for chunk, grad in enumerate(whole)})
+                continue
+            stage, kind, chunk = action
+            at = stage, chunk
+            if kind is Kind.F:
+                kept[at] = xs[chunk] if stage == 0 else outputs[0, chunk].detach().requires_grad_()
+                with torch.set_grad_enabled(not twice):
+                    outputs[at] = stages[stage](kept[at])
+                continue
+            output = stages[stage](kept[at]) if twice else outputs.pop(at)
+            if losses and stage == 1:
+                (mean_square(output, ys[chunk]) * (len(ys[chunk]) / rows)).backward()
+            else:
+                output.backward(grads.pop(at))
+            outputs.pop(at, None)
+            grads[0, chunk] = kept.pop(at).grad
+
+    (of_step,) = plan_step(by_name("1f1b", STAGES, CHUNKS), ["cpu"] * STAGES).device_orders
+    (of_forward,) = plan_forward(by_name("1f1b", STAGES, CHUNKS), ["cpu"] * STAGES).device_orders
+    half = len(of_forward) // 2
     found: dict[str, Callable[[], object]] = {
+        "forward/order": partial(in_order, of_forward[:half], of_forward[half:], False, False),
+        "forward/order, twice": partial(in_order, of_forward[:half], of_forward[half:], True, False),
+        "step/order": partial(in_order, (), of_step, False, True),
+        "step/order, twice": partial(in_order, (), of_step, True, True),
         "forward/hand": by_hand,
         "forward/hand, twice": by_hand_twice,
         "step/hand": loop,
@@ -148,20 +189,22 @@ def report(title: str, shape: Shape, processes: int) -> None:
     actions = 2 * STAGES * CHUNKS
     stages = f"{STAGES} stages of {shape.depth} x Linear({shape.width})-ReLU, {CHUNKS} chunks of {shape.rows} rows"
     print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
-    print("| door | checkpoint | ms | over the hand-written loop | us/action | torchgpipe's time over ours |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| door | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for door in ("forward", "step"):
         for mode in ("never", "except_last", "always"):
             hand = f"{door}/hand" if mode == "never" else f"{door}/hand, twice"
             ours = f"{door}/{mode}"
             ms = statistics.median(each[ours] for each in found) * 1e3
             ratios = sorted(each[ours] / each[hand] for each in found)
+            order = hand.replace("hand", "order")
+            ordered = "-" if mode == "except_last" else f"{statistics.median(e[ours] / e[order] for e in found):.3f}"
             cost = statistics.median(each[ours] - each[hand] for each in found) / actions * 1e6
             peer = "-"
             if f"torchgpipe/{mode}" in found[0]:
                 peer = f"{statistics.median(each[f'torchgpipe/{mode}'] / each[ours] for each in found):.2f}"
             spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-            print(f"| {door} | {mode} | {ms:.2f} | {spread} | {cost:.0f} | {peer} |", flush=True)
+            print(f"| {door} | {mode} | {ms:.2f} | {spread} | {ordered} | {cost:.0f} | {peer} |", flush=True)
 
 
 def main() -> None:
