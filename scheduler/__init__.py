@@ -33,6 +33,7 @@ from scheduler.placement import Placement
 from scheduler.program import Program
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
+from scheduler.searching import Found, search
 from scheduler.simulation import simulate
 from scheduler.timeline import Event, Timeline
 from scheduler.verification import verify
@@ -55,6 +56,7 @@ __all__ = [
     "simulate",
     "compare",
     "lower",
+    "search",
     "draw",
     "svg",
     "chrome_trace",
@@ -64,6 +66,7 @@ __all__ = [
     "Costs",
     "Link",
     "Event",
+    "Found",
     "Row",
     "Timeline",
 ]

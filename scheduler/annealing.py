@@ -1,0 +1,95 @@
+"""How does a good plan become a better one? By simulated annealing on the orders of the lanes.
+
+    Plan ──► Course ──► move an action past a few others ──► no longer, or by luck ──► Course ... ──► the best Plan seen
+
+Most moves are of an action on a critical path, because only those can make a plan shorter; the others drift. A move
+that makes the value larger by x is taken with probability exp(-x / temperature), and the temperature falls from a
+share of the mean duration to a smaller one (Kirkpatrick, Gelatt and Vecchi 1983). Where a whole backward is cheaper
+than its halves, some moves join or split one.
+
+Effort is counted in work, not in seconds, so that the same seed gives the same plan anywhere: about 1 for each action
+whose times are worked out.
+"""
+
+from collections.abc import Callable
+from math import inf, log
+from random import Random
+
+from scheduler.course import Course
+from scheduler.problem import Plan, Problem
+
+__all__ = ["anneal"]
+
+
+def anneal(
+    problem: Problem, plan: Plan, work: float, seed: int, enough: float = -inf, hot: float = 0.3, cold: float = 0.01
+) -> Plan:
+    """Searches around a plan.
+
+    Args:
+        problem: what is searched for
+        plan: where to start: it can end, and fits
+        work: how much may be done
+        seed: of the random moves
+        enough: a value that cannot be beaten, where the search stops
+        hot: the first temperature, as a share of the mean duration of an action
+        cold: the last one
+
+    Returns:
+        The best plan that was met: at least as good as `plan`.
+    """
+    course, random = Course(problem, plan), Random(seed).random
+    flippable = [pair for pair in range(problem.pairs) if problem.is_dearer_split(pair)]
+    mean = sum(course.times.duration) / problem.count
+    best, lowest, left = course.plan(), course.value, work
+    while left > 0 and lowest > enough * (1 + _ROUNDING) and mean:
+        temperature = mean * cold * (hot / cold) ** (left / work)
+        allowed = course.value - temperature * log(1 - random())
+        if flippable and random() < _FLIPS:
+            left -= _flip(course, flippable[int(random() * len(flippable))], allowed)
+        else:
+            left -= _shift(course, random, allowed)
+        if course.value < lowest:
+            best, lowest = course.plan(), course.value
+    return best
+
+
+def _shift(course: Course, random: Callable[[], float], allowed: float) -> float:
+    """Moves a random action past a few others if the value stays within what is allowed; says how much work it was."""
+    problem = course.problem
+    action = int(random() * problem.count)
+    if random() > _DRIFT and course.slack(action) > _ROUNDING * course.value:
+        return _LOOKED
+    lane, position = problem.lane[action], course.rank[action]
+    order, reach = course.orders[lane], 1 + int(random() ** 2 * _REACH)
+    if random() < 0.5:
+        first, window = position, order[position + 1:position + 1 + reach]
+        possible = len(window) == reach and not any(action in course.near[other] for other in window)
+        window.append(action)
+    else:
+        first = max(position - reach, 0)
+        window = order[first:position]
+        possible = position >= reach and course.near[action].isdisjoint(window)
+        window.insert(0, action)
+    if not possible:
+        return 2 * _LOOKED
+    if course.estimate(lane, first, window) > allowed:
+        return _ESTIMATED
+    course.change(lane, first, window)
+    return _ESTIMATED + problem.count
+
+
+def _flip(course: Course, pair: int, allowed: float) -> float:
+    """Joins or splits a backward if the value stays within what is allowed; says how much work it was."""
+    if not course.flip(pair):
+        return _LOOKED
+    if course.value > allowed or not course.fits():
+        course.flip(pair)
+    return 4 * course.problem.count
+
+
+_LOOKED, _ESTIMATED = 3, 20  # work, in actions whose times are worked out; measured
+_DRIFT = 0.2  # the share of moves that may be of any action
+_FLIPS = 0.02  # the share of moves that join or split a backward
+_REACH = 12  # past how many others an action moves at most
+_ROUNDING = 1e-9

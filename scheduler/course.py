@@ -1,0 +1,219 @@
+"""How long would a plan take if one lane ran a few neighbouring actions in another order?
+
+    Course(problem, plan) ──► start, tail of every action, value
+           estimate(lane, first, actions)  ──►  the new value, without touching anything else
+           change(lane, first, actions)    ──►  makes it so
+
+    start  when an action starts
+    tail   how long it is from then to the end, by the longest way: start + tail <= value, equal on a critical path
+
+Every way through the plan that a change of one lane's `window` touches goes into the window from something that starts
+as before, and out of it to something that has the same tail as before; so both need to be worked out in the window
+only (heads and tails of the job shop: Taillard 1994, "Parallel taboo search techniques for the job shop"). It is exact
+where no way leads from an action of the window to another one through other lanes; a window where one might is refused.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from scheduler.problem import Plan, Problem
+from scheduler.timing import run, value
+
+__all__ = ["Course"]
+
+
+class Course:
+    """A plan under way: it can end and fits, before and after every change.
+
+    Args:
+        problem: what is searched for
+        plan: where to start; it is copied
+    """
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.set(plan)
+
+    def set(self, plan: Plan) -> None:
+        """Goes to another plan."""
+        self.orders = [list(order) for order in plan.orders]
+        self.whole = set(plan.whole)
+        self.times = self.problem.times(plan.whole)
+        self.near = [self.problem.near_of(action, self.whole) for action in range(self.problem.count)]
+        self.rank = [0] * self.problem.count
+        for order in self.orders:
+            for rank, action in enumerate(order):
+                self.rank[action] = rank
+        self._refresh()
+
+    def plan(self) -> Plan:
+        """The plan as it is now."""
+        return Plan([list(order) for order in self.orders], frozenset(self.whole))
+
+    def estimate(self, lane: int, first: int, window: Sequence[int]) -> float:
+        """The value if `window` were the actions of `lane` from position `first` on.
+
+        Args:
+            lane: whose order would change
+            first: the position of the first that changes
+            window: the actions that are there now, in another order that `near` allows
+
+        Returns:
+            The new value where it is above the present one, and at most that where it is not; inf where the lane would
+            hold too much, or where the window alone does not tell.
+        """
+        problem, order, (duration, need, change) = self.problem, self.orders[lane], self.times
+        sender, travel, receiver, arrival = problem.sender, problem.travel, problem.receiver, problem.arrival
+        start, end, tail, nobody = self._start, self._end, self._tail, problem.count
+        after = first + len(window)
+        level, cap = self._level[lane][first], problem.caps[lane]
+        for action in window:
+            if level + need[action] > cap:
+                return inf
+            level += change[action]
+        soonest = inf  # when what an action of the window sends may come back to the lane
+        for action in order[first:after]:
+            if sender[action] != nobody and start[sender[action]] >= soonest:
+                return inf
+            if receiver[action] != nobody:
+                soonest = min(soonest, end[action] + arrival[action])
+        time = end[order[first - 1]] if first else 0
+        starts = []
+        for action in window:
+            arrived = end[sender[action]] + travel[action]
+            if arrived > time:
+                time = arrived
+            starts.append(time)
+            time += duration[action]
+        rest = tail[order[after]] if after < len(order) else problem.offset[lane]
+        longest = time + rest
+        for action, time in zip(reversed(window), reversed(starts)):
+            away = tail[receiver[action]] + arrival[action]
+            if away > rest:
+                rest = away
+            rest += duration[action]
+            if time + rest > longest:
+                longest = time + rest
+        return longest
+
+    def change(self, lane: int, first: int, window: Sequence[int]) -> None:
+        """Makes `window` the actions of `lane` from position `first` on; `estimate` did not say inf to it."""
+        order, rank, where = self.orders[lane], self.rank, self._where
+        after = first + len(window)
+        begin = min(map(where.__getitem__, window))
+        stop = max(map(where.__getitem__, window)) + 1
+        self._reorder(lane, window, begin, stop)
+        order[first:after] = window
+        for position in range(first, after):
+            rank[order[position]] = position
+        changes = [self.times.change[action] for action in window[:-1]]
+        self._level[lane][first:after] = accumulate(changes, initial=self._level[lane][first])
+        self._forward(begin)
+        self._backward(stop)
+
+    def flip(self, pair: int) -> bool:
+        """Joins the backward of this pair, or splits it; says whether it may, or nothing happens."""
+        problem, backward = self.problem, pair + self.problem.pairs
+        near = problem.near_of(backward, self.whole ^ {pair})
+        if any(self.rank[action] > self.rank[backward] for action in near):
+            return False
+        self.whole ^= {pair}
+        self.near[backward] = near
+        problem.set_whole(self.times, pair, pair in self.whole)
+        self._refresh()
+        return True
+
+    def slack(self, action: int) -> float:
+        """How much later this action could start without making the value larger."""
+        return self.value - self._start[action] - self._tail[action]
+
+    def joinable(self) -> frozenset[int]:
+        """The pairs that can be whole too and the value stays: W follows I at once, and who waits for I can wait."""
+        problem, together, orders, rank = self.problem, self.problem.together.duration, self.orders, self.rank
+        free, end = [0.0] * problem.lanes, list(self._end)
+        joined: set[int] = set()
+        for action in self._topological:
+            lane, weight = problem.lane[action], action + problem.pairs
+            time = max(free[lane], end[problem.sender[action]] + problem.travel[action])
+            free[lane] = end[action] = time + self.times.duration[action]
+            after = rank[action] + 1
+            if action // problem.pairs == 1 and after < len(orders[lane]) and orders[lane][after] == weight:
+                whole, receiver = time + together[action], problem.receiver[action]
+                in_time = whole <= (free[lane] + self.times.duration[weight]) * _ROUNDING
+                if in_time and whole + problem.arrival[action] + self._tail[receiver] <= self.value * _ROUNDING:
+                    joined.add(action - problem.pairs)
+                    end[action] = whole
+        return frozenset(joined)
+
+    def fits(self) -> bool:
+        """Whether no lane ever holds more than its cap."""
+        return self.problem.fits(self.plan())
+
+    def _refresh(self) -> None:
+        problem, times = self.problem, self.times
+        self._topological, self._end = run(problem, self.orders, times.duration)
+        assert len(self._topological) == problem.count  # a plan can end
+        self._start = list(self._end)
+        self._where = [0] * problem.count
+        for where, action in enumerate(self._topological):
+            self._where[action] = where
+        self._tail: list[float] = [0] * problem.count + [-inf]
+        self._level = [list(accumulate((times.change[action] for action in order), initial=0.0))
+                       for order in self.orders]
+        self._forward(0)
+        self._backward(problem.count)
+
+    def _reorder(self, lane: int, window: Sequence[int], begin: int, stop: int) -> None:
+        """Keeps the topological order one, which changes between `begin` and `stop` only: first what does not come
+        after the window, then the window, then what does."""
+        lane_of, sender = self.problem.lane, self.problem.sender
+        before, behind, late, late_lanes = [], [], set(window), {lane}
+        for action in self._topological[begin:stop]:
+            if lane_of[action] == lane:
+                continue
+            if lane_of[action] in late_lanes or sender[action] in late:
+                late.add(action)
+                late_lanes.add(lane_of[action])
+                behind.append(action)
+            else:
+                before.append(action)
+        self._topological[begin:stop] = [*before, *window, *behind]
+        for where in range(begin, stop):
+            self._where[self._topological[where]] = where
+
+    def _forward(self, begin: int) -> None:
+        """Starts and ends of all that comes at or after `begin` in the topological order."""
+        sender, travel, lane_of = self.problem.sender, self.problem.travel, self.problem.lane
+        start, end, duration, rank, orders = self._start, self._end, self.times.duration, self.rank, self.orders
+        free: list[float] = [-1] * self.problem.lanes
+        for action in self._topological[begin:]:
+            lane = lane_of[action]
+            time = free[lane]
+            if time < 0:
+                time = end[orders[lane][rank[action] - 1]] if rank[action] else 0
+            arrived = end[sender[action]] + travel[action]
+            if arrived > time:
+                time = arrived
+            start[action] = time
+            end[action] = free[lane] = time + duration[action]
+        self.value = value(self.problem, orders, end)
+
+    def _backward(self, stop: int) -> None:
+        """Tails of all that comes before `stop` in the topological order."""
+        receiver, arrival, lane_of = self.problem.receiver, self.problem.arrival, self.problem.lane
+        tail, duration, rank, orders = self._tail, self.times.duration, self.rank, self.orders
+        rest: list[float | None] = [None] * self.problem.lanes
+        for action in reversed(self._topological[:stop]):
+            lane = lane_of[action]
+            longest = rest[lane]
+            if longest is None:
+                order, after = orders[lane], rank[action] + 1
+                longest = tail[order[after]] if after < len(order) else self.problem.offset[lane]
+            away = tail[receiver[action]] + arrival[action]
+            if away > longest:
+                longest = away
+            tail[action] = rest[lane] = longest + duration[action]
+
+
+_ROUNDING = 1 + 1e-12

@@ -1,0 +1,130 @@
+"""A course says of a change, without making it, what `simulate` says of it afterwards."""
+
+import random
+from math import inf, isclose
+
+import pytest
+from search_cases import length, unequal
+
+from scheduler import Costs, Placement, verify
+from scheduler.course import Course
+from scheduler.dispatching import dispatch
+from scheduler.posing import pose
+
+CASES = [
+    (unequal(0, 4), Placement.linear(4), 6, 4, "flush"),
+    (unequal(1, 3), Placement.linear(3), 7, (3, 2.5, 2), "span"),
+    (unequal(2, 6), Placement.vee(3), 5, 7, "flush"),
+    (unequal(3, 6), Placement.loop(3, 6), 5, None, "span"),
+    (Costs(2, 1, 1, backward=1.5, link=0.25, checkpoint=0.25, recompute=1, kept=0.5), Placement.vee(2), 6, 3, "flush"),
+    (Costs(0, 1, 0, link=1), Placement.linear(3), 5, 3, "flush"),  # what takes no time starts when it ends
+]
+
+
+def moves(course, rnd):
+    """Random changes that `near` allows: an action past up to six others."""
+    while True:
+        lane = rnd.randrange(course.problem.lanes)
+        order = course.orders[lane]
+        first, last = sorted(rnd.sample(range(len(order)), 2))
+        window = order[first:min(last, first + 6) + 1]
+        moved = [*window[1:], window[0]] if rnd.random() < 0.5 else [window[-1], *window[:-1]]
+        if all(moved.index(need) < moved.index(action) for action in moved for need in course.near[action]
+               if need in moved):
+            yield lane, first, moved
+
+
+def in_pairs(problem):
+    """A plan in which every W follows its I at once, and none is whole yet."""
+    return problem.with_whole(dispatch(problem))._replace(whole=frozenset())
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("costs, placement, chunks, memory, objective", CASES)
+def test_an_estimate_is_exact_above_the_present_value_and_a_limit_below(
+    costs, placement, chunks, memory, objective, split
+):
+    problem = pose(costs, placement, chunks, memory, objective, split)
+    rnd, course = random.Random(0), Course(problem, dispatch(problem))
+    larger = smaller = refused = 0
+    for (lane, first, window), _ in zip(moves(course, rnd), range(300)):
+        before, estimate = course.value, course.estimate(lane, first, window)
+        if estimate == inf:
+            refused += 1
+            continue
+        course.change(lane, first, window)
+        after = length(problem.schedule(course.plan(), "changed"), costs, problem)
+        assert isclose(course.value, after)
+        assert isclose(after, estimate) if after > before * (1 + 1e-9) else estimate <= before * (1 + 1e-9)
+        larger, smaller = larger + (after > before), smaller + (after < before)
+        if rnd.random() < 0.1:
+            course.set(dispatch(problem))  # or values drift to where nothing gets worse
+    assert larger and smaller and refused < 250
+
+
+@pytest.mark.parametrize("costs, placement, chunks, memory, objective", CASES)
+def test_changes_keep_times_tails_and_levels_as_a_new_course_has_them(costs, placement, chunks, memory, objective):
+    problem = pose(costs, placement, chunks, memory, objective)
+    course = Course(problem, dispatch(problem))
+    for (lane, first, window), _ in zip(moves(course, random.Random(1)), range(100)):
+        if course.estimate(lane, first, window) < inf:
+            course.change(lane, first, window)
+            fresh = Course(problem, course.plan())
+            assert course.value == pytest.approx(fresh.value)
+            assert [course.slack(action) for action in range(problem.count)] == pytest.approx(
+                [fresh.slack(action) for action in range(problem.count)])
+            assert course.fits()
+
+
+def test_what_a_lane_cannot_hold_is_refused():
+    problem = pose(Costs(), Placement.linear(2), 3, memory=1)
+    course = Course(problem, dispatch(problem))
+    order = course.orders[0]
+    assert [problem.schedule(course.plan(), "one").orders[0][at].chunk for at in (2, 3)] == [0, 1]  # W0, then F1
+    assert course.estimate(0, 2, [order[3], order[2]]) == inf
+
+
+def test_some_action_has_no_slack_and_none_has_less():
+    problem = pose(unequal(0, 4), Placement.linear(4), 6, 4)
+    course = Course(problem, dispatch(problem))
+    slacks = [course.slack(action) for action in range(problem.count)]
+    assert min(slacks) == pytest.approx(0, abs=1e-9) and max(slacks) > 1
+
+
+def test_a_flip_joins_a_backward_and_a_second_one_splits_it():
+    problem = pose(Costs(backward=1.5), Placement.linear(2), 3)
+    course = Course(problem, in_pairs(problem))
+    before = course.value, course.plan()
+    pair = 3 + 2  # the last lane's last chunk
+    assert course.flip(pair)
+    schedule = problem.schedule(course.plan(), "joined")
+    assert "1B2" in map(str, schedule.orders[1]) and "1W2" not in map(str, schedule.orders[1])
+    verify(schedule)
+    assert course.flip(pair) and (course.value, course.plan()) == before
+
+
+def test_a_backward_is_not_joined_before_the_weight_gradient_of_the_chunk_before():
+    """Weight gradients of a stage ascend, those within a whole backward too."""
+    problem = pose(Costs(backward=1.5), Placement.linear(1), 2)
+    f0, f1, i0, i1, w0, w1 = range(6)
+    course = Course(problem, dispatch(problem)._replace(orders=[[f0, f1, i0, i1, w0, w1]]))
+    assert not course.flip(1) and course.whole == set()
+    assert course.flip(0)
+
+
+@pytest.mark.parametrize("costs, placement, chunks, memory, objective", CASES)
+def test_joining_what_is_joinable_costs_nothing(costs, placement, chunks, memory, objective):
+    problem = pose(costs, placement, chunks, memory, objective)
+    course = Course(problem, in_pairs(problem))
+    joined = course.plan()._replace(whole=course.joinable())
+    assert joined.whole
+    assert problem.allows(joined) and problem.fits(joined)
+    schedule = problem.schedule(joined, "joined")
+    verify(schedule)
+    assert length(schedule, costs, problem) <= course.value * (1 + 1e-9)
+    assert len(schedule.actions) == problem.count - len(joined.whole)
+
+
+def test_a_whole_backward_that_takes_longer_is_not_joinable():
+    problem = pose(Costs(backward=2.5), Placement.linear(2), 3)
+    assert Course(problem, dispatch(problem)).joinable() == frozenset()

@@ -1,0 +1,60 @@
+"""Taking what is there gives a right plan for every placement, memory and costs, and a good one on a vee."""
+
+from itertools import product
+
+import pytest
+
+from scheduler import Costs, Placement, ScheduleError, simulate, verify
+from scheduler.dispatching import dispatch
+from scheduler.posing import pose
+from scheduler.timing import value_of
+
+PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Placement.vee(1), Placement.vee(3),
+              Placement.loop(2, 4), Placement.loop(3, 7), Placement((0, 0, 1, 2, 1))]
+RULES = list(product((False, True), repeat=2))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5, 9])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: "".join(map(str, placement.lane_of)))
+def test_lanes_that_take_what_is_there_come_to_an_end_and_fit(placement, chunks):
+    checked = 0
+    for memory, checkpoint, split in product((None, 1, 1.5, 2, 3, 5), (None, 0.25), (True, False)):
+        costs = Costs(2, 2.5, 1.5, recompute=0.3, link=0.25, kept=0.4, checkpoint=checkpoint)
+        try:
+            problem = pose(costs, placement, chunks, memory, split=split)
+        except ScheduleError:  # not even one chunk fits
+            continue
+        for first, patient in RULES:
+            plan = dispatch(problem, first, patient)
+            schedule = problem.schedule(plan, "dispatched")
+            verify(schedule)
+            timeline = simulate(schedule, costs)
+            assert timeline.makespan == pytest.approx(value_of(problem, plan))
+            assert problem.fits(plan) and problem.allows(plan)
+            assert all(peak <= cap for peak, cap in zip(timeline.peak_memory, problem.caps))
+            assert split or not schedule.split
+            checked += 1
+    assert checked >= 4
+
+
+def test_room_is_left_for_what_is_recomputed_on_the_way_back():
+    """Where the last stage of a lane holds much only while it is recomputed."""
+    costs = Costs(activation=(2, 3, 3, 5, 2, 2), checkpoint=(0.5, 3, 0.75, 1.25, 1, 2), kept=(1, 0, 1.5, 0, 0, 1))
+    problem = pose(costs, Placement.vee(3), 8, 10)
+    for rule in RULES:
+        verify(problem.schedule(dispatch(problem, *rule), "dispatched"))
+
+
+@pytest.mark.parametrize("lanes, chunks", [(4, 4), (8, 8), (16, 16), (8, 16), (4, 8)])
+def test_on_a_vee_with_a_lanes_memory_the_flush_is_the_shortest_there_is(lanes, chunks):
+    """Section 2.3: 6 m + p - 1 slots; torch's static table needs more where chunks < 2 lanes - 1."""
+    problem = pose(Costs(), Placement.vee(lanes), chunks, 2 * lanes)
+    assert min(value_of(problem, dispatch(problem, *rule)) for rule in RULES) == 6 * chunks + lanes - 1
+
+
+def test_a_patient_lane_waits_for_what_is_on_its_way():
+    """The last lane puts W0 off, because F1 is there before that would end."""
+    problem = pose(Costs((6, 3), 1, 5), Placement.linear(2), 2)
+    impatient, patient = (problem.schedule(dispatch(problem, patient=which), "one") for which in (False, True))
+    assert " ".join(map(str, impatient.orders[1])) == "1F0 1I0 1W0 1F1 1I1 1W1"
+    assert " ".join(map(str, patient.orders[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
