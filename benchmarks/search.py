@@ -17,7 +17,7 @@ import time
 from statistics import mean
 
 from scheduler import Costs, Placement
-from scheduler.searching import Found, search
+from scheduler.searches.searching import Found, search
 
 TIMES, LINK, KEPT = (29.718, 29.444, 19.927), 0.527, 0.43
 

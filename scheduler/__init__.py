@@ -26,14 +26,14 @@ from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
-from scheduler.figure import svg
+from scheduler.figures.figure import svg
 from scheduler.links import Link
-from scheduler.lowering import lower
 from scheduler.placement import Placement
-from scheduler.program import Program
+from scheduler.programs.lowering import lower
+from scheduler.programs.program import Program
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
-from scheduler.searching import Found, search
+from scheduler.searches.searching import Found, search
 from scheduler.simulation import simulate
 from scheduler.timeline import Event, Timeline
 from scheduler.verification import verify

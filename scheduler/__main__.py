@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from scheduler.arguments import CommandError
-from scheduler.commands import COMMANDS
+from scheduler.command_line.arguments import CommandError
+from scheduler.command_line.commands import COMMANDS
+from scheduler.command_line.options import parse
 from scheduler.errors import ScheduleError
-from scheduler.options import parse
 
 __all__ = ["main"]
 

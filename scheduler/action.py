@@ -13,7 +13,7 @@
     SEND_B  the gradient of the stage's input leaves    B or I of this stage      a message
     RECV_B  the gradient of the stage's output arrives  SEND_B, one stage after   gradient of the output
 
-A schedule is made of the first four; the others are what lowering adds (lowering.py).
+A schedule is made of the first four; the others are what lowering adds (programs/lowering.py).
 
 The zero-bubble papers (Qi et al. 2023, arXiv 2401.10241) write "B" for what is I here; here B is always the whole
 backward. Nothing else in this package repeats the difference.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 from scheduler.grid import grid, label_for
-from scheduler.program import Program
+from scheduler.programs.program import Program
 from scheduler.schedule import Schedule
 
 __all__ = ["Fault", "refusal"]

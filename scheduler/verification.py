@@ -19,8 +19,8 @@ from scheduler.collecting import no_collecting
 from scheduler.columns import KINDS, Booleans, Columns, Numbers
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.faults import Fault, refusal
-from scheduler.message_checks import message_faults
-from scheduler.program import Program
+from scheduler.programs.message_checks import message_faults
+from scheduler.programs.program import Program
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
 
@@ -31,8 +31,8 @@ __all__ = ["verify"]
 def verify(schedule: Schedule | Program, cap: int | Sequence[int] | None = None) -> None:
     """Refuses a schedule or a program that is wrong, naming all its faults at once.
 
-    A program is also looked at for its messages (message_checks.py). A right schedule needs no such look: the
-    program that `lower` makes of it is free of deadlock (the lemma in lowering.py).
+    A program is also looked at for its messages (programs/message_checks.py). A right schedule needs no such look: the
+    program that `lower` makes of it is free of deadlock (the lemma in programs/lowering.py).
 
     Args:
         schedule: what is to be run

@@ -5,8 +5,8 @@ from itertools import combinations, product
 from math import inf
 
 from scheduler import Costs, Placement, ScheduleError, simulate
-from scheduler.posing import pose
-from scheduler.problem import Plan
+from scheduler.searches.posing import pose
+from scheduler.searches.problem import Plan
 
 
 def tiny_cases(seed, count):

@@ -8,11 +8,11 @@ import pytest
 from search_cases import shortest, tiny_cases, unequal
 
 from scheduler import Costs, Placement
-from scheduler.annealing import anneal
-from scheduler.bounds import LowerBound
-from scheduler.dispatching import dispatch
-from scheduler.posing import pose
-from scheduler.timing import value_of
+from scheduler.searches.annealing import anneal
+from scheduler.searches.bounds import LowerBound
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.posing import pose
+from scheduler.searches.timing import value_of
 
 CASES = tiny_cases(seed=1, count=40)
 SIZES = [(lanes, chunks) for lanes in range(1, 10) for chunks in (1, 2, 3, 5, 8, 13, 21, 30)]
@@ -118,7 +118,7 @@ def test_a_bound_without_passes_proves_nothing_more():
 def test_bounds_of_many_actions_look_at_less_and_are_no_larger(monkeypatch):
     problem = pose(unequal(2, 4), Placement.linear(4), 12, 4)
     thorough = LowerBound(problem).value
-    monkeypatch.setattr("scheduler.bounds._THOROUGH", 0)
+    monkeypatch.setattr("scheduler.searches.bounds._THOROUGH", 0)
     assert 0 < LowerBound(problem).value < thorough
 
 

@@ -13,15 +13,16 @@ from itertools import takewhile
 import pytest
 
 import scheduler.__main__
-from scheduler import Costs, Placement, Schedule, by_name, commands, draw, names, simulate
+from scheduler import Costs, Placement, Schedule, by_name, draw, names, simulate
 from scheduler.__main__ import main
 from scheduler.chrome import timeline_from_chrome
+from scheduler.command_line import commands
+from scheduler.command_line.options import parse
+from scheduler.command_line.tables import show
 from scheduler.comparison import compare
 from scheduler.csv_files import from_csv, to_csv
-from scheduler.figure import svg
-from scheduler.options import parse
-from scheduler.searching import search
-from scheduler.tables import show
+from scheduler.figures.figure import svg
+from scheduler.searches.searching import search
 
 COMMANDS = ["draw", "compare", "simulate", "search", "verify"]
 WRONG = "0F0,0B0,0F1,0B1\n1B0,1F0,1F1\n"

@@ -7,9 +7,9 @@ import pytest
 from search_cases import length, unequal
 
 from scheduler import Costs, Placement, verify
-from scheduler.course import Course
-from scheduler.dispatching import dispatch
-from scheduler.posing import pose
+from scheduler.searches.course import Course
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.posing import pose
 
 CASES = [
     (unequal(0, 4), Placement.linear(4), 6, 4, "flush"),

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from scheduler import Costs, Placement, ScheduleError, simulate, verify
-from scheduler.dispatching import dispatch
-from scheduler.posing import pose
-from scheduler.timing import value_of
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.posing import pose
+from scheduler.searches.timing import value_of
 
 PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Placement.vee(1), Placement.vee(3),
               Placement.loop(2, 4), Placement.loop(3, 7), Placement((0, 0, 1, 2, 1))]

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scheduler_strategies import schedules
 
 from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, simulate
-from scheduler.figure import svg
-from scheduler.figure_axis import ticks
-from scheduler.figure_frame import Frame
-from scheduler.palette import IDLE_COLOUR, colour
+from scheduler.figures.axis import ticks
+from scheduler.figures.figure import svg
+from scheduler.figures.frame import Frame
+from scheduler.figures.palette import IDLE_COLOUR, colour
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=50)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,10 +3,10 @@
 import pytest
 
 from scheduler import Costs, Placement, by_name, verify
-from scheduler.dispatching import dispatch
-from scheduler.filling import filled, turns, warmups, without_weights
-from scheduler.posing import pose
-from scheduler.timing import value_of
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.filling import filled, turns, warmups, without_weights
+from scheduler.searches.posing import pose
+from scheduler.searches.timing import value_of
 
 
 def plans(problem):

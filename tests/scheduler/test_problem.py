@@ -4,9 +4,9 @@ import pytest
 from search_cases import unequal
 
 from scheduler import Costs, Kind, Placement, Schedule, ScheduleError, by_name, names, requires, simulate, verify
-from scheduler.dispatching import dispatch
-from scheduler.posing import alone, pose
-from scheduler.timing import value_of
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.posing import alone, pose
+from scheduler.searches.timing import value_of
 
 
 def named(lanes, chunks):

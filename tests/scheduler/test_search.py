@@ -9,11 +9,11 @@ import pytest
 from search_cases import shortest, tiny_cases, unequal
 
 from scheduler import Costs, Placement, ScheduleError, by_name, names, simulate, verify
-from scheduler.annealing import anneal
-from scheduler.filling import filled, turns, warmups
-from scheduler.posing import pose
-from scheduler.searching import Found, search
-from scheduler.timing import value_of
+from scheduler.searches.annealing import anneal
+from scheduler.searches.filling import filled, turns, warmups
+from scheduler.searches.posing import pose
+from scheduler.searches.searching import Found, search
+from scheduler.searches.timing import value_of
 
 TINY = tiny_cases(seed=2, count=20)
 

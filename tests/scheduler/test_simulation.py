@@ -35,7 +35,7 @@ def any_costs(schedule, dice):
     lanes = range(schedule.lanes)
     links = [
         0, 2, [dice.randrange(4) for _ in range(schedule.stages - 1)], Link(1, Fraction(2)),
-        {(one, other): dice.choice([dice.randrange(4), Link(1, 4)]) for one in lanes for other in lanes},
+        {(one, other): dice.choice([dice.randrange(4), Link(1, Fraction(4))]) for one in lanes for other in lanes},
         lambda sender, receiver: (sender + 2 * receiver) % 3,
     ]
     turn = dice.randrange(7)

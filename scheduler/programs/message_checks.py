@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from scheduler.action import COMPUTE, Action
 from scheduler.faults import Fault
-from scheduler.messages import Messages, messages
-from scheduler.program import Program, other_end
-from scheduler.rendezvous import stuck_lanes
+from scheduler.programs.messages import Messages, messages
+from scheduler.programs.program import Program, other_end
+from scheduler.programs.rendezvous import stuck_lanes
 
 __all__ = ["message_faults"]
 

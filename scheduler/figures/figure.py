@@ -21,11 +21,11 @@ from xml.etree.ElementTree import Element, indent, tostring
 from scheduler.action import Kind
 from scheduler.drawing import duration
 from scheduler.errors import refuse_unless_whole
-from scheduler.figure_axis import axis
-from scheduler.figure_frame import Frame, add, wide
-from scheduler.figure_rows import Look, densities, memory_curve, rectangles
+from scheduler.figures.axis import axis
+from scheduler.figures.frame import Frame, add, wide
+from scheduler.figures.palette import IDLE_COLOUR, colour
+from scheduler.figures.rows import Look, densities, memory_curve, rectangles
 from scheduler.held import Held
-from scheduler.palette import IDLE_COLOUR, colour
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline

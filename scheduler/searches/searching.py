@@ -29,21 +29,21 @@ from dataclasses import dataclass
 from math import inf, isclose
 from typing import NamedTuple
 
-from scheduler.annealing import anneal
-from scheduler.bounds import LowerBound
 from scheduler.costs import Costs
-from scheduler.course import Course
-from scheduler.dispatching import dispatch
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.filling import filled, turns, warmups, without_weights
 from scheduler.placement import Placement
-from scheduler.posing import Memory, pose
-from scheduler.problem import Objective, Plan, Problem
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
+from scheduler.searches.annealing import anneal
+from scheduler.searches.bounds import LowerBound
+from scheduler.searches.course import Course
+from scheduler.searches.dispatching import dispatch
+from scheduler.searches.filling import filled, turns, warmups, without_weights
+from scheduler.searches.posing import Memory, pose
+from scheduler.searches.problem import Objective, Plan, Problem
+from scheduler.searches.timing import value_of
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline
-from scheduler.timing import value_of
 from scheduler.verification import verify
 
 __all__ = ["Found", "search"]

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from math import inf, log
 from random import Random
 
-from scheduler.course import Course
-from scheduler.problem import Plan, Problem
+from scheduler.searches.course import Course
+from scheduler.searches.problem import Plan, Problem
 
 __all__ = ["anneal"]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy
 
-from scheduler.problem import Problem
+from scheduler.searches.problem import Problem
 
 __all__ = ["Graph", "graph_of", "heads", "mirror", "mirrored"]
 

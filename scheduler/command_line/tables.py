@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.arguments import CommandError
+from scheduler.command_line.arguments import CommandError
 
 __all__ = ["show"]
 

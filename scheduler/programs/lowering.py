@@ -30,8 +30,8 @@ from scheduler.columns import Columns
 from scheduler.costs import Costs
 from scheduler.errors import refuse_unless_whole
 from scheduler.faults import refusal
-from scheduler.messages import messages
-from scheduler.program import Program
+from scheduler.programs.messages import messages
+from scheduler.programs.program import Program
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
 

@@ -15,8 +15,8 @@ from xml.etree.ElementTree import Element
 
 from scheduler.action import Action, Kind
 from scheduler.drawing import duration
-from scheduler.figure_frame import Frame, add, number, wide
-from scheduler.palette import IDLE_COLOUR, colour, ink
+from scheduler.figures.frame import Frame, add, number, wide
+from scheduler.figures.palette import IDLE_COLOUR, colour, ink
 from scheduler.timeline import Event
 
 __all__ = ["Look", "densities", "memory_curve", "rectangles"]

@@ -6,7 +6,7 @@
 from math import floor, log10
 from xml.etree.ElementTree import Element
 
-from scheduler.figure_frame import Frame, add, number
+from scheduler.figures.frame import Frame, add, number
 from scheduler.timeline import Timeline
 
 __all__ = ["axis", "ticks"]

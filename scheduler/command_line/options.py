@@ -10,7 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from scheduler.arguments import CommandError
+from scheduler.command_line.arguments import CommandError
 from scheduler.schedules import names
 
 __all__ = ["parse"]

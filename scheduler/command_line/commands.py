@@ -14,18 +14,18 @@ from itertools import groupby
 from operator import attrgetter
 from shutil import get_terminal_size
 
-from scheduler.arguments import costs_of, placement_of, read, schedule_of, write
 from scheduler.chrome import chrome_trace
+from scheduler.command_line.arguments import costs_of, placement_of, read, schedule_of, write
+from scheduler.command_line.tables import show
 from scheduler.comparison import Row, compare
 from scheduler.costs import Costs
 from scheduler.csv_files import to_csv
 from scheduler.drawing import draw, duration
 from scheduler.errors import ScheduleError
-from scheduler.figure import svg
+from scheduler.figures.figure import svg
 from scheduler.schedule import Schedule
-from scheduler.searching import search
+from scheduler.searches.searching import search
 from scheduler.simulation import simulate
-from scheduler.tables import show
 from scheduler.timeline import Timeline
 from scheduler.verification import verify
 

@@ -20,8 +20,8 @@ from heapq import heappop, heappush
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from scheduler.precedence import Graph, graph_of, heads, mirror, mirrored
-from scheduler.problem import Problem
+from scheduler.searches.precedence import Graph, graph_of, heads, mirror, mirrored
+from scheduler.searches.problem import Problem
 
 __all__ = ["LowerBound"]
 
@@ -34,7 +34,7 @@ class LowerBound:
         passes: how often heads and tails may be worked out for proofs, all of them together
 
     >>> from scheduler import Costs, Placement
-    >>> from scheduler.posing import pose
+    >>> from scheduler.searches.posing import pose
     >>> LowerBound(pose(Costs(), Placement.vee(4), chunks=8)).value
     51
     """

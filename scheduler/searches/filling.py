@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import floor, inf
 
-from scheduler.problem import Plan, Problem
+from scheduler.searches.problem import Plan, Problem
 
 __all__ = ["filled", "turns", "warmups", "without_weights"]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from scheduler.posing import alone
-from scheduler.problem import Plan, Problem
+from scheduler.searches.posing import alone
+from scheduler.searches.problem import Plan, Problem
 
 __all__ = ["dispatch"]
 

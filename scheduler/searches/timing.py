@@ -9,7 +9,7 @@ there are only numbers and every plan is for the same problem.
 from collections.abc import Sequence
 from math import inf
 
-from scheduler.problem import Plan, Problem
+from scheduler.searches.problem import Plan, Problem
 
 __all__ = ["run", "value", "value_of"]
 

@@ -15,7 +15,7 @@ from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
 from scheduler.held import Held
 from scheduler.placement import Placement
-from scheduler.problem import Objective, Problem, Times
+from scheduler.searches.problem import Objective, Problem, Times
 
 __all__ = ["Memory", "alone", "pose"]
 

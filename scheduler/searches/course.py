@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from scheduler.problem import Plan, Problem
-from scheduler.timing import run, value
+from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.timing import run, value
 
 __all__ = ["Course"]
 

@@ -9,8 +9,8 @@ the transport would mix them up before anything is stuck, and verification.py sa
 
 from scheduler.action import Action, Kind
 from scheduler.faults import Fault
-from scheduler.messages import messages
-from scheduler.program import Program, other_end
+from scheduler.programs.messages import messages
+from scheduler.programs.program import Program, other_end
 
 __all__ = ["stuck_lanes"]
 
