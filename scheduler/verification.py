@@ -2,7 +2,7 @@
 
                 ┌─► exist       every action exists, and is on the lane of its stage
                 ├─► complete    every (stage, chunk) has one F, and one B or one I and one W; nothing runs twice
-    schedule ───┼─► ascend      B or I ascend in chunks on every stage, and so do the W
+    schedule ───┼─► ascend      B or I ascend in chunks on every stage, and so do B or W
                 ├─► end         no lane waits for ever
                 └─► fit         no lane holds more than `cap`            ──►  None, or one ScheduleError with all faults
 
@@ -108,10 +108,12 @@ def _incomplete(columns: Columns, stage: int, chunk: int) -> Iterator[Fault]:
 
 
 def _ascend(columns: Columns) -> Iterator[Fault]:
-    weights = columns.kind == COMPUTE.index(Kind.W)
     backwards = numpy.isin(columns.kind, [COMPUTE.index(kind) for kind in COMPUTE if kind.is_backward])
-    faults = [*_descents(columns, backwards, "backwards"), *_descents(columns, weights, "weight gradients")]
-    yield from sorted(faults, key=lambda fault: (fault.lane, fault.position))
+    weights = numpy.isin(columns.kind, [COMPUTE.index(Kind.B), COMPUTE.index(Kind.W)])  # B makes both
+    faults = {(fault.lane, fault.position): fault for fault in (
+        *_descents(columns, weights, "weight gradients"), *_descents(columns, backwards, "backwards")
+    )}
+    yield from (faults[place] for place in sorted(faults))
 
 
 def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:

@@ -5,7 +5,7 @@
     a plan without its W  ──────────┘
 
 On a line of lanes this finds what the heuristic of the zero-bubble papers finds (Qi et al. 2023, arXiv 2401.10241,
-section 4.1): as many F before the first I as there is time and memory for, then I and F in turn; a W where it fits
+section 3.1): as many F before the first I as there is time and memory for, then I and F in turn; a W where it fits
 into a wait, where memory is full, and where the lane would wait longer than it can afford. A lane can afford to wait
 as long as it has idled less than the lane that idled most.
 """

@@ -21,7 +21,7 @@ flush: the makespan. span: the longest time from the first start of a lane to it
 may overlap. Every named schedule for the same stages is tried first, so what is found is at least as good. The bound
 (bounds.py) often shows that nothing is better; the search stops there.
 
-The papers' own search is one heuristic (filling.py) and no bound (Qi et al. 2023, arXiv 2401.10241, section 3).
+The papers' own search is one heuristic (filling.py) and no bound (Qi et al. 2023, arXiv 2401.10241, section 3.1).
 """
 
 from collections.abc import Iterator

@@ -55,6 +55,7 @@ def schedules(draw):
 
 
 def ascends_after(action, other):
-    """Whether `other`, not run yet, must go backward in the same stage before `action`."""
-    same = action.kind is other.kind or (action.kind.is_backward and other.kind.is_backward)
-    return same and action.kind is not Kind.F and action.stage == other.stage and other.chunk < action.chunk
+    """Whether `other`, not run yet, must go backward in the same stage before `action`: B is both an I and a W."""
+    kinds = {action.kind, other.kind}
+    same = kinds <= {Kind.B, Kind.I} or kinds <= {Kind.B, Kind.W}
+    return same and action.stage == other.stage and other.chunk < action.chunk

@@ -139,6 +139,15 @@ def test_caps_that_are_not_one_for_each_lane_are_refused():
         verify(by_name("1f1b", 3, 3), cap=0)
 
 
+def test_a_whole_backward_before_the_weight_gradient_of_an_earlier_chunk_is_refused():
+    """B1 would add to the weights' gradients before W0 does."""
+    found = words(lines("0F0 0F1 0I0 0B1 0W0", chunks=2, lanes="0"))
+    assert "lane 0 runs 0W0 after 0B1, but weight gradients of a stage ascend in chunks: put 0W0 first." in found
+    found = words(lines("0F0 0F1 0I1 0W1 0B0", chunks=2, lanes="0"))
+    assert "lane 0 runs 0B0 after 0I1, but backwards of a stage ascend" in found and "has 1 fault" in found
+    verify(lines("0F0 0F1 0I0 0W0 0B1", chunks=2, lanes="0"))
+
+
 def test_both_kinds_of_backward_for_one_pair_are_refused():
     assert "lane 0 runs 0B0 and also 0I0 and 0W0, a half of it" in words(lines("0F0 0B0 0I0 0W0", lanes="0"))
     assert "lane 0 runs 0B0 and also 0W0, a half of it" in words(lines("0F0 0B0 0W0", lanes="0"))
