@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from law_check import AXES, differences, expect, observe
+import torch
+from law_check import AXES, apart, differences, expect, observe
 from law_cover import pairwise
 from law_models import MODELS
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeline import Pipe
 from scheduler import ScheduleError, by_name, names
@@ -72,3 +74,48 @@ def test_where_a_lane_has_two_stages_an_odd_number_of_them_is_refused(name: str)
 def test_too_few_chunks_for_a_schedule_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=rf"{name} .*Use chunks=\d+ or more"):
         Pipe(net(4), [1, 1, 1, 1], 2, schedule=name)
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def language_model() -> nn.Sequential:
+    """Tied weights over the first and the last stage, a convolution, both kinds of norm, dropout."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+    head.weight = embedding.weight
+    convolution = nn.Conv1d(8, 8, 3, padding=1)
+    middle = (nn.Linear(8, 8), Transposed(), nn.BatchNorm1d(8), convolution, Transposed(), nn.Dropout(0.3))
+    return nn.Sequential(embedding, *middle, nn.LayerNorm(8), head)
+
+
+def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    loss = functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=3, reduction="sum")
+    return loss, (target != 3).sum()
+
+
+def trained(schedule: str, checkpoint: str, workers: str) -> list[Tensor]:
+    """The losses of some steps with clipping and a scaler, then all parameters and statistics."""
+    model = language_model()
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-2), torch.amp.GradScaler("cpu")
+    pipe = Pipe(
+        model, [2, 2, 2, 3], 8, schedule=schedule, checkpoint=checkpoint, workers=workers, deferred_batch_norm=True,
+        devices=apart(4),
+    )
+    x, y = torch.arange(96).reshape(16, 6) % 20, torch.arange(96).reshape(16, 6) % 19
+    torch.manual_seed(4)
+    losses = [
+        pipe.step(x, y, loss_fn=token_loss, optimizer=optimizer, clip_grad_norm=0.5, scaler=scaler).loss
+        for _ in range(4)
+    ]
+    return [*losses, *(parameter.detach() for parameter in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("name", names())
+def test_training_with_all_that_a_step_can_do_gives_the_same_bits_under_every_schedule(name: str, workers: str) -> None:
+    for checkpoint in ("always", "never"):
+        found, wanted = trained(name, checkpoint, workers), trained("1f1b", "always", "inline")
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
