@@ -80,8 +80,7 @@ def _node(tensor: Tensor) -> Any:
 
 def edge(tensor: Tensor) -> GradientEdge:
     """Where a tensor hangs in the graph."""
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    return GradientEdge(_node(tensor), tensor.output_nr)
 
 
 def run_backward(

@@ -23,15 +23,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipeline.graph import Reached, edge, owned
+from pipeline.trees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
 
 
 class Site(NamedTuple):
-    """Where weights are used in a graph, and how their gradients come from that of the output there."""
+    """Where weights are used in a graph, with what input, and how their gradients come from that of the output."""
 
     node: Any
     weights: Sequence[Tensor]
+    given: Tensor
     late: Late
 
 
@@ -44,15 +46,15 @@ class _Rule(NamedTuple):
 
     places: tuple[int, ...]
     transposes: int
-    late: Callable[[Any, bool], Late | None]
+    late: Callable[[Any, bool], tuple[Tensor, Late] | None]
 
 
 class Part(NamedTuple):
-    """Gradients that are still to be computed."""
+    """Gradients that are still to be computed, from what must not change until then."""
 
-    weights: Sequence[Tensor]
-    late: Late
+    site: Site
     grad: Tensor  # of the output
+    versions: tuple[int, ...]  # of the input and of the gradient
 
 
 def survey(
@@ -130,12 +132,23 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
     return now + [GradientEdge(site.node, 0) for site in sites]
 
 
-def catch_up(parts: Sequence[Part]) -> None:
-    """W: compute what waited, and add it to the weights' sums [3]. Uses in one chunk are added first, as in B."""
+def catch_up(parts: Sequence[Part], stage: str) -> None:
+    """W: compute what waited, and add it to the weights' sums [3]. Uses in one chunk are added first, as in B.
+
+    Raises:
+        RuntimeError: what a gradient is to be computed from was written since I.
+    """
     sums: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for weights, late, given in parts:
-            for weight, grad in zip(weights, late(given), strict=True):
+        for (_, weights, given, late), of_output, then in parts:
+            if versions([given, of_output]) != then:
+                raise RuntimeError(
+                    f"the input of a weight of {stage} (shape {list(given.shape)}), or the gradient of its output, was "
+                    "changed in place between the two halves of a backward (a layer that keeps a tensor and writes it "
+                    "in every forward, say). Make it anew in each forward, or use a schedule of whole backwards, such "
+                    "as 1f1b."
+                )
+            for weight, grad in zip(weights, late(of_output), strict=True):
                 earlier = sums.get(id(weight))
                 sums[id(weight)] = weight, grad if earlier is None else earlier[1] + grad
         for weight, grad in sums.values():
@@ -147,7 +160,7 @@ def catch_up(parts: Sequence[Part]) -> None:
 
 def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
     if grads[0] is not None:
-        parts.append(Part(site.weights, site.late, grads[0]))
+        parts.append(Part(site, grads[0], versions([site.given, grads[0]])))
 
 
 def _site(
@@ -174,9 +187,10 @@ def _site(
             return
         weights.append(weight)
         ends.append(down)
-    late = rule.late(node, len(weights) > 1)
-    if late is not None:
-        yield Site(node, weights, _cast(late, weights) if casts else late), ends
+    found = rule.late(node, len(weights) > 1)
+    if found is not None:
+        given, late = found
+        yield Site(node, weights, given, _cast(late, weights) if casts else late), ends
 
 
 def _cast(late: Late, weights: Sequence[Tensor]) -> Late:
@@ -184,33 +198,34 @@ def _cast(late: Late, weights: Sequence[Tensor]) -> Late:
     return lambda given: [grad.to(dtype) for grad, dtype in zip(late(given), dtypes, strict=True)]
 
 
-def _of_addmm(node: Any, _: bool) -> Late | None:
+def _of_addmm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
     return _of_product(node, node._saved_mat1) if node._saved_alpha == 1 else None
 
 
-def _of_mm(node: Any, _: bool) -> Late | None:
+def _of_mm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
     return _of_product(node, node._saved_self)
 
 
-def _of_product(node: Any, x: Tensor | None) -> Late | None:
+def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
     rows, _ = node._saved_mat2_sym_sizes
     by_columns = tuple(node._saved_mat2_sym_strides) == (1, rows)  # as w.t() is; else autograd multiplies otherwise
     if x is None or not by_columns or x.layout is not torch.strided:
         return None
-    return partial(_product, x)
+    return x, partial(_product, x)
 
 
 def _product(x: Tensor, given: Tensor) -> Sequence[Tensor]:
     return (given.t().mm(x.conj()),)
 
 
-def _of_convolution(node: Any, has_bias: bool) -> Late | None:
+def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, Late] | None:
+    x = node._saved_input
     bias = node._saved_bias_sym_sizes_opt if has_bias else None
     how = (
         bias, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
         node._saved_output_padding, node._saved_groups, [False, True, has_bias],
     )
-    return partial(_convolution, node._saved_input, node._saved_weight, how)
+    return x, partial(_convolution, x, node._saved_weight, how)
 
 
 def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
@@ -218,13 +233,14 @@ def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor)
     return (of_weight,) if of_bias is None else (of_weight, of_bias)
 
 
-def _of_embedding(node: Any, _: bool) -> Late | None:
+def _of_embedding(node: Any, _: bool) -> tuple[Tensor, Late] | None:
     if node._saved_sparse:
         return None
     padding = node._saved_padding_idx
     padding = padding - 2**64 if padding >= 2**63 else padding  # torch shows -1 as an unsigned number
     how = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
-    return partial(_embedding, node._saved_indices, how)
+    indices = node._saved_indices
+    return indices, partial(_embedding, indices, how)
 
 
 def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:

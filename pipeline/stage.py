@@ -399,7 +399,7 @@ class StageRun:
 
     def weights(self, chunk: int) -> None:
         """W: add to the sums what I of this chunk left."""
-        catch_up(self._waiting.pop(chunk, ()))
+        catch_up(self._waiting.pop(chunk, ()), self.name)
 
     def _differentiate_but_wait(
         self, chunk: int, roots: Roots, leaves: Sequence[Tensor | None], retain: bool, sites: Sequence[Site]
@@ -407,7 +407,8 @@ class StageRun:
         if self.foreign or roots.foreign:  # all gradients are asked for by name, now
             sites = ()
         late = {id(weight) for site in sites for weight in site.weights}
-        if any([id(each) not in late for parts in self._waiting.values() for part in parts for each in part.weights]):
+        waited = {id(weight) for parts in self._waiting.values() for part in parts for weight in part.site.weights}
+        if not waited <= late:
             for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
                 self.weights(earlier)
         with waiting(sites) as parts:

@@ -77,7 +77,7 @@ class Costs:
                 cost = numbers = tuple(cost)
                 object.__setattr__(self, what, cost)  # frozen from here on: hashable, and nobody else's list
             else:
-                numbers = () if callable(cost) and not isinstance(cost, Link) else (cost,)
+                numbers = () if callable(cost) else (cost,)
             for number in numbers:
                 if not (what == "link" and isinstance(number, Link)):
                     refuse_unless_cost(what, number, above=what == "speed")

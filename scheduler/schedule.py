@@ -10,7 +10,7 @@ is a Schedule too, or nobody could draw what is wrong with it.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,7 +20,7 @@ from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.placement import Placement
 from scheduler.text import NAME, read, written
 
-__all__ = ["Order", "Schedule"]
+__all__ = ["Order", "Schedule", "refuse_unless_one_each"]
 
 Order = tuple[Action, ...]
 
@@ -72,11 +72,7 @@ class Schedule:
                 "B, I or W. Use tuple(...) on lists, Action.parse('2F0') on text, and Program for what sends and "
                 "receives."
             )
-        if len(self.orders) != self.lanes:
-            raise ScheduleError(
-                f"there are {len(self.orders)} orders but {self.lanes} lanes (lane_of: {self.placement.lane_of}). "
-                "Give each lane one order, () where it does nothing."
-            )
+        refuse_unless_one_each(self.orders, self.placement)
         self._refuse_unless_blocks()
 
     @classmethod
@@ -141,6 +137,15 @@ class Schedule:
 
     def _only(self, wanted: Callable[[Action], bool]) -> tuple[Order, ...]:
         return tuple(tuple(filter(wanted, order)) for order in self.orders)
+
+
+def refuse_unless_one_each(orders: Sequence[Order], placement: Placement) -> None:
+    """Raise ScheduleError unless there is an order for each lane."""
+    if len(orders) != placement.lanes:
+        raise ScheduleError(
+            f"there are {len(orders)} orders but {placement.lanes} lanes (lane_of: {placement.lane_of}). "
+            "Give each lane one order, () where it does nothing."
+        )
 
 
 def _is_order(order: object) -> bool:

@@ -23,6 +23,7 @@ from scheduler.programs.message_checks import message_faults
 from scheduler.programs.program import Program
 from scheduler.progress import progress
 from scheduler.schedule import Schedule
+from scheduler.timeline import in_flight
 
 __all__ = ["verify"]
 
@@ -133,17 +134,13 @@ def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
 
 
 def _fit(columns: Columns, caps: Sequence[int]) -> Iterator[Fault]:
-    begins = columns.kind == COMPUTE.index(Kind.F)
-    ends = numpy.isin(columns.kind, [COMPUTE.index(Kind.B), COMPUTE.index(Kind.W)])
-    for lane, cap in enumerate(caps):
-        part = slice(columns.first[lane], columns.first[lane + 1])
-        held = numpy.cumsum(begins[part].astype(int)) - numpy.cumsum(ends[part].astype(int)) + ends[part]
-        if len(held) and held.max() > cap:
-            position = int(numpy.flatnonzero(held > cap)[0])
+    for lane, (order, cap) in enumerate(zip(columns.schedule.orders, caps)):
+        held = list(in_flight(order))
+        if max(held, default=0) > cap:
+            position = next(position for position, count in enumerate(held) if count > cap)
             yield Fault(
-                f"lane {lane} holds up to {held.max()} chunks in flight, first above its cap of {cap} at "
-                f"{columns.schedule.orders[lane][position]}: run a backward before it, or allow {held.max()}.",
-                lane, position,
+                f"lane {lane} holds up to {max(held)} chunks in flight, first above its cap of {cap} at "
+                f"{order[position]}: run a backward before it, or allow {max(held)}.", lane, position,
             )
 
 

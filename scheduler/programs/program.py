@@ -20,7 +20,7 @@ from typing import NamedTuple
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.placement import Placement
-from scheduler.schedule import Order, Schedule
+from scheduler.schedule import Order, Schedule, refuse_unless_one_each
 from scheduler.text import read, written
 
 __all__ = ["Channel", "Program", "other_end"]
@@ -66,11 +66,7 @@ class Program:
 
     def __post_init__(self) -> None:
         refuse_unless_whole("chunks", self.chunks, least=1)
-        if len(self.orders) != self.lanes:
-            raise ScheduleError(
-                f"there are {len(self.orders)} orders but {self.lanes} lanes (lane_of: {self.placement.lane_of}). "
-                "Give each lane one order, () where it does nothing."
-            )
+        refuse_unless_one_each(self.orders, self.placement)
         if not all(isinstance(order, tuple) and set(map(type, order)) <= {Action} for order in self.orders):
             raise ScheduleError(
                 f"orders is {self.orders!r}, but must be a tuple with a tuple of actions for each lane. "

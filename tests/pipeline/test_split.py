@@ -442,6 +442,33 @@ def test_a_failure_in_i_leaves_no_gradient_and_nothing_that_waits(monkeypatch: p
     assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), again.parameters(), strict=True))
 
 
+class KeepsItsInput(nn.Module):
+    """Computes with one tensor that it writes in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4), torch.zeros(2, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.kept.detach()
+        self.kept.copy_(x)
+        out: Tensor = self.layer(self.kept)
+        return out
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_what_w_needs_and_a_later_forward_writes_is_an_error_and_never_another_number(drive: str) -> None:
+    """On the last stage a whole backward runs at once, so there it is right; I does, but W comes later."""
+    model = nn.Sequential(nn.Linear(4, 4), KeepsItsInput(), nn.Linear(4, 2)).double()
+    how = {"checkpoint": "never", **DRIVES[drive](2)}
+    Pipe(model, [1, 2], 4, schedule="1f1b", **how).step(normal(8, 4), loss_fn=square, loss_reduction="sum")
+    whole = [param.grad.clone() for param in model.parameters()]
+    words = r"the input of a weight of stage 1 \(layers 1..2\) \(shape \[2, 4\]\).* was changed in place between"
+    with pytest.raises(RuntimeError, match=words):
+        Pipe(model, [1, 2], 4, schedule=SPLIT, **how).step(normal(8, 4), loss_fn=square, loss_reduction="sum")
+    assert all(torch.equal(one, param.grad) for one, param in zip(whole, model.parameters(), strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
