@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs
 from partition.splitting import check_balance
 from pipeline.places import Place, place_of
-from scheduler import Schedule, ScheduleError, by_name
+from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
 
 def cannot_move(what: str) -> str:
@@ -118,6 +118,15 @@ def check_schedule(schedule: Schedule, stages: int) -> None:
             f"schedule {schedule.name} has {schedule.stages} stages but the balance has {stages}. Make it for {stages} "
             "stages."
         )
+    before: dict[int, Action] = {}
+    for action in schedule.actions:
+        if action.kind is Kind.F:
+            if action.chunk < before.setdefault(action.stage, action).chunk:
+                raise ScheduleError(
+                    f"schedule {schedule.name} runs {action} after {before[action.stage]}. In a Pipe the forwards of a "
+                    f"stage ascend in chunks, since running statistics depend on their order: put {action} first."
+                )
+            before[action.stage] = action
 
 
 def check_step(

@@ -7,7 +7,7 @@ from torch import nn
 
 from partition import PartitionError
 from pipeline import NoChunk, Pipe
-from scheduler import ScheduleError, by_name
+from scheduler import Schedule, ScheduleError, by_name, verify
 
 ROWS, WIDE = 6, 4
 
@@ -157,6 +157,15 @@ def test_a_schedule_of_other_stages_or_chunks_is_refused():
         with pytest.raises(ScheduleError, match=words):
             call()
     assert pipe(torch.randn(4, WIDE)).shape == (4, 2)
+
+
+def test_a_schedule_whose_forwards_do_not_ascend_is_refused():
+    """Right for `verify`, but BatchNorm's running statistics, and the order of the outputs, would be others."""
+    text = "schedule mine, chunks 2, stages on lanes 0 1\nlane 0: 0F1 0F0 0B0 0B1\nlane 1: 1F1 1F0 1B0 1B1"
+    schedule = Schedule.parse(text)
+    verify(schedule)
+    with pytest.raises(ScheduleError, match="schedule mine runs 0F0 after 0F1. In a Pipe the forwards of a"):
+        Pipe(net(), [2, 1], 2, schedule=schedule)
 
 
 class First(nn.Module):
