@@ -94,7 +94,7 @@ def main() -> None:
     model = nn.Sequential(
         Embed(len(characters)), Block(), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(characters))
     )
-    pipe = Pipe(model, balance=[2, 1, 3], chunks=4, devices=["cpu"] * 3, schedule="1f1b", checkpoint="always")
+    pipe = Pipe(model, balance=[2, 1, 3], chunks=4, schedule="1f1b", checkpoint="always")
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=options.steps)
 

@@ -3,7 +3,7 @@
     python examples/digits.py [--epochs 16]
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships (Alpaydin and Kaynak, 1998). The pipe cuts each
-mini-batch into 4 chunks over three CPU devices; the hand-written loop runs the plain module over the same chunks, with
+mini-batch into 4 chunks over three stages; the hand-written loop runs the plain module over the same chunks, with
 the dropout masks of the public rule. The two loss curves are the same, bit for bit.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
     model = network()
     plain = copy.deepcopy(model)
 
-    pipe = Pipe(model, balance=[3, 5, 5], chunks=CHUNKS, devices=["cpu", "cpu", "cpu"])
+    pipe = Pipe(model, balance=[3, 5, 5], chunks=CHUNKS)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
     optimizer_by_hand = torch.optim.Adam(plain.parameters(), lr=1e-3)
 

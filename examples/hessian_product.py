@@ -54,7 +54,8 @@ def main() -> None:
     x, y = torch.randn(32, 20).double(), torch.randint(5, (32,))
     vector = [torch.randn_like(parameter) for parameter in model.parameters()]
 
-    pipe = Pipe(model, balance=[3, 2, 2], chunks=CHUNKS, checkpoint="always")
+    places = ["cpu"] * 3  # all stages in this process, as second derivatives of a loss need it
+    pipe = Pipe(model, balance=[3, 2, 2], chunks=CHUNKS, devices=places, checkpoint="always")
     torch.manual_seed(SEED)
     ours = hessian_product(functional.cross_entropy(pipe(x), y), list(pipe.parameters()), vector)
     theirs = hessian_product(functional.cross_entropy(by_hand(plain, x), y), list(plain.parameters()), vector)

@@ -97,7 +97,7 @@ def main() -> None:
     model = network()
 
     # two levels down | the third, the bottom, and up from there | two levels up
-    pipe = Pipe(model, balance=[8, 11, 9], chunks=4, devices=["cpu", "cpu", "cpu"], checkpoint="always")
+    pipe = Pipe(model, balance=[8, 11, 9], chunks=4, checkpoint="always")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=5e-3)
     loss_fn = functional.binary_cross_entropy_with_logits
     losses = []
@@ -111,11 +111,15 @@ def main() -> None:
 
     images, masks = draw(64, generator)
     result = pipe.evaluate(images, masks, loss_fn=loss_fn)
-    plain = pipe.to_sequential().eval()
+    found = overlap(result.outputs, masks)
+    state = pipe.full_state_dict()
+    if state is None:  # under torchrun the first rank has it, and speaks for all
+        return
+    plain = network().eval()
+    plain.load_state_dict(state)
     with torch.no_grad():
         expected = torch.cat([plain(part) for part in images.tensor_split(4)])
     difference = (result.outputs - expected).abs().max().item()
-    found = overlap(result.outputs, masks)
     print(f"unet: loss {losses[0]:.3f} at first, {result.loss.item():.3f} on new images, overlap {found:.1%}")
     print(f"unet: largest difference between pipe and plain module in eval mode {difference}")
     assert difference == 0.0

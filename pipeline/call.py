@@ -25,11 +25,12 @@ from pipeline.driver import Driver
 from pipeline.errors import CheckpointError
 from pipeline.graph import Gate, Roots, roots_of
 from pipeline.hooks import hooks_asleep
-from pipeline.mailbox import Mailbox
+from pipeline.mailbox import Post
 from pipeline.microbatch import Batch
+from pipeline.peers import Peers
 from pipeline.places import Place
 from pipeline.plan import Plan
-from pipeline.randomness import Seeder, draw_seed, generators_kept
+from pipeline.randomness import Seeder, generators_kept
 from pipeline.recall import Known
 from pipeline.skip import Key
 from pipeline.stage import Exits, Shared, StageRun
@@ -59,6 +60,8 @@ class Setup(NamedTuple):
         known: what earlier calls have found out about the stages; this one adds to it.
         defer: whether batch norms update their running statistics once, at the end.
         traces: who records the actions.
+        peers: the processes that run this call with this one.
+        seed: of the call.
     """
 
     stages: Sequence[Sequence[nn.Module]]
@@ -74,6 +77,8 @@ class Setup(NamedTuple):
     known: Known
     defer: bool
     traces: Sequence[Trace]
+    peers: Peers
+    seed: int
 
 
 class Call:
@@ -88,10 +93,10 @@ class Call:
         self.batch = batch
         self.grad = setup.grad
         self._setup = setup
-        self._devices = [place.device for place in setup.places]
+        self._devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
+        self.peers = setup.peers
         self._live = [setup.grad and tensor.requires_grad for tensor in batch.tree.tensors]
-        seed = draw_seed()
-        self.seeder = Seeder(seed, self._devices)
+        self.seeder = Seeder(setup.seed, self._devices)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
@@ -102,11 +107,15 @@ class Call:
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, place.device, seed, partial(self._bring, place), shared)
+            StageRun(index, first, layers, place.device, setup.seed, partial(self._bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
+            if setup.peers.has(index)
         ]
+        self._run = {stage.index: stage for stage in self.stages}
+        self._last = len(setup.stages) - 1
         for index, chunk in setup.plan.schedule.split:
-            self.stages[index].split.add(chunk)
+            if index in self._run:
+                self._run[index].split.add(chunk)
         if any([stage.may_draw for stage in self.stages]):
             for stage in self.stages:
                 stage.learn_draws()
@@ -134,13 +143,30 @@ class Call:
         with torch.inference_mode(False):  # so that a copy counts how often it is written, in every mode
             return self._setup.transport.carry(parameter.detach(), home, place)
 
-    def _new_mailbox(self) -> Mailbox:
-        return Mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
+    def _new_mailbox(self) -> Post:
+        return self.peers.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
+
+    def go_on_with(self, peers: Peers) -> None:
+        """From now on these run the call with this process: it is their turn to agree and to fail."""
+        if peers is not self.peers:
+            self.peers = peers
+            self._mailbox = self._new_mailbox()
+
+    @property
+    def has_first(self) -> bool:
+        """Whether stage 0, which takes the input, runs in this process."""
+        return 0 in self._run
+
+    @property
+    def last(self) -> StageRun | None:
+        """The last stage, which makes the output. None: another process runs it."""
+        return self._run.get(self._last)
 
     def end_in(self, loss_end: LossEnd) -> None:
         """Put a loss behind the last stage: a step, an evaluation."""
         self._loss_end = loss_end
-        self.stages[-1].ends_in_loss = True
+        if self.last is not None:
+            self.last.ends_in_loss = True
 
     # ------------------------------------------------------------------------------------------------------ phases
 
@@ -160,6 +186,7 @@ class Call:
                     self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
+                    self.peers.refuse_strangers(stage.foreign.values(), stage.name)
                 self._check_shared_state()
                 for stage in self.stages:
                     if self.batch.chunks > 1:
@@ -196,15 +223,18 @@ class Call:
                     )
 
     def _begin(self) -> None:
+        if not self.has_first:
+            return
         for chunk in range(self.batch.chunks):
             self._mailbox.put(CALLER, chunk, [self.batch.message(chunk, self.grad)])
 
     def run_backward(self, grads: Sequence[Grads], retain: bool) -> None:
-        """Run the second phase on the gradients of each chunk's outputs."""
+        """Run the second phase on the gradients of each chunk's outputs, which the process of the last stage has."""
         self._retain = retain
         self._resume()
-        for chunk, chunk_grads in enumerate(grads):
-            self._mailbox.put_grads(CALLER, chunk, [chunk_grads])
+        if self.last is not None:
+            for chunk, chunk_grads in enumerate(grads):
+                self._mailbox.put_grads(CALLER, chunk, [chunk_grads])
         try:
             with generators_kept(self._devices), weights_cast_anew(self.grad):
                 self._drive(1)
@@ -250,8 +280,10 @@ class Call:
         )
         draws = any([stage.may_draw for stage in self.stages])
         before = None if draws else torch.default_generator.get_state()
+        self.peers.begin(number)
         try:
             self._driver.run(phase, self._perform, draws, now, in_turns)
+            self.peers.end()
         except CheckpointError:  # it may be for that reason that a recomputation came out otherwise
             self._check_untouched(before)
             raise
@@ -273,23 +305,24 @@ class Call:
 
     def _perform(self, action: Action) -> None:
         start = perf_counter()
+        self.peers.at(action)
         try:
             _WORK[action.kind](self, action.stage, action.chunk)
         except BaseException as error:
-            error.add_note(f"{self.stages[action.stage].name}, chunk {action.chunk}, {action}")
+            error.add_note(f"{self._run[action.stage].name}, chunk {action.chunk}, {action}")
             raise
         for trace in self._setup.traces:
             trace.record(action, self._lane_of[action.stage], start)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        run = self.stages[stage]
+        run = self._run[stage]
         inbox = self._mailbox.take(stage, chunk)
         recompute = self.grad and (stage, chunk) in self._setup.recompute
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
             self._check_alone(chunk, inbox, run)
         self._mailbox.put(stage, chunk, made)
-        if stage == len(self.stages) - 1:
+        if stage == self._last:
             (output,) = self._mailbox.take(CALLER, chunk)
             if self.keep_outputs:
                 self.outputs.append(output)
@@ -298,8 +331,11 @@ class Call:
 
     def _check_alone(self, chunk: int, inbox: Sequence[Message], run: StageRun) -> None:
         """A stage that writes its input gets copies: what else shares that memory would not see it written."""
-        own = [memory for message in inbox for memory in message.memory]
-        if len(set(own)) < len(own) or not set(own).isdisjoint(self._mailbox.under_way(chunk)):
+        found = [memory for message in inbox for memory in message.memory]
+        own = {memory.origin for memory in found}
+        beside = {memory.origin for memory in self._mailbox.under_way(chunk)}
+        elsewhere = any(memory.until > run.index for memory in found)
+        if len(own) < len(found) or not own.isdisjoint(beside) or elsewhere:
             raise RuntimeError(
                 f"{run.name} writes its input in place, and another tensor of that input, or a skip that a later stage "
                 "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
@@ -307,7 +343,7 @@ class Call:
             )
 
     def _backward(self, stage: int, chunk: int) -> None:
-        run = self.stages[stage]
+        run = self._run[stage]
         if run.ends_in_loss:
             assert self._loss_end is not None  # end_in
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
@@ -318,12 +354,17 @@ class Call:
         self._mailbox.put_grads(stage, chunk, grads)
 
     def _weights(self, stage: int, chunk: int) -> None:
-        self.stages[stage].weights(chunk)
+        self._run[stage].weights(chunk)
 
     # --------------------------------------------------------------------------------------------------- gradients
 
     def input_grads(self) -> Grads:
-        """The gradients of the input's tensors, after a backward."""
+        """The gradients of the input's tensors, after a backward. None of them: no tensor wants one."""
+        if not any(self._live):
+            return (None,) * len(self._live)
+        return self.peers.share_input_grads(self._own_input_grads() if self.has_first else None)
+
+    def _own_input_grads(self) -> Grads:
         chunks = range(self.batch.chunks)
         taken = [self._at_home(chunk, self._mailbox.take_grads(CALLER, chunk)[0][0]) for chunk in chunks]
         none: Grads = (None,) * len(self.batch.tree.tensors)
@@ -340,21 +381,22 @@ class Call:
 
     def sums(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
-        found, self.loss_sums = self.loss_sums, {}
-        for stage, place in zip(self.stages, self._setup.places, strict=True):
-            for owner, grad in stage.take_sums():
-                grad = self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
-                earlier = found.get(id(owner))
-                total = grad if earlier is None else add_grads(earlier[1], grad)
-                assert total is not None  # neither part is
-                found[id(owner)] = (owner, total)
-        return found
+        parts = [
+            (stage.index, owner, self._carried_home(owner, grad, self._setup.places[stage.index]))
+            for stage in self.stages
+            for owner, grad in stage.take_sums()
+        ]
+        of_loss, self.loss_sums = self.loss_sums, {}
+        return self.peers.join_sums([*((-1, owner, grad) for owner, grad in of_loss.values()), *parts])
+
+    def _carried_home(self, owner: Tensor, grad: Tensor, place: Place) -> Tensor:
+        return self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
 
     def owners(self) -> list[Tensor]:
         """The parameters and foreign leaves that an output depends on, each once."""
         found = {id(each): each for stage in self.stages for each in stage.aliases.used_parameters}
         found.update({key: leaf for stage in self.stages for key, leaf in stage.foreign.items()})
-        return list(found.values())
+        return self.peers.share_owners(list(found.values()))
 
     # ------------------------------------------------------------------------------------------------ second order
 

@@ -83,6 +83,11 @@ class Driver:
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever else was said.
         """
+        if phase.needs is None:
+            on_device = self._on_device(perform)
+            for action in phase.orders[0]:
+                on_device(action)
+            return
         if in_turns or not self.has_threads:
             drive_inline(phase.orders, phase.needs, self._on_device(perform), phase.before)
             return

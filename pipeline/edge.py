@@ -8,7 +8,7 @@ Each error says what was wrong, the value, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.splitting import check_balance
+from pipeline.materialize import How, materialize
 from pipeline.places import Place, place_of
+from pipeline.ranks.group import Ranks, ranks_of
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
 
@@ -63,19 +65,53 @@ def check_plain(module: nn.Sequential) -> None:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
 
 
+def find_ranks(
+    group: Any, devices: Sequence[Place] | None, workers: str | None, heartbeat: float, timeout: float
+) -> Ranks | None:
+    """The ranks to run on; None: this process runs everything, because devices are given or because it is alone.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be, or that exclude each other.
+    """
+    for name, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"{name} is {seconds!r}. Give seconds, such as {name}=30.0.")
+        if not seconds > 0:
+            raise ValueError(f"{name} is {seconds}. Give seconds above 0, such as {name}=30.0.")
+    if devices is not None:
+        if group is not None:
+            raise ValueError(
+                "devices=[...] runs all stages in this process and group=... runs them on the ranks of a group. Give "
+                "one of them."
+            )
+        return None
+    ranks = ranks_of(group, heartbeat, timeout)
+    if ranks is not None and workers is not None:
+        raise ValueError(
+            f"workers is {workers!r} but the Pipe runs over {ranks.size} ranks, where each has one thread. Leave "
+            "workers out, or give devices=[...] to run in one process."
+        )
+    return ranks
+
+
 def choose_balance(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[Place] | None
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[Place] | None, ranks: Ranks | None = None
 ) -> list[int]:
-    """Layers per stage: as given, or cut so that parameter bytes are even over the devices."""
+    """Layers per stage: as given, or cut so that parameter bytes are even over the devices or ranks."""
     if balance is not None:
         return check_balance(balance, len(module))
-    count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
+    if ranks is not None:
+        count = ranks.size
+    else:
+        count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
     costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
     return balance_costs(costs, min(count, len(costs)))
 
 
-def choose_places(given: list[Place] | None, stages: int) -> list[Place]:
-    """One place a stage: the first of those given, of all CUDA devices, or the CPU for all."""
+def choose_places(given: list[Place] | None, stages: int, ranks: Ranks | None = None) -> list[Place]:
+    """One place a stage: the first of those given, of all CUDA devices, or the CPU for all. On a rank: its own."""
+    if ranks is not None:
+        return [Place(ranks.device)] * stages
     if given is None:
         count = torch.cuda.device_count()
         given = [place_of(index) for index in range(count)] or [place_of("cpu")] * stages
@@ -127,6 +163,47 @@ def check_schedule(schedule: Schedule, stages: int) -> None:
                     f"stage ascend in chunks, since running statistics depend on their order: put {action} first."
                 )
             before[action.stage] = action
+
+
+def check_placement(schedule: Schedule, rank_of: Sequence[int]) -> None:
+    """Refuse a schedule that puts stages on other ranks than those which have their layers."""
+    found = schedule.placement.lane_of
+    if found != tuple(rank_of):
+        stage = next(index for index, rank in enumerate(rank_of) if found[index] != rank)
+        raise ScheduleError(
+            f"schedule {schedule.name} runs stage {stage} on rank {found[stage]}, but its layers are on rank "
+            f"{rank_of[stage]}. Build another Pipe with this schedule, or choose one that has stages where these are: "
+            f"{list(rank_of)}."
+        )
+
+
+def settle(
+    stages: Sequence[nn.Sequential],
+    own: Iterable[int],
+    devices: Sequence[torch.device],
+    how: How,
+    seed: Callable[[], int],
+) -> None:
+    """Put some stages on their devices, and values into what is on the meta device.
+
+    Args:
+        stages: all.
+        own: those to settle.
+        devices: of each stage.
+        how: where values come from, see materialize.py.
+        seed: draws one, if it is needed.
+    """
+    index, found, places = 0, [], []
+    for stage, layers in enumerate(stages):
+        table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
+        for name, layer in table.items():
+            if stage in own:
+                found.append((index, name, layer))
+                places.append(devices[stage])
+            index += 1
+    materialize(found, how, places, seed() if how is not None else 0)
+    for stage in sorted(own, reverse=True):
+        stages[stage].to(devices[stage])  # what several stages share ends up with the first
 
 
 def check_step(

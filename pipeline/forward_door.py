@@ -22,34 +22,57 @@ from pipeline.errors import CheckpointError
 from pipeline.graph import refuse_tangents
 from pipeline.hooks import deliver, skip_none
 from pipeline.microbatch import gather
+from pipeline.peers import Output, Verdict
 from pipeline.trees import Grads, Tree, versions
 from pipeline.turns import Turn, turn
 
 
-def run(call: Call, now: Turn) -> Any:
-    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient; `now`: its turn."""
+def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
+    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient.
+
+    Args:
+        call: what to run.
+        now: its turn.
+        everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
+    """
     call.run_forward()
     messages, call.outputs = call.outputs, []
     try:
-        joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+        output: Output | None = None
+        sizes: tuple[tuple[int, ...], ...] = ()
+        if call.last is not None:
+            joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+            columns = zip(*[message.needs_grad for message in messages], strict=True)
+            output = Output(joined, [any(column) for column in columns])
+        _, _, wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad)))
+        if everywhere:
+            output = call.peers.share_output(output)
+        joined, needs_grad = output or Output(Tree((torch.zeros(()),), None), [wanted])
+        owners = call.owners() if any(needs_grad) else []
     except BaseException:
         call.abandon()
         raise
-    needs_grad = [any(column) for column in zip(*(message.needs_grad for message in messages), strict=True)]
     if not any(needs_grad):
         return joined.build(joined.tensors)
-    return joined.build(_attach(call, now, joined, sizes, needs_grad))
+    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners))
 
 
 def _attach(
-    call: Call, now: Turn, joined: Tree, sizes: Sequence[tuple[int, ...]], needs_grad: list[bool]
+    call: Call,
+    now: Turn,
+    joined: Tree,
+    sizes: Sequence[tuple[int, ...]],
+    needs_grad: list[bool],
+    owners: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     tensors = call.batch.tree.tensors
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    backward = Backward(call, now, sizes, wanted, call.owners())
-    outputs: Sequence[Tensor] = attach(
-        backward, joined.tensors, needs_grad, *(tensors[index] for index in wanted), *backward.owners
-    )
+    backward = Backward(call, now, sizes, wanted, owners)
+    leaves = [*[tensors[index] for index in wanted], *backward.owners]
+    if not leaves:  # all that wants a gradient is on other ranks
+        leaves = [torch.zeros((), requires_grad=True)]
+        backward.has_dummy = True
+    outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
     return outputs
 
 
@@ -66,15 +89,19 @@ class Backward:
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
         self._is_spent = False  # a backward failed part-way
+        self.has_dummy = False  # a leaf that stands for those of other ranks
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
-        with turn(self._then, may_wait=not self._call.is_accelerated):
+        with turn(self._then, may_wait=not self._call.is_accelerated), self._call.peers.again() as peers:
+            self._call.go_on_with(peers)
+            peers.open(lambda values: {}, draws=False)
             result = self._compute(grads, retain)
+            peers.agree(Verdict(None, None, True))
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
-        return result
+        return (None,) if self.has_dummy else result
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:
@@ -87,10 +114,11 @@ class Backward:
                 "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
                 "is_grads_batched=True), which gives the same."
             )
-        parts = self._parts(grads)
         batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
         moved = any(stage.recall.buffers.moved() for stage in self._call.stages)
+        parts = self._parts(grads) if self._call.last is not None else []
         if torch.is_grad_enabled() or batched or moved:
+            self._refuse_over_ranks(batched, moved)
             self._check_input()
             with _outside_vmap(batched):
                 inputs, totals = self._call.differentiate(parts, self.owners, torch.is_grad_enabled())
@@ -111,6 +139,22 @@ class Backward:
         found = [sums.pop(id(owner), None) for owner in self.owners]
         deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+
+    def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
+        """Second derivatives would need every stage in this process."""
+        if self._call.peers.is_alone:
+            return
+        if moved and not torch.is_grad_enabled() and not batched:
+            raise RuntimeError(
+                "a buffer that the forward read was changed before its backward (a BatchNorm trained in between, "
+                "say). Over ranks that cannot be computed again: run the backward first."
+            )
+        what = "is_grads_batched=True" if batched else "create_graph=True"
+        raise RuntimeError(
+            f"{what} cannot go through a Pipe over ranks: autograd leaves out what one rank alone does not need, and "
+            "the others would wait. Use the operators of pipeline.curvature (Hessian, GaussNewton, EmpiricalFisher), "
+            "which run over ranks, or devices=[...] in one process."
+        )
 
     def _parts(self, grads: Grads) -> list[Grads]:
         """The gradients of each chunk's outputs."""

@@ -9,16 +9,45 @@ put, and must have arrived when it is taken (transports/).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.places import Place
 from pipeline.transports.local import Local, Parcel
-from pipeline.trees import Grads, Message, Tree
+from pipeline.trees import Grads, Memory, Message, Tree
 from pipeline.values import CALLER, Name, Values
 
 
-class Mailbox:
-    """The values under way in one call, in one process. What is put and taken stands in the order of the table.
+class Post(ABC):
+    """The values under way in one call. What is put and taken stands in the order of the table."""
+
+    @abstractmethod
+    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+        """Post what `stage` (or the caller) made of `chunk` to all readers."""
+
+    @abstractmethod
+    def take(self, stage: int, chunk: int) -> list[Message]:
+        """Take what `stage` (or the caller) reads of `chunk`."""
+
+    @abstractmethod
+    def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
+        """Post the gradients that `stage` (or the caller) has for the values it read."""
+
+    @abstractmethod
+    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
+        """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
+
+    @abstractmethod
+    def under_way(self, chunk: int) -> Iterator[Memory]:
+        """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+class Mailbox(Post):
+    """The values under way in one process.
 
     Args:
         values: the table.
@@ -36,7 +65,6 @@ class Mailbox:
         self._gradients: dict[tuple[Name, int, int], Parcel] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
-        """Post what `stage` (or the caller) made of `chunk` to all readers."""
         for row, message in zip(self._made_by[stage], made, strict=True):
             for reader in row.readers:
                 key = row.name, chunk, reader
@@ -47,7 +75,6 @@ class Mailbox:
                     self._activations[key] = _of(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Message]:
-        """Take what `stage` (or the caller) reads of `chunk`."""
         found = []
         for row in self._read_by[stage]:
             message, parcel = self._activations.pop((row.name, chunk, stage))
@@ -57,7 +84,6 @@ class Mailbox:
         return found
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        """Post the gradients that `stage` (or the caller) has for the values it read."""
         for row, each in zip(self._read_by[stage], grads, strict=True):
             if self._is_one_place and stage != CALLER:
                 parcel = Parcel(each, None)
@@ -66,14 +92,12 @@ class Mailbox:
             self._gradients[row.name, chunk, stage] = parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
-        """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
         return [
             [self._transport.receive(self._gradients.pop((row.name, chunk, reader))) for reader in row.readers]
             for row in self._made_by[stage]
         ]
 
-    def under_way(self, chunk: int) -> Iterator[object]:
-        """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
+    def under_way(self, chunk: int) -> Iterator[Memory]:
         found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
         return (memory for message in found for memory in message.memory)
 

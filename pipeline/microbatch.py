@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pipeline.ambient import without_function_modes
 from pipeline.trees import Grads, Message, Tree, add_grads, flatten, memory_of, same_structure
+from pipeline.values import CALLER
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class Batch:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
         tensors = tuple(piece[chunk].detach() for piece in self.pieces)
         needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
-        return Message(Tree(tensors, self.tree.skeleton), needs, memory_of(tensors, {}))
+        return Message(Tree(tensors, self.tree.skeleton), needs, memory_of(tensors, {}, CALLER, chunk))
 
     def value(self, chunk: int) -> Any:
         """Chunk `chunk` as the value it is a part of."""
@@ -154,6 +155,17 @@ def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tupl
 def describe(tree: Tree) -> str:
     """A tree in words: tensors by shape, plain values as they are."""
     return str(tree.build([_Shape(tensor) for tensor in tree.tensors]))  # type: ignore[misc]
+
+
+def described(batch: Batch) -> str:
+    """A mini-batch in words: the structure, and of each tensor shape, dtype and whether it requires a gradient."""
+    tree = batch.tree
+    leaves = ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{'' if cut else ' whole'}"
+        f"{' with gradient' if tensor.requires_grad else ''}"
+        for tensor, cut in zip(tree.tensors, batch.cut, strict=True)
+    )
+    return leaves if tree.skeleton is None else f"{describe(tree)} of {leaves}"
 
 
 class _Shape:

@@ -10,9 +10,7 @@ Everything about one call lives in a `Call` and goes with it; a Pipe holds setti
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,37 +22,48 @@ from partition.contiguous import whole
 from partition.splitting import check_module
 from pipeline import forward_door, step_door
 from pipeline.ambient import eagerly
-from pipeline.batchnorm import batch_norms, check_deferrable
+from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
 from pipeline.driver import check_workers
 from pipeline.edge import (
     StageView,
     cannot_move,
+    check_placement,
     check_plain,
     check_schedule,
     check_shared,
     check_step,
     choose_balance,
     choose_places,
-    schedule_named,
+    find_ranks,
+    settle,
 )
+from pipeline.gradstore import GradStore
 from pipeline.loss import Loss, LossFn
-from pipeline.microbatch import Batch, gather, scatter, scatter_like
+from pipeline.materialize import How
+from pipeline.microbatch import Batch, described, gather, scatter, scatter_like
+from pipeline.peers import Alone, Output, Peers, Verdict
 from pipeline.places import Place, place_of
-from pipeline.plan import Plan, plan_forward, plan_step
-from pipeline.randomness import generators_kept
+from pipeline.plan import plan_forward, plan_step
+from pipeline.plans import Planner, Plans
+from pipeline.randomness import draw_seed, generators_kept
+from pipeline.ranks.agreement import values_in_words
+from pipeline.ranks.company import Company, company_of
+from pipeline.ranks.group import Ranks
+from pipeline.ranks.over_ranks import MINI_BATCHES, SETTINGS, OverRanks
 from pipeline.recall import Known
-from pipeline.skip import Enclosed, routes, verify_skippables
+from pipeline.skip import routes, verify_skippables
+from pipeline.stateful import Stateful
 from pipeline.step_door import LossEnd, Step
 from pipeline.trace import Trace
 from pipeline.transports.local import Local
 from pipeline.turns import turn
 from pipeline.values import chain
-from scheduler import Schedule, ScheduleError, verify
+from scheduler import Schedule, Timeline, verify
 
 
-class Pipe(Enclosed):
+class Pipe(Stateful):
     """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
 
     Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
@@ -89,6 +98,8 @@ class Pipe(Enclosed):
         True
     """
 
+    _nothing: nn.Parameter
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -100,14 +111,19 @@ class Pipe(Enclosed):
         checkpoint: Policy = "except_last",
         deferred_batch_norm: bool = False,
         workers: str | None = None,
+        group: Any = None,
+        timeout: float = 300.0,
+        heartbeat: float = 10.0,
+        materialize: How = None,
     ) -> None:
         super().__init__()
         check_module(module)
         check_plain(module)
         check_workers(workers)
         places = None if devices is None else [place_of(device) for device in devices]
-        self.balance = choose_balance(module, balance, places)
-        self._places = choose_places(places, len(self.balance))
+        ranks = find_ranks(group, places, workers, heartbeat, timeout)
+        self.balance = choose_balance(module, balance, places, ranks)
+        self._places = choose_places(places, len(self.balance), ranks)
         self.devices = [place.device for place in self._places]
         self._workers = workers
         self._transport = Local()
@@ -115,21 +131,39 @@ class Pipe(Enclosed):
         if deferred_batch_norm:
             check_deferrable(module)
         self.deferred_batch_norm = deferred_batch_norm
-        self._values = chain(len(self.balance), routes(split(module, self.balance)))
-        self._plans: dict[tuple[int, Any], Plan] = {}  # by chunks and door
+        stages = split(module, self.balance)
+        self._values = chain(len(self.balance), routes(stages))
         self._traces: list[Trace] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
         self._known = Known()
         self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
+        self._ranks = ranks
+        self._company: Company | None = None
+        object.__setattr__(self, "_nothing", nn.Parameter(torch.empty(0)))  # stands for parameters: not registered
         self.checkpoint = checkpoint
         self.chunks = chunks
         self.schedule = schedule
         self.training = module.training
+        check_shared(stages)
         layers: Mapping[str, Any] = module._modules
         self._modules.update(layers)
-        check_shared(self.partitions)
-        for stage, device in zip(reversed(self.partitions), reversed(self.devices), strict=True):
-            stage.to(device)  # what several stages share ends up with the first
+        if ranks is None:
+            settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
+        else:
+            self._join(stages, ranks, materialize)
+
+    def _join(self, stages: Sequence[nn.Sequential], ranks: Ranks, materialize: How) -> None:
+        """Become one Pipe with those that the other ranks build now. Their layers stay here in name only."""
+        rank_of = self._plans.resolved(self.chunks).placement.lane_of
+        self._company = company = company_of(stages, rank_of, ranks, self._values)
+        elsewhere = dict(company.elsewhere(stages))
+        with OverRanks(company, (), f"Pipe({len(self)} layers)") as peers:
+            seed = peers.open(lambda values: {SETTINGS: self._settings()}, draws=materialize is not None)
+            ranks.connect(company.pairs)
+            settle(stages, company.hosting.own, self.devices, materialize, lambda: seed)
+            self._modules.update(elsewhere)
+            peers.share_ties(company.hosting.tied(self))
+            peers.agree(Verdict(None, None, True))
 
     # ---------------------------------------------------------------------------------------------------- settings
 
@@ -160,17 +194,20 @@ class Pipe(Enclosed):
     @property
     def schedule(self) -> str | Schedule:
         """The order that `step` runs."""
-        return self._schedule
+        return self._plans.given
 
     @schedule.setter
     def schedule(self, schedule: str | Schedule) -> None:
         if isinstance(schedule, Schedule):
             verify(schedule)
             check_schedule(schedule, len(self.balance))
-        else:
-            check_schedule(schedule_named(schedule, len(self.balance), self.chunks), len(self.balance))
-        self._schedule = schedule
-        self._plans.clear()
+        ranks = None if self._ranks is None else (self._ranks.size, self._ranks.rank)
+        plans = Plans(schedule, self._places, self._values, ranks)
+        found = plans.resolved(self.chunks)
+        check_schedule(found, len(self.balance))
+        if self._company is not None:
+            check_placement(found, self._company.hosting.rank_of)
+        self._plans = plans
 
     # -------------------------------------------------------------------------------------------- like a Sequential
 
@@ -202,24 +239,35 @@ class Pipe(Enclosed):
 
     # ------------------------------------------------------------------------------------------------------- doors
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any, output: str = "all") -> Any:
         """Compute `module(input)`.
 
         Args:
             input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain
-                values go to every chunk.
+                values go to every chunk. Over ranks, the same on every rank.
+            output: over ranks, who gets the output: "all" ranks, so that each computes the same loss and calls its
+                backward; or the "last", which has the last stage, while the others get a number in its place, whose
+                backward they call.
 
         Returns:
-            What the plain module returns, on the last device. Differentiable to any order.
-        """
-        return eagerly(Pipe._forward, self, input)
+            What the plain module returns, on the last device. In one process differentiable to any order; over ranks
+            once, see `pipeline.curvature` for more.
 
-    def _forward(self, input: Any) -> Any:
-        batch = scatter(input, self.chunks)
-        grad = torch.is_grad_enabled()
-        self._refuse_transforms(batch)
-        with turn() as now:
-            return forward_door.run(self._call(batch, plan_forward, grad, keep=True), now)
+        Raises:
+            MismatchError: over ranks, which do not make the same call.
+        """
+        return eagerly(Pipe._forward, self, input, output)
+
+    def _forward(self, input: Any, output: str) -> Any:
+        if output not in ("all", "last"):
+            raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
+        with turn() as now, self._peers("forward") as peers:
+            batch = scatter(input, self.chunks)
+            grad = torch.is_grad_enabled()
+            self._refuse_transforms(batch)
+            options = [output]
+            call = self._call(batch, plan_forward, grad, True, peers, options=options)
+            return forward_door.run(call, now, everywhere=output == "all")
 
     def step(
         self,
@@ -258,16 +306,18 @@ class Pipe(Enclosed):
                 exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
-        check_step(optimizer, clip_grad_norm, scaler, grads)
-        batch = scatter(x, self.chunks, "x")
-        self._refuse_transforms(batch)
-        recorder = Trace(self._schedule_for(self.chunks).lanes) if trace else None
-        with turn():
-            call = self._call(batch, plan_step, grad=True, keep=False, trace=recorder)
+        options = [loss_reduction, clip_grad_norm, grads, outputs, trace, type(optimizer).__name__, scaler is None]
+        with turn(), self._peers("step") as peers:
+            check_step(optimizer, clip_grad_norm, scaler, grads)
+            batch = scatter(x, self.chunks, "x")
+            self._refuse_transforms(batch)
+            recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
+            aim = scatter_like(target, batch, "the target")
+            call = self._call(batch, plan_step, True, False, peers, recorder, aim, options)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
-            self._run_with_loss(call, loss, target, outputs, scaler)
+            self._run_with_loss(call, loss, aim, outputs, scaler)
             try:
-                pairs, inputs = step_door.collect(call, loss)
+                pairs, inputs, value = step_door.collect(call, loss)
                 joined = self._joined(call) if outputs else None
                 call.release()
                 store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
@@ -275,10 +325,10 @@ class Pipe(Enclosed):
                 call.abandon()
                 raise
             if store is not None and clip_grad_norm is not None:
-                store.clip_(clip_grad_norm)
+                self._clip_store(store, clip_grad_norm, peers)
             if optimizer is not None:
-                step_door.optimize(optimizer, scaler, list(self.parameters()), clip_grad_norm)
-        return Step(loss.value, store, joined, None if recorder is None else recorder.timeline)
+                step_door.optimize(optimizer, scaler, list(self.named_parameters()), clip_grad_norm, peers)
+            return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))
 
     def evaluate(
         self,
@@ -295,17 +345,20 @@ class Pipe(Enclosed):
         Args:
             x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
         """
-        batch = scatter(x, self.chunks, "x")
-        with turn():
+        with turn(), self._peers("evaluate") as peers:
+            batch = scatter(x, self.chunks, "x")
+            aim = scatter_like(target, batch, "the target")
             flags = [(module, module.training) for module in self.modules()]
             self.eval()
             try:
                 with torch.no_grad():
-                    recorder = Trace(self._schedule_for(self.chunks).lanes) if trace else None
-                    call = self._call(batch, plan_forward, grad=False, keep=False, trace=recorder)
+                    recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
+                    options = [loss_reduction, outputs, trace]
+                    call = self._call(batch, plan_forward, False, False, peers, recorder, aim, options)
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
-                    self._run_with_loss(call, loss, target, outputs, None)
+                    self._run_with_loss(call, loss, aim, outputs, None)
                     try:
+                        value = peers.agree(Verdict(None if call.last is None else loss.value, None, True)).loss
                         joined = self._joined(call) if outputs else None
                     except BaseException:
                         call.abandon()
@@ -313,12 +366,48 @@ class Pipe(Enclosed):
             finally:
                 for module, training in flags:
                     module.training = training
-        call.release()
-        return Step(loss.value, None, joined, None if recorder is None else recorder.timeline)
+            call.release()
+            assert value is not None  # the last stage's process has it
+            return Step(value, None, joined, None if recorder is None else self._timeline(recorder, peers))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of all parameters down to a norm of at most `max_norm`; return the norm before.
+
+        As torch.nn.utils.clip_grad_norm_ on the plain module's parameters. Over ranks that function would see one
+        rank's; this one sees all, a tied parameter once, and is called on every rank.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: which norm, such as 2.0 or float("inf").
+            error_if_nonfinite: raise a RuntimeError where the norm is inf or nan.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 1, bias=False)), [1])
+            >>> pipe(torch.tensor([[3.0, 4.0]])).sum().backward()
+            >>> pipe.clip_grad_norm_(1.0)
+            tensor(5.)
+        """
+        with turn(), self._peers("clip_grad_norm_") as peers:
+            peers.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
+            return step_door.clip_grads(
+                list(self.named_parameters()), max_norm, norm_type, peers, error_if_nonfinite
+            )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As nn.Module's: over ranks, this rank's. Where it has none, an empty one, since an optimizer wants some."""
+        found = list(super().parameters(recurse))
+        return iter(found or ([] if self._company is None else [self._nothing]))
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record when each action of the calls within runs; their backward too, if it runs within.
+
+        Over ranks all enter and leave together, and each gets the actions of all; clocks of machines may differ.
 
         Example:
             >>> import torch
@@ -330,21 +419,49 @@ class Pipe(Enclosed):
             >>> " ".join(str(event.action) for event in trace.timeline.events)
             '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
         """
-        recorder = Trace(self._schedule_for(self.chunks).lanes)
+        recorder = Trace(self._plans.resolved(self.chunks).lanes)
         self._traces.append(recorder)
         try:
             yield recorder
         finally:
             self._traces.remove(recorder)
+        with self._peers("trace") as peers:
+            peers.open(lambda values: {}, draws=False)
+            recorder.join(peers.share_events(recorder.events))
 
     # ------------------------------------------------------------------------------------------------ how they run
 
-    def _call(self, batch: Batch, planner: Any, grad: bool, keep: bool, trace: Trace | None = None) -> Call:
+    def _clip_store(self, store: GradStore, max_norm: float, peers: Peers) -> None:
+        if peers.is_alone:
+            store.clip_(max_norm)
+            return
+        names = {id(param): name for name, param in self.named_parameters()}
+        total = peers.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
+        store.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+    def _peers(self, door: str) -> Peers:
+        """The processes that run a call: alone, or over ranks."""
+        if self._company is None:
+            return Alone()
+        return OverRanks(self._company, self._company.hosting.tied(self), door)
+
+    def _call(
+        self,
+        batch: Batch,
+        planner: Planner,
+        grad: bool,
+        keep: bool,
+        peers: Peers,
+        trace: Trace | None = None,
+        aim: Batch | None = None,
+        options: Sequence[object] = (),
+    ) -> Call:
+        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values))
         if grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
             )
-        plan = self._plan(batch.chunks, planner)
+        plan = self._plans.plan(batch.chunks, planner, self.chunks)
         recompute = plan.recomputed(self.checkpoint) if grad else frozenset()
         stages = self._stages()
         traces = [*self._traces, *([] if trace is None else [trace])]
@@ -352,9 +469,35 @@ class Pipe(Enclosed):
         compares = grad and self._calls & (self._calls - 1) == 0
         setup = Setup(
             stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
-            self._known, self.deferred_batch_norm, traces
+            self._known, self.deferred_batch_norm, traces, peers, seed
         )
+        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
         return Call(setup, batch)
+
+    def _words(
+        self, batch: Batch, aim: Batch | None, grad: bool, options: Sequence[object], values: bool
+    ) -> dict[str, str]:
+        """What all ranks must agree on."""
+        given = {"x": batch} if aim is None else {"x": batch, "the target": aim}
+        shapes = [f"{name} {described(each)}" for name, each in given.items()]
+        more = f"gradients {'on' if grad and torch.is_grad_enabled() else 'off'}, options {list(options)}"
+        words = {SETTINGS: self._settings(), MINI_BATCHES: ", ".join([*shapes, more])}
+        if values:
+            tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
+            words["the values of the mini-batches"] = values_in_words(tensors)
+        return words
+
+    def _settings(self) -> str:
+        """How this Pipe is set up, in lines."""
+        assert self._company is not None  # it runs over ranks
+        checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else "a function of (stage, chunk)"
+        return (
+            f"balance {self.balance}\nchunks {self.chunks}\nschedule {self.schedule}\ncheckpoint {checkpoint}\n"
+            f"deferred_batch_norm {self.deferred_batch_norm}\n{self._company.parameters}"
+        )
+
+    def _timeline(self, recorder: Trace, peers: Peers) -> Timeline:
+        return Timeline.measured(peers.share_events(recorder.events), recorder.lanes)
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())
@@ -366,35 +509,20 @@ class Pipe(Enclosed):
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
         return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
-    def _plan(self, chunks: int, planner: Any) -> Plan:
-        key = (chunks, planner)
-        if key not in self._plans:
-            self._plans[key] = planner(self._schedule_for(chunks), self._places)
-        return self._plans[key]
-
-    def _schedule_for(self, chunks: int) -> Schedule:
-        if isinstance(self._schedule, str):
-            return schedule_named(self._schedule, len(self.balance), chunks)
-        if self._schedule.chunks != chunks:
-            raise ScheduleError(
-                f"the schedule is made for {self._schedule.chunks} chunks but this mini-batch gives {chunks} "
-                f"(chunks={self.chunks}; fewer rows than chunks give fewer chunks). Give a schedule by name, which "
-                "fits any number."
-            )
-        return self._schedule
-
     def _run_with_loss(
-        self, call: Call, loss: Loss, target: Any, outputs: bool, scaler: torch.amp.GradScaler | None
+        self, call: Call, loss: Loss, aim: Batch, outputs: bool, scaler: torch.amp.GradScaler | None
     ) -> None:
         """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
         number = self._losses.get(loss.key, 0) + (call.batch.chunks > 1)
         compare = call.batch.chunks > 1 and number & (number - 1) == 0
-        end = LossEnd(call, loss, scatter_like(target, call.batch, "the target"), len(self), scaler, compare)
+        end = LossEnd(call, loss, aim, len(self), scaler, compare)
+        if scaler is not None and call.last is None:
+            scaler.scale(torch.zeros((), device=self.devices[0]))  # its scale exists from its first use on
         call.end_in(end)
         call.keep_outputs = outputs or compare
         try:
             call.run_forward()
-            if compare:
+            if compare and call.last is not None:
                 with generators_kept(self.devices):
                     end.check()
         except BaseException:  # not counted: the next call compares in its place
@@ -403,7 +531,10 @@ class Pipe(Enclosed):
         self._losses[loss.key] = number
 
     def _joined(self, call: Call) -> Any:
-        tree, _ = gather([message.tree for message in call.outputs], call.batch.rows)
+        output = None
+        if call.last is not None:
+            output = Output(gather([message.tree for message in call.outputs], call.batch.rows)[0], ())
+        tree, _ = call.peers.share_output(output)
         return tree.build(tree.tensors)
 
     def _refuse_transforms(self, batch: Batch) -> None:
@@ -432,27 +563,3 @@ class Pipe(Enclosed):
     def cpu(self) -> Pipe:
         """Refused: see `to`."""
         raise TypeError(cannot_move("cpu()"))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's. torchgpipe's keys are read too, with the versions of their layers."""
-        versions = getattr(state_dict, "_metadata", None)
-        if versions is not None and "partitions" not in self._modules:
-            renamed = OrderedDict(state_dict)
-            names = {key: key.split(".", 2)[-1] for key in versions if re.match(r"partitions\.\d+\.", key)}
-            setattr(renamed, "_metadata", OrderedDict((names.get(key, key), value) for key, value in versions.items()))
-            state_dict = renamed
-        return super().load_state_dict(state_dict, strict, assign)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
-        old = f"{prefix}partitions."
-        if "partitions" not in self._modules:
-            norms = {path for path, _ in batch_norms(self.to_sequential())}
-            for key in [key for key in state_dict if key.startswith(old)]:
-                value = state_dict.pop(key)
-                _, _, name = key[len(old) :].partition(".")
-                layer, _, last = name.rpartition(".")
-                if layer in norms and last in ("sum", "sum_squares"):
-                    continue  # what its DeferredBatchNorm has of an unfinished mini-batch
-                state_dict[prefix + name] = value
-        super()._load_from_state_dict(state_dict, prefix, *args)

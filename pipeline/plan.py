@@ -17,10 +17,13 @@ from scheduler import Action, Schedule
 
 
 class Phase(NamedTuple):
-    """Orders that are driven in one go, after the actions of `before`."""
+    """Orders that are driven in one go, after the actions of `before`.
+
+    `needs` None: one order, whose every action waits for other ranks by itself.
+    """
 
     orders: tuple[tuple[Action, ...], ...]
-    needs: Needs
+    needs: Needs | None
     before: tuple[Action, ...]
 
 
@@ -31,30 +34,40 @@ class Plan(NamedTuple):
     phases: tuple[Phase, ...]
     device_orders: tuple[tuple[Action, ...], ...]
     by_mode: dict[str, frozenset[tuple[int, int]]]  # what each named mode recomputes
+    parts: tuple[tuple[tuple[Action, ...], ...], ...]  # for each phase the orders of all lanes, other ranks' too
 
     def recomputed(self, policy: Policy) -> frozenset[tuple[int, int]]:
         """The (stage, chunk) pairs that `policy` recomputes here."""
         return recomputed(policy, self.device_orders) if callable(policy) else self.by_mode[policy]
 
 
-def plan_step(schedule: Schedule, devices: Sequence[object]) -> Plan:
+def plan_step(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
     """The whole order at once."""
-    return _plan(schedule, [schedule.orders], devices)
+    return _plan(schedule, [schedule.orders], devices, rank)
 
 
-def plan_forward(schedule: Schedule, devices: Sequence[object]) -> Plan:
+def plan_forward(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
     """All F, then the rest."""
-    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices)
+    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, rank)
 
 
-def _plan(schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object]) -> Plan:
+def _plan(
+    schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], rank: int | None
+) -> Plan:
+    """The plan of all lanes, or of one rank's."""
+    if rank is not None:
+        own = [(orders[rank],) for orders in parts]
+        device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for (order,) in own for action in order),)
+        by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
+        return Plan(schedule, tuple([Phase(orders, None, ()) for orders in own]), device_orders, by_mode, tuple(parts))
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:
-        phase = Phase(orders, needs_of(orders, schedule.stages, schedule.split), merged)
-        merged += merged_order(phase.orders, phase.needs, phase.before)
+        needs = needs_of(orders, schedule.stages, schedule.split)
+        phase = Phase(orders, needs, merged)
+        merged += merged_order(phase.orders, needs, phase.before)
         phases.append(phase)
     distinct = list(dict.fromkeys(devices))
     device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
     by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-    return Plan(schedule, tuple(phases), device_orders, by_mode)
+    return Plan(schedule, tuple(phases), device_orders, by_mode, tuple(parts))

@@ -218,7 +218,8 @@ class StageRun:
         if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
             return [Message(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
-        memory = memory_of(made.tensors, dict(zip(map(storage_of, given), came_on, strict=bool(came_on))))
+        known = dict(zip(map(storage_of, given), came_on, strict=bool(came_on)))
+        memory = memory_of(made.tensors, known, self.index, chunk)
         parts = zip(made.trees, made.split(tensors), made.split(need), made.split(memory), strict=True)
         return [
             Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
 from pipeline.hooks import deliver, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
+from pipeline.peers import Peers, Verdict
 from pipeline.trees import Grads, Tree
 from scheduler import Timeline
 
@@ -75,13 +76,15 @@ class LossEnd:
         tensors = tree.tensors
         if apart:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-        self._call.stages[-1].seeder.seed(chunk, self._layers)
+        assert self._call.last is not None  # it runs here
+        self._call.last.seeder.seed(chunk, self._layers)
         part = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
         if not part.requires_grad:
             return Roots((), (), {})
         own = [tensor for tensor in tensors if tensor.requires_grad]
         part = part if self._scaler is None else self._scaler.scale(part)
         foreign = explore([part], until=own).leaves
+        self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
         for leaf in foreign.values():
             _refuse_ours(leaf)
         roots = Roots((part,), (torch.ones_like(part),), foreign)
@@ -144,25 +147,43 @@ class LossEnd:
         return joined if self._scaler is None else joined / self._scaler.get_scale()
 
 
-def collect(call: Call, loss: Loss) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """After the run: (owner, whole gradient) of the parameters, and of the input's tensors."""
+class Collected(NamedTuple):
+    """What a step has found, before anyone gets it.
+
+    Attributes:
+        pairs: (owner, whole gradient) of the parameters.
+        inputs: of the input's tensors.
+        loss: of the mini-batch.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    inputs: list[tuple[Tensor, Tensor]]
+    loss: Tensor
+
+
+def collect(call: Call, loss: Loss) -> Collected:
+    """After the run: whole gradients, and the loss, on which all processes agree."""
     inputs = [
         (tensor, grad)
         for tensor, grad in zip(call.batch.tree.tensors, call.input_grads(), strict=True)
         if grad is not None and tensor.requires_grad
     ]
     pairs = list(call.sums().values())
-    if not pairs and not inputs:
+    has_loss = call.last is not None
+    value, divisor, reached = call.peers.agree(
+        Verdict(loss.value if has_loss else None, loss.divisor if has_loss else None, bool(pairs or inputs))
+    )
+    assert value is not None  # the last stage's process has it
+    if not reached:
         raise RuntimeError(
             "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is "
             "detached. Use pipe.evaluate(...) for a loss without gradients."
         )
-    divisor = loss.divisor
     if divisor is not None:
         for _, grad in pairs:
             grad.div_(divisor.to(grad.device))
         inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
-    return pairs, inputs
+    return Collected(pairs, inputs, value)
 
 
 def hand_over(
@@ -200,23 +221,56 @@ def _summed(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
 def optimize(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
-    parameters: Sequence[Tensor],
+    named: Sequence[tuple[str, Tensor]],
     clip: float | None,
+    peers: Peers,
 ) -> None:
     """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
-    if scaler is not None and clip is not None:
-        scaler.unscale_(optimizer)
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    if scaler is not None and (clip is not None or not peers.is_alone):
+        unscale(scaler, optimizer, peers)
     if clip is not None:  # of what is stepped: a loss may have parameters of its own
-        stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        torch.nn.utils.clip_grad_norm_(list(dict.fromkeys([*parameters, *stepped])), clip)
+        known = {id(param) for _, param in named}
+        clip_grads([*named, *[("", param) for param in stepped if id(param) not in known]], clip, 2.0, peers)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    for parameter in parameters:
+    for _, parameter in named:
         parameter.grad = None
+
+
+def clip_grads(
+    named: Sequence[tuple[str, Tensor]], max_norm: float, norm_type: float, peers: Peers, finite: bool = False
+) -> Tensor:
+    """Scale `.grad` of some parameters down to a norm of at most `max_norm`, over all processes; the norm before.
+
+    Raises:
+        RuntimeError: with `finite`, where the norm is not.
+    """
+    each = dict.fromkeys(param for _, param in named)
+    names = {param: name for name, param in reversed(named)}
+    grads = [(names[param], param.grad) for param in each if param.grad is not None]
+    total = peers.total_norm(grads, norm_type)
+    if finite and not torch.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
+    torch.nn.utils.clip_grads_with_norm_(list(each), max_norm, total)
+    return total
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+    """Divide the gradients by the scale; where any process finds one that is not finite, all skip the step."""
+    scaler.unscale_(optimizer)
+    if peers.is_alone or not scaler.is_enabled():
+        return
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    overflowed = peers.any(any(bool(each.item()) for each in found.values()))
+    if not found:  # no gradient here: all is frozen, or there are no parameters
+        found[torch.device("cpu")] = torch.zeros(())
+    for each in found.values():
+        each.fill_(float(overflowed))
 
 
 def _refuse_ours(leaf: Tensor) -> None:

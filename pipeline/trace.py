@@ -9,6 +9,7 @@ B includes the recomputation, where there is one. On an accelerator the times ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from scheduler import Action, Event, Timeline
@@ -18,7 +19,7 @@ class Trace:
     """Collects the actions of one or several calls."""
 
     def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self._events: list[Event] = []
 
     def record(self, action: Action, lane: int, start: float) -> None:
@@ -34,6 +35,15 @@ class Trace:
         del self._events[number:]
 
     @property
+    def events(self) -> Sequence[Event]:
+        """All actions so far."""
+        return self._events
+
+    def join(self, events: Sequence[Event]) -> None:
+        """These are all actions, other processes' too."""
+        self._events = list(events)
+
+    @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""
-        return Timeline.measured(self._events, self._lanes)
+        return Timeline.measured(self._events, self.lanes)

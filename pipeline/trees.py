@@ -74,16 +74,27 @@ class Bundle(NamedTuple):
         return [each[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
 
 
+class Memory(NamedTuple):
+    """Stands for the memory that a tensor has in the plain module; clones and copies elsewhere keep it.
+
+    Attributes:
+        origin: the stage that made it, the chunk, and a number: equal, the same memory.
+        until: the last stage of another rank that still reads it, which this process would not know of; -1: none.
+    """
+
+    origin: tuple[int, int, int]
+    until: int = -1
+
+
 class Message(NamedTuple):
     """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
 
-    `memory`: for each tensor what stands for the memory that it has in the plain module. Equal objects, the same
-    memory; clones and copies on other devices keep it.
+    `memory`: for each tensor what stands for its memory; none where nothing else could share it.
     """
 
     tree: Tree
     needs_grad: tuple[bool, ...]
-    memory: tuple[object, ...] = ()
+    memory: tuple[Memory, ...] = ()
 
 
 def flatten(value: Any, what: str) -> Tree:
@@ -137,9 +148,11 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
     )
 
 
-def memory_of(tensors: Sequence[Tensor], known: dict[int, object]) -> tuple[object, ...]:
+def memory_of(tensors: Sequence[Tensor], known: dict[int, Memory], stage: int, chunk: int) -> tuple[Memory, ...]:
     """What stands for the memory of each tensor: one of `known`, by `storage_of`, or a new one, which is added."""
-    return tuple([known.setdefault(storage_of(tensor), object()) for tensor in tensors])
+    return tuple([
+        known.setdefault(storage_of(tensor), Memory((stage, chunk, number))) for number, tensor in enumerate(tensors)
+    ])
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:

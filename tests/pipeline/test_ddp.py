@@ -79,7 +79,7 @@ def rank_main(rank, init_method, folder):
     for name, config in CONFIGS.items():
         model = build(config.get("unused", False))
         ddp = DistributedDataParallel(
-            Pipe(model, [2, 2, 1], chunks=3, checkpoint=config["checkpoint"]),
+            Pipe(model, [2, 2, 1], chunks=3, devices=["cpu"] * 3, checkpoint=config["checkpoint"]),
             find_unused_parameters=config.get("unused", False),
             static_graph=config.get("static", False),
             gradient_as_bucket_view=config.get("bucket_view", False),

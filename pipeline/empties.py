@@ -1,0 +1,148 @@
+"""Which tensors have no memory, how do they get it, and has anyone filled it since?
+
+    layers --survey--> Empty, by id        on the meta device: a shape and a type, at one place or several
+                          |
+                       Memory.give         the same object, now with memory on its device, marked
+                          |
+                       is_marked           after an initialisation: nobody wrote here
+
+Everything that a layer keeps in its parameters and buffers is found by `places`. Tensors on the meta device anywhere
+else in a layer are refused by `check_reachable`: nothing could give them values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Layers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in the nn.Sequential, name, layer)
+
+
+@dataclass(eq=False)
+class Empty:
+    """A parameter or buffer without memory.
+
+    Attributes:
+        tensor: the object, which stays the same.
+        at: the position, among the layers surveyed, of the first that has it.
+        device: where its memory will be.
+        names: of all its places.
+        saved: whether a state_dict has it: not a buffer with persistent=False.
+        version: of the tensor, before anyone has filled it.
+    """
+
+    tensor: Tensor
+    at: int
+    device: torch.device
+    names: list[str] = field(default_factory=list)
+    saved: bool = False
+    version: int = 0
+
+
+def places(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, whether a state_dict has it) of every place where a layer has a parameter or buffer."""
+    for prefix, module in layer.named_modules(prefix=name, remove_duplicate=False):
+        tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
+        for key, tensor in [item for table in tables for item in table.items()]:
+            if tensor is not None:
+                yield f"{prefix}.{key}", tensor, key not in module._non_persistent_buffers_set
+
+
+def survey(layers: Layers, devices: Sequence[torch.device]) -> dict[int, Empty]:
+    """The tensors without memory, by id, in the order of their first places.
+
+    Raises:
+        ValueError: one is no plain tensor.
+    """
+    found: dict[int, Empty] = {}
+    for at, ((_, name, layer), device) in enumerate(zip(layers, devices, strict=True)):
+        for place, tensor, saved in places(name, layer):
+            if tensor.is_meta:
+                _check_plain(place, tensor)
+                each = found.setdefault(id(tensor), Empty(tensor, at, device))
+                each.names.append(place)
+                each.saved = each.saved or saved
+    return found
+
+
+def _check_plain(name: str, tensor: Tensor) -> None:
+    own = type(tensor).__torch_dispatch__ not in (Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
+    if own or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ValueError(
+            f"{name!r} is on the meta device and no plain tensor ({type(tensor).__name__}, {tensor.layout}), so it "
+            "cannot be given memory. Build its layer on a real device."
+        )
+
+
+def check_reachable(layers: Layers, empty: Mapping[int, Empty]) -> None:
+    """Refuse tensors without memory that are neither parameters nor buffers: nobody could give them values."""
+    stray = []
+    for _, name, layer in layers:
+        for prefix, module in layer.named_modules(prefix=name):
+            for key, value in vars(module).items():
+                leaves = tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
+                if any(isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in empty for leaf in leaves):
+                    stray.append(f"{prefix}.{key}")
+    if stray:
+        raise ValueError(
+            f"attributes that hold tensors on the meta device and are no parameters or buffers: {stray}. Register them "
+            "(register_buffer(name, tensor, persistent=False)), or build their layers on a real device."
+        )
+
+
+class Memory:
+    """New memory for old: tensors that shared some share it again, each with its own offset and strides."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def give(self, empty: Empty, marked: bool) -> None:
+        """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether anyone fills it."""
+        old = empty.tensor.untyped_storage()
+        if old._cdata not in self._storages:  # an address, which stays the old one's, since that is kept
+            self._storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=empty.device)
+        new = self._storages[old._cdata][1]
+        view = (empty.tensor.storage_offset(), empty.tensor.size(), empty.tensor.stride())
+        real = torch.empty(0, dtype=empty.tensor.dtype, device=empty.device).set_(new, *view)
+        if marked:
+            _mark(torch.empty(0, dtype=real.dtype, device=real.device).set_(new))
+        _become(empty.tensor, real)
+        empty.version = empty.tensor._version
+
+
+def _become(tensor: Tensor, real: Tensor) -> None:
+    """Let a tensor be another one, while it stays the same object: its type, attributes and hooks are kept.
+
+    What torch.utils.swap_tensors ends in. That one exchanges types and attributes too, and refuses tensors that anyone
+    refers to weakly, as nn.LSTM does.
+    """
+    real.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, real)
+    hooked: Any = tensor
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # setting them registers them with what it is now
+        if getattr(hooked, hooks):
+            setattr(hooked, hooks, getattr(hooked, hooks))
+
+
+def _mark(tensor: Tensor) -> None:
+    """What an initialisation would not leave: nan, or the highest integer."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def is_marked(each: Empty) -> bool:
+    """Whether a tensor, or part of it, is as `_mark` left it."""
+    tensor = each.tensor.detach()
+    if tensor.is_floating_point() or tensor.is_complex():
+        wide = tensor if tensor.element_size() > 1 else tensor.float()  # types of 8 bits compare nothing
+        return bool((wide != wide).any())
+    if each.tensor._version != each.version or not tensor.numel():
+        return False
+    return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).all())

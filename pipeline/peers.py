@@ -1,0 +1,234 @@
+"""What does a call need of other processes?
+
+    one process     Alone                 nothing: every stage is here
+    torchrun        ranks/over_ranks.py   values that cross ranks, the output and the loss for everyone, one verdict
+
+The doors and the call speak to this interface alone, so they are the same in both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.mailbox import Mailbox, Post
+from pipeline.places import Place
+from pipeline.randomness import draw_seed
+from pipeline.transports.local import Local
+from pipeline.trees import Grads, Tree, add_grads
+from pipeline.values import Values
+from scheduler import Action, Event
+
+Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
+
+
+class Output(NamedTuple):
+    """The joined output of a call, and which of its tensors want a gradient."""
+
+    tree: Tree
+    needs_grad: Sequence[bool]
+
+
+class Verdict(NamedTuple):
+    """What all processes of a step agree on.
+
+    Attributes:
+        loss: of the mini-batch. None: where no rank computed one.
+        divisor: what the summed gradients are to be divided by. None: nothing.
+        reached: whether any process has a gradient.
+    """
+
+    loss: Tensor | None
+    divisor: Tensor | None
+    reached: bool
+
+
+class Peers(ABC):
+    """The processes that run a call together. A context: within it the call runs; a failure in it is everyone's."""
+
+    @abstractmethod
+    def __enter__(self) -> Peers: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+        """Make sure that everyone makes the same call.
+
+        Args:
+            words: what must be the same, by name, in words; given whether the values of the mini-batch are too.
+            draws: whether this call draws a seed from torch's default CPU generator.
+
+        Returns:
+            The seed of the call; 0 if it draws none.
+
+        Raises:
+            MismatchError: someone does not.
+        """
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether this process has every stage."""
+
+    @abstractmethod
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
+        """Raise if `who` computed with a parameter of the model in a way that the other ranks cannot know of."""
+
+    @abstractmethod
+    def has(self, stage: int) -> bool:
+        """Whether this process runs a stage."""
+
+    @abstractmethod
+    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
+        """What will be sent in each phase: a `pipeline.ranks.traffic.Traffic` each."""
+
+    @abstractmethod
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+        """Where values wait between the action that makes them and the one that reads them."""
+
+    @abstractmethod
+    def begin(self, phase: int) -> None:
+        """The actions of a phase are about to run."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """They have run: everything that was sent has arrived."""
+
+    @abstractmethod
+    def at(self, action: Action) -> None:
+        """An action is about to run."""
+
+    @abstractmethod
+    def again(self) -> Peers:
+        """For the backward of this call."""
+
+    @abstractmethod
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Wait until everyone has come this far; what those know who have it is for all."""
+
+    @abstractmethod
+    def share_output(self, output: Output | None) -> Output:
+        """The output, where it was not computed too."""
+
+    @abstractmethod
+    def share_input_grads(self, grads: Grads | None) -> Grads:
+        """The gradients of the input, where stage 0 is not too."""
+
+    @abstractmethod
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        """The norm of all processes' gradients as one vector, to the bit as if one process had them all.
+
+        Args:
+            named: this process's gradients under the plain module's names; "" for those that are not the module's.
+            norm_type: as in torch.nn.utils.clip_grad_norm_.
+        """
+
+    @abstractmethod
+    def any(self, here: bool) -> bool:
+        """Whether something is so in any process."""
+
+    @abstractmethod
+    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
+        """The parameters in use, here or elsewhere, that this process has."""
+
+    @abstractmethod
+    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
+
+    @abstractmethod
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Everyone's named values, on rank 0; None elsewhere."""
+
+    @abstractmethod
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        """What everyone recorded."""
+
+
+class Alone(Peers):
+    """One process has every stage."""
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+        return draw_seed() if draws else 0
+
+    @property
+    def is_alone(self) -> bool:
+        return True
+
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
+        pass
+
+    def has(self, stage: int) -> bool:
+        return True
+
+    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
+        pass
+
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
+        return Mailbox(values, places, transport)
+
+    def begin(self, phase: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def at(self, action: Action) -> None:
+        pass
+
+    def again(self) -> Alone:
+        return self
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        return verdict
+
+    def share_output(self, output: Output | None) -> Output:
+        assert output is not None  # the last stage is here
+        return output
+
+    def share_input_grads(self, grads: Grads | None) -> Grads:
+        assert grads is not None  # so is the first
+        return grads
+
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        return torch.nn.utils.get_total_norm([grad for _, grad in named], norm_type)
+
+    def any(self, here: bool) -> bool:
+        return here
+
+    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
+        return owners
+
+    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+        return joined(parts)
+
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        return dict(named)
+
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        return list(events)
+
+
+def joined(parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+    """The parts of each owner, added in the order in which they stand."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for _, owner, grad in parts:
+        earlier = found.get(id(owner))
+        total = grad if earlier is None else add_grads(earlier[1], grad)
+        assert total is not None  # neither part is
+        found[id(owner)] = (owner, total)
+    return found

@@ -1,0 +1,86 @@
+"""Which schedule, which plan, which messages for a mini-batch of so many chunks?
+
+    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan  --ranks/traffic.py-->  messages of this rank
+
+Each is made once for a number of chunks and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipeline.edge import schedule_named
+from pipeline.places import Place
+from pipeline.plan import Plan
+from pipeline.ranks.hosting import on_ranks, schedule_over
+from pipeline.ranks.traffic import Traffic
+from pipeline.values import Values
+from scheduler import Schedule, ScheduleError
+
+Planner = Callable[[Schedule, Sequence[object], int | None], Plan]
+
+
+class Plans:
+    """All plans of a Pipe under one schedule.
+
+    Args:
+        given: the schedule, or its name.
+        places: where each stage computes.
+        values: what crosses the stages.
+        ranks: how many ranks there are, and which this is. None: one process.
+    """
+
+    def __init__(
+        self, given: str | Schedule, places: Sequence[Place], values: Values, ranks: tuple[int, int] | None
+    ) -> None:
+        self.given = given
+        self._places = places
+        self._values = values
+        self._ranks = ranks
+        self._plans: dict[tuple[int, Planner], Plan] = {}
+        self._traffic: dict[tuple[int, Planner], Sequence[Traffic]] = {}
+
+    def schedule(self, chunks: int, asked: int) -> Schedule:
+        """The schedule, with a lane for each device or rank.
+
+        Args:
+            chunks: of a mini-batch.
+            asked: how many the Pipe was told to cut.
+
+        Raises:
+            ScheduleError: it is made for another number of chunks.
+        """
+        if isinstance(self.given, Schedule) and self.given.chunks != chunks:
+            raise ScheduleError(
+                f"the schedule is made for {self.given.chunks} chunks but this mini-batch gives {chunks} "
+                f"(chunks={asked}; fewer rows than chunks give fewer chunks). Give a schedule by name, which fits any "
+                "number."
+            )
+        return self.resolved(chunks)
+
+    def resolved(self, chunks: int) -> Schedule:
+        """The same, whatever number of chunks a Schedule is made for."""
+        stages = len(self._places)
+        if self._ranks is None:
+            return self.given if isinstance(self.given, Schedule) else schedule_named(self.given, stages, chunks)
+        if isinstance(self.given, Schedule):
+            return on_ranks(self.given, self._ranks[0])
+        return schedule_over(self.given, stages, chunks, self._ranks[0])
+
+    def plan(self, chunks: int, planner: Planner, asked: int) -> Plan:
+        """What a call of so many chunks runs; `planner`: which halves of the schedule, see plan.py."""
+        key = (chunks, planner)
+        if key not in self._plans:
+            rank = None if self._ranks is None else self._ranks[1]
+            self._plans[key] = planner(self.schedule(chunks, asked), self._places, rank)
+        return self._plans[key]
+
+    def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[Traffic]:
+        """The messages of each phase of a plan, to and from this rank."""
+        key = (chunks, planner)
+        if key not in self._traffic:
+            assert self._ranks is not None  # or there are none
+            plan = self.plan(chunks, planner, asked)
+            rank_of = plan.schedule.placement.lane_of
+            self._traffic[key] = [Traffic(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]
+        return self._traffic[key]

@@ -1,0 +1,174 @@
+"""A rank has failed: how do the others learn of it, and what do they raise?
+
+    rank 2: ValueError --of_exception--> Failure --encode--> bytes ══► decode --> Failure --exception_of--> ValueError
+
+An error crosses as text: its type's name, its message, its traceback. The other side makes the same type from the
+message where it can; else, and where nobody raised (a rank went silent), it is a RankError. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import sys
+import traceback as tracebacks
+from typing import NamedTuple
+
+LONGEST_MESSAGE = 20_000  # characters: a tensor printed in full must not fill the store
+LONGEST_TRACEBACK = 40_000  # of which the end is kept, where the error was raised
+
+
+class RankError(RuntimeError):
+    """A failure of another rank whose own type cannot be made here, or of the connection."""
+
+
+class Failure(NamedTuple):
+    """What every rank is told about the failure of one.
+
+    Args:
+        rank: where it happened, or who is silent.
+        stage, chunk, action: in what, as far as that is known ("2F3").
+        call: the call it happened in ("step 7").
+        type_name: the type's module and name ("builtins.ValueError").
+        message: `str` of the error.
+        traceback: as Python prints it; empty where nothing was raised.
+        waits: who waited where, if the failure is a silence.
+
+    >>> decode(encode(Failure(2, 1, 3, "1F3", "step 7", "builtins.ValueError", "not like this")))
+    Failure(rank=2, stage=1, chunk=3, action='1F3', call='step 7', type_name='builtins.ValueError', \
+message='not like this', traceback='', waits='')
+    """
+
+    rank: int
+    stage: int | None
+    chunk: int | None
+    action: str | None
+    call: str
+    type_name: str
+    message: str
+    traceback: str = ""
+    waits: str = ""
+
+
+def encode(failure: Failure) -> bytes:
+    """As bytes: JSON, in ASCII."""
+    return json.dumps(failure).encode("ascii")
+
+
+def decode(data: bytes) -> Failure:
+    """What was encoded."""
+    return Failure(*json.loads(data))
+
+
+def of_exception(
+    error: BaseException,
+    rank: int,
+    call: str,
+    *,
+    stage: int | None = None,
+    chunk: int | None = None,
+    action: str | None = None,
+    waits: str = "",
+) -> Failure:
+    """What the other ranks need to know of `error`, which was raised on `rank`."""
+    message = _message(error)
+    if len(message) > LONGEST_MESSAGE:
+        message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
+    text = "".join(tracebacks.format_exception(error))
+    return Failure(rank, stage, chunk, action, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:], waits)
+
+
+def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:
+    """A failure that nobody raised: a rank that does not answer, a connection that is closed."""
+    return Failure(rank, None, None, None, call, _name(RankError), message, waits=waits)
+
+
+def exception_of(failure: Failure, here_rank: int) -> BaseException:
+    """What rank `here_rank` raises for this failure.
+
+    Returns:
+        An error of the original's type, if that can be imported here, is an Exception and can be made from its message;
+        a RankError otherwise. A note says where it happened, and the cause holds the traceback of the rank that raised.
+
+    >>> error = exception_of(Failure(2, 1, 3, "1F3", "step 7", "builtins.ValueError", "not like this"), 0)
+    >>> error, error.__notes__
+    (ValueError('not like this'), ['on rank 2: stage 1, chunk 3, 1F3, in step 7'])
+    """
+    error = _made(failure) or RankError(_told(failure))
+    error.add_note(_place(failure))
+    if failure.traceback:
+        whose = "here, too" if failure.rank == here_rank else f"this is rank {here_rank}"
+        error.__cause__ = RankError(f"on rank {failure.rank} ({whose}):\n\n{failure.traceback}")
+    return error
+
+
+def _name(cls: type[BaseException]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # the error's own __str__ is wrong: that may not hide the failure
+        return f"(its message cannot be had: {type(why).__name__})"
+
+
+def _place(failure: Failure) -> str:
+    stage = None if failure.stage is None else f"stage {failure.stage}"
+    chunk = None if failure.chunk is None else f"chunk {failure.chunk}"
+    known = [part for part in (stage, chunk, failure.action, f"in {failure.call}") if part is not None]
+    return f"on rank {failure.rank}: {', '.join(known)}"
+
+
+def _told(failure: Failure) -> str:
+    """The message of a RankError."""
+    message = failure.message
+    if failure.type_name != _name(RankError):
+        message = f"{failure.type_name.removeprefix('builtins.')}: {message}"
+    return f"{message} {failure.waits}" if failure.waits else message
+
+
+def _made(failure: Failure) -> Exception | None:
+    """The original's type, made from its message, if that gives an error that says the same."""
+    cls = _found(failure.type_name)
+    if cls is None or cls is RankError:
+        return None
+    try:
+        error = cls(*_arguments(cls, failure.message))
+        return error if isinstance(error, Exception) and failure.message in str(error) else None
+    except Exception:  # it wants other arguments (UnicodeDecodeError wants five), or refuses this one
+        return None
+
+
+def _arguments(cls: type[Exception], message: str) -> tuple[object, ...]:
+    """What to call the type with. `str` of a KeyError is the `repr` of its key."""
+    if not message:
+        return ()
+    if cls.__str__ is KeyError.__str__:
+        try:
+            return (ast.literal_eval(message),)
+        except (ValueError, SyntaxError):
+            pass
+    return (message,)
+
+
+def _found(type_name: str) -> type[Exception] | None:
+    """The type of that name. Its module may have dots, and so may its name within (a class within a class)."""
+    parts = type_name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found = _module(".".join(parts[:cut]))
+        for part in parts[cut:] if found is not None else ():
+            found = getattr(found, part, None)
+        if isinstance(found, type):
+            return found if issubclass(found, Exception) else None
+    return None
+
+
+def _module(name: str) -> object:
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit):  # whatever a module does when it is imported
+        return None

@@ -1,0 +1,389 @@
+"""What a call asks of the other ranks.
+
+    open     digests of the call, the settings and the mini-batch, and rank 0's seed        everyone to everyone
+    phases   letters in the order of the traffic
+    agree    the loss, its divisor: the step has happened, for everyone or for no one       everyone to everyone
+    share_*  the output from the last rank, the gradients of the input from the first, whole gradients of tied weights
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.mailbox import Post
+from pipeline.peers import Output, Part, Peers, Verdict, joined
+from pipeline.places import Place
+from pipeline.randomness import draw_seed
+from pipeline.ranks.agreement import MismatchError, difference, digest, encoded, values_in_words
+from pipeline.ranks.company import Company
+from pipeline.ranks.group import LostError
+from pipeline.ranks.rank_mailbox import RankMailbox
+from pipeline.ranks.traffic import Traffic
+from pipeline.transports.link import Letter
+from pipeline.transports.local import Local
+from pipeline.trees import Grads, Tree, add_grads, flatten
+from pipeline.values import Values
+from scheduler import Action, Event
+
+SETTINGS = "the settings"
+MINI_BATCHES = "the mini-batches"
+_MAGIC = 0x70656E73746F636B  # "penstock"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class OverRanks(Peers):
+    """One call, over the ranks.
+
+    Args:
+        company: the ranks.
+        tied: this rank's copies of tied parameters, None where it has none.
+        door: what is called: "step".
+        of: the number of the call whose backward this is.
+        series: of that call: what its messages look like is known by it.
+    """
+
+    def __init__(
+        self, company: Company, tied: Sequence[Tensor | None], door: str, of: int | None = None, series: str = ""
+    ) -> None:
+        self._company = company
+        self._tied = tied
+        self._ranks = company.ranks
+        self._hosting = company.hosting
+        self._door = door if of is None else f"{door} of call {of}"
+        self.number = 0
+        self._call = door
+        self._series = series
+        self._traffic: Sequence[Traffic] = ()  # of each phase
+        self._now: Traffic | None = None
+        self._action: Action | None = None  # under way
+        self._phase = 0
+
+    # ------------------------------------------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> OverRanks:
+        self.number = self._ranks.calls + 1
+        self._call = f"{self._door} (call {self.number} of the script)"
+        self._ranks.enter(self._call)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._ranks.leave()
+        else:
+            self._ranks.fail(error, self._call, self._action)
+
+    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+        """Compare what everyone is about to do: calls 1, 2, 4, 8, ... the values of the mini-batch too."""
+        values = self.number & (self.number - 1) == 0
+        mine = {
+            "the calls": f"{self._door} of Pipe {self._company.number}, call {self.number}",
+            **words(values),
+        }
+        digests = [digest(text) for text in mine.values()]
+        found = self._exchange([_MAGIC, draw_seed() if draws else 0, len(digests), *digests, *[0] * (8 - len(digests))])
+        if any(each[2:] != found[0][2:] for each in found):
+            texts = self._texts(encoded(mine))
+            raise MismatchError(
+                f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
+                "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
+                "generators the same seed on every rank."
+            )
+        if values:
+            self._check_ties()
+        if not self._series:
+            self._series = f"{self._company.number}/{self._door}/{digest(mine.get(MINI_BATCHES, ''))}"
+        return found[0][1]
+
+    def _check_ties(self) -> None:
+        """Raise if copies of a tied parameter are no longer the same."""
+        if not any(copy is not None for copy in self._tied) and not self._hosting.ties:
+            return
+        mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self._tied]
+        found = self._exchange([digest(text) for text in mine])
+        for index, tie in enumerate(self._hosting.ties[: len(mine)]):
+            if len({found[rank][index] for rank in tie.holders}) > 1:
+                names = " = ".join(f"'{name}'" for _, name in tie.readers)
+                raise MismatchError(
+                    f"the tied parameter {names} has other values, or another requires_grad, on rank {tie.owner} than "
+                    f"on another of ranks {list(tie.holders)}. Change it on all of them alike: give it to the "
+                    "optimizer of each, with the same settings."
+                )
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
+        for leaf in leaves:
+            name = self._company.name_of(leaf)
+            if name is not None:
+                raise RuntimeError(
+                    f"{who} computes with parameter '{name}' of the model, past the stages. Over ranks each has its "
+                    "own stages' parameters, so the others would not see this gradient. Add a penalty on parameters in "
+                    "the forward door, loss_fn(pipe(x), target) + penalty on every rank, or use the optimizer's "
+                    "weight_decay; pass a weight that several layers share as a tied parameter."
+                )
+
+    def again(self) -> OverRanks:
+        """The backward of this call."""
+        later = OverRanks(self._company, self._tied, "backward", self.number, self._series)
+        later._traffic = self._traffic
+        return later
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def has(self, stage: int) -> bool:
+        return self._hosting.rank_of[stage] == self._hosting.rank
+
+    def prepare(self, traffic: Callable[[], Sequence[Traffic]]) -> None:
+        self._traffic = traffic()
+
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+        return RankMailbox(values, self._hosting.rank_of, self._hosting.rank, self, self._current)
+
+    def _current(self) -> Traffic:
+        assert self._now is not None  # a phase has begun
+        return self._now
+
+    def begin(self, phase: int) -> None:
+        self._now, self._phase = self._traffic[phase], phase
+        series = f"{self._series}/{phase}"
+        for (source, to), slots in self._now.slots.items():
+            names = [slot.name for slot in slots]
+            if to == self._hosting.rank:
+                self._ranks.receiver(source).begin(series, names)
+            else:
+                self._ranks.sender(to).begin(series, names)
+
+    def end(self) -> None:
+        self._action = None
+        try:
+            for source, to in self._current().slots:
+                if to == self._hosting.rank:
+                    self._ranks.receiver(source).finish()
+            for source, to in self._current().slots:
+                if to != self._hosting.rank:
+                    self._ranks.watch.at = f"for rank {to} to receive the last messages"
+                    self._ranks.sender(to).finish()
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+        self._now = None
+
+    def at(self, action: Action) -> None:
+        self._action = action
+        self._ranks.watch.at = ("in", action)
+        self._ranks.watch.steps += 1
+
+    def send(self, rank: int, slot: str, letter: Letter) -> None:
+        self._ranks.sender(rank).send(slot, letter)
+
+    def receive(self, rank: int, slot: str) -> Letter:
+        watch = self._ranks.watch
+        watch.at = ("at", self._action, "for", slot, "from rank", rank)
+        receiver = self._ranks.receiver(rank)
+        try:
+            found = receiver.receive(slot)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+        here = self._hosting.rank
+        if (here, rank) in self._current().slots:
+            self._ranks.sender(rank).reap(self._current().delivered((rank, here), receiver.position))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ together
+
+    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        try:
+            return self._ranks.exchange(numbers)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        loss, divisor, reached = verdict
+        kind = -1 if loss is None else _DTYPES.index(loss.dtype)
+        mine = [_MAGIC + 1, reached, kind, _bits(loss), divisor is not None, _bits(divisor)]
+        found = self._exchange(mine)
+        _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
+        device = self._ranks.device
+        if loss is None and kind >= 0:
+            loss = torch.tensor(_number(bits), dtype=_DTYPES[kind], device=device)
+        if divisor is None and divides:
+            divisor = torch.tensor(_number(divisor_bits), dtype=torch.float64, device=device)
+        return Verdict(loss, divisor, any(each[1] for each in found))
+
+    def share_output(self, output: Output | None) -> Output:
+        if output is None:
+            letter = self._from(self._hosting.last, "the output")
+            tree = Tree(tuple([tensor for tensor in letter.tensors if tensor is not None]), letter.skeleton)
+            return Output(tree, letter.needs_grad)
+        letter = Letter(output.tree.tensors, output.tree.skeleton, tuple(output.needs_grad))
+        self._to_all("the output", letter)
+        return output
+
+    def share_input_grads(self, grads: Grads | None) -> Grads:
+        if grads is None:
+            return self._from(self._hosting.first, "the gradients of the input").tensors
+        self._to_all("the gradients of the input", Letter(grads))
+        return grads
+
+    def _to_all(self, what: str, letter: Letter) -> None:
+        others = [rank for rank in range(self._ranks.size) if rank != self._hosting.rank]
+        for rank in others:
+            self._ranks.send_one(rank, f"{self._series}/{what}", what, letter)
+        for rank in others:
+            self._finish(rank)
+
+    def _from(self, rank: int, what: str) -> Letter:
+        try:
+            return self._ranks.receive_one(rank, f"{self._series}/{what}", what)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    def _finish(self, rank: int) -> None:
+        try:
+            self._ranks.sender(rank).finish()
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        tree = flatten(dict(named), f"the state of rank {self._hosting.rank}")
+        tensors = tuple([tensor.detach() for tensor in tree.tensors])
+        what = "the state"
+        if self._hosting.rank != 0:
+            self._ranks.send_one(0, f"{self._series}/{what}", what, Letter(tensors, tree.skeleton))
+            self._finish(0)
+            self.agree(Verdict(None, None, True))
+            return None
+        found = dict(named)
+        for rank in range(1, self._ranks.size):
+            letter = self._from(rank, what)
+            theirs = Tree(tuple([tensor for tensor in letter.tensors if tensor is not None]), letter.skeleton)
+            found.update(theirs.build(theirs.tensors))
+        self.agree(Verdict(None, None, True))
+        return found
+
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        text = json.dumps([[str(event.action), event.lane, event.start, event.end] for event in events])
+        found = [json.loads(each) for each in self._texts(text)]
+        return [Event(Action.parse(action), lane, start, end) for each in found for action, lane, start, end in each]
+
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        mine = [[name, *_norm(grad, norm_type)] for name, grad in named]
+        names = self._company.first_names
+        found: dict[str, tuple[str, str]] = {}
+        more = []
+        for rank, text in enumerate(self._texts(json.dumps(mine))):
+            for name, dtype, value in json.loads(text):
+                if name:
+                    found.setdefault(names.get(name, name), (dtype, value))  # a tied parameter counts once
+                elif rank == self._hosting.last:
+                    more.append((dtype, value))
+        in_order = [found[name] for name in dict.fromkeys(names.values()) if name in found]
+        norms = [torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype)) for dtype, value in [*in_order, *more]]
+        if not norms:
+            return torch.zeros(())
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return total.to(self._ranks.device)
+
+    def any(self, here: bool) -> bool:
+        return any(each[0] for each in self._exchange([here]))
+
+    def _texts(self, text: str) -> list[str]:
+        try:
+            return self._ranks.exchange_texts(text)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    # --------------------------------------------------------------------------------------------------- tied weights
+
+    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
+        """What is in use on any rank is in use on all that have it."""
+        if not self._hosting.ties:
+            return owners
+        used = {id(owner) for owner in owners}
+        mine = [id(copy) in used for copy in self._tied]
+        found = self._exchange(mine)
+        more = [
+            copy
+            for index, copy in enumerate(self._tied)
+            if copy is not None and id(copy) not in used and any(each[index] for each in found)
+        ]
+        return [*owners, *more]
+
+    def share_ties(self, tied: Sequence[Tensor | None]) -> None:
+        """Write the owner's values into all copies of tied parameters."""
+        for tie, copy in zip(self._hosting.ties, tied, strict=True):
+            what = f"the values of '{tie.name}'"
+            if copy is None:
+                continue
+            if self._hosting.rank == tie.owner:
+                for rank in tie.holders[1:]:
+                    self._ranks.send_one(rank, f"{self._series}/{what}", what, Letter((copy.detach(),)))
+                for rank in tie.holders[1:]:
+                    self._finish(rank)
+            else:
+                (values,) = self._from(tie.owner, what).tensors
+                assert values is not None  # as it was sent
+                with torch.no_grad():
+                    copy.copy_(values)
+
+    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+        tied = {id(copy): index for index, copy in enumerate(self._tied) if copy is not None}
+        found = joined([part for part in parts if id(part[1]) not in tied])
+        waiting: dict[int, dict[int, Tensor]] = {}
+        for stage, owner, grad in parts:
+            if id(owner) in tied:
+                waiting.setdefault(tied[id(owner)], {})[stage] = grad
+        for index, copy in enumerate(self._tied):
+            if copy is not None:
+                whole = self._whole(index, waiting.get(index, {}))
+                if whole is not None:
+                    found[id(copy)] = (copy, whole)
+        return found
+
+    def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
+        """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
+        tie = self._hosting.ties[index]
+        here, rank_of = self._hosting.rank, self._hosting.rank_of
+        stages = (-1, *[stage for stage, _ in tie.readers])  # -1: the loss, if it reads the parameter, on the last rank
+        part, whole = f"a part of the gradient of '{tie.name}'", f"the gradient of '{tie.name}'"
+        if here != tie.owner:
+            own = tuple([mine.get(stage) for stage in stages if rank_of[stage] == here])
+            self._ranks.send_one(tie.owner, f"{self._series}/{part}", part, Letter(own))
+            self._finish(tie.owner)
+            return self._from(tie.owner, whole).tensors[0]
+        sums: dict[int, Tensor | None] = dict(mine)
+        for rank in tie.holders[1:]:
+            theirs = [stage for stage in stages if rank_of[stage] == rank]
+            sums.update(zip(theirs, self._from(rank, part).tensors, strict=True))
+        total: Tensor | None = None
+        for stage in stages:
+            total = add_grads(total, sums.get(stage))
+        for rank in tie.holders[1:]:
+            self._ranks.send_one(rank, f"{self._series}/{whole}", whole, Letter((total,)))
+        for rank in tie.holders[1:]:
+            self._finish(rank)
+        return total
+
+
+def _bits(value: Tensor | None) -> int:
+    return 0 if value is None else int(struct.unpack("<q", struct.pack("<d", value.item()))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _norm(grad: Tensor, norm_type: float) -> tuple[str, str]:
+    """The norm of a gradient: its dtype, and its value to the last bit."""
+    norm = torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad, norm_type)
+    return str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()

@@ -1,0 +1,76 @@
+"""What does a rank say of itself, so that others can tell waiting from stopped?
+
+    rank 2: Beat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
+
+`serial` rises with every beat: a rank whose beat does not change is stopped or cut off. Calls are compared by
+generation and number, which all ranks count alike, since every call is everybody's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+
+class Beat(NamedTuple):
+    """A sign of life.
+
+    Args:
+        serial: how many there were before.
+        generation: the generation of the latest call, -1 before the first.
+        number: how many calls of this generation were entered.
+        call: the latest ("step 7"), "" before the first.
+        is_in: whether that is still under way.
+        at: what it waits for or does there.
+        steps: how often it got on.
+        ended: "", or how this rank came to its end.
+
+    >>> beat = Beat(41, 0, 7, "step 7", True, "2B3", 120, "")
+    >>> Beat.parse(beat.text()) == beat, beat.standing()
+    (True, 'at 2B3 in step 7')
+    """
+
+    serial: int
+    generation: int
+    number: int
+    call: str
+    is_in: bool
+    at: str
+    steps: int
+    ended: str
+
+    def text(self) -> str:
+        """For the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Beat:
+        """What `text` made."""
+        return cls(*json.loads(text))
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Which call it is, the same on all ranks."""
+        return self.generation, self.number
+
+    def has_entered(self, other: Beat) -> bool:
+        """Whether this rank has come as far as to the call that the other is in."""
+        return self.order >= other.order
+
+    def has_left(self, other: Beat) -> bool:
+        """Whether this rank has the call behind it that the other is in."""
+        return self.order > other.order or (self.order == other.order and not self.is_in)
+
+    def movement(self) -> tuple[object, ...]:
+        """What changes when the rank gets on, and stays while it only lives."""
+        return self.order, self.is_in, self.steps, self.ended
+
+    def standing(self) -> str:
+        """Where the rank is, in words."""
+        if not self.call:
+            place = "before its first call"
+        elif not self.is_in:
+            place = f"outside of calls, after {self.call}"
+        else:
+            place = f"at {self.at} in {self.call}" if self.at else f"in {self.call}"
+        return f"{place} when it {self.ended}" if self.ended else place

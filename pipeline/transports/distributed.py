@@ -1,0 +1,227 @@
+"""How do bytes get from one process to another? Over gloo, with a process group for each ordered pair of ranks.
+
+    rank 0                                                    rank 1
+    outgoing(1).send ---- group of the pair (0, 1) ---------> incoming(0).post
+    incoming(1).post <--- group of the pair (1, 0) ---------- outgoing(0).send
+
+A receive never stands before a send of the other way in one queue: each pair has a connection of its own. All groups
+of a rank share one device, which is one thread; groups have none of their own, since only point-to-point messages are
+sent. The streams of a channel are tags. gloo is not told how long a message is: one that is longer than the buffer
+posted for it ends the process, a shorter one leaves garbage (`pipeline.transports.link` sees that neither happens).
+
+Nothing wakes a thread that waits for a message but the end of its group, and nothing ends a group but a wait that
+runs out: `abort` posts a receive on each, of which nobody knows, and waits for it for a millisecond.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+
+_STREAM, _EXTRA, _NOBODYS = 0, 1, 2  # tags
+
+
+class Channels:
+    """The channels of this rank.
+
+    Every rank that a pair names makes one, with the same pairs; it returns when those have connected.
+
+    Args:
+        store: where ranks find each other.
+        prefix: of what is written there; new for every set of channels on one store.
+        rank: this process.
+        pairs: (a, b) for each channel from rank a to rank b. Those without this rank are skipped.
+        timeout: how long to wait for others: to connect, and for a message.
+
+    Raises:
+        ValueError: a pair names one rank twice.
+        ChannelError: another rank did not connect in time.
+    """
+
+    def __init__(
+        self, store: dist.Store, prefix: str, rank: int, pairs: Iterable[tuple[int, int]], timeout: timedelta
+    ) -> None:
+        self._rank = rank
+        self._ending = threading.Lock()
+        self._edges: dict[tuple[int, int], _Edge] = {}
+        options = _options(timeout)
+        # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
+        for pair in sorted({(a, b) for a, b in pairs}):
+            if pair[0] == pair[1]:
+                raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
+            if rank in pair:
+                self._edges[pair] = _Edge(store, prefix, pair, rank, options)
+
+    def outgoing(self, to: int) -> Outgoing:
+        """The channel from this rank to another.
+
+        Raises:
+            KeyError: there is no such pair.
+        """
+        return _Outgoing(self._edge(self._rank, to))
+
+    def incoming(self, source: int) -> Incoming:
+        """The channel from another rank to this one.
+
+        Raises:
+            KeyError: there is no such pair.
+        """
+        return _Incoming(self._edge(source, self._rank))
+
+    def abort(self) -> None:
+        """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
+
+        May be called from any thread, and more than once.
+        """
+        with self._ending:
+            threads = [threading.Thread(target=edge.abort, daemon=True) for edge in self._edges.values()]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def close(self) -> None:
+        """Leave: afterwards no thread and no socket of these channels is left.
+
+        The other ranks have received what this one sent when its handles have been waited for and they have said so;
+        before, they may lose it.
+        """
+        with self._ending:
+            for edge in self._edges.values():
+                edge.close()
+            self._edges.clear()
+
+    def _edge(self, source: int, to: int) -> _Edge:
+        found = self._edges.get((source, to))
+        if found is None:
+            raise KeyError(f"rank {self._rank} has no channel from rank {source} to rank {to}: {sorted(self._edges)}.")
+        return found
+
+
+class _Edge:
+    """The group of one pair, and what is under way on it."""
+
+    def __init__(
+        self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any
+    ) -> None:
+        source, to = pair
+        self._name = f"the channel from rank {source} to rank {to}"
+        self._other = 1 if rank == source else 0  # which of the two in the group
+        self._given_up = False
+        self._under_way: dict[int, tuple[Tensor, dist.Work]] = {}  # in a tuple, since the work must go first
+        self._count = 0
+        try:
+            found = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
+            self._group = _gloo()(found, 1 - self._other, 2, options)
+        except RuntimeError as error:
+            raise ChannelError(f"{self._name} cannot be connected: {error}") from error
+
+    # Whoever keeps an error keeps what the variables of these functions hold: so no group, and no work.
+
+    def begin(self, buffer: Tensor, sends: bool, extra: bool) -> Handle:
+        """Begin to send or to receive."""
+        if self._group is None or self._given_up:
+            raise self._error(None)
+        begin = self._group.send if sends else self._group.recv
+        try:
+            work = begin([buffer], self._other, _EXTRA if extra else _STREAM)
+        except RuntimeError as error:
+            del begin
+            raise self._error(error) from error
+        self._count += 1
+        self._under_way[self._count] = (buffer, work)
+        return _Handle(self, self._count)
+
+    def wait(self, number: int) -> None:
+        """Wait for what was begun as this number."""
+        found = self._under_way.pop(number, None)
+        if found is None:
+            raise self._error(None)
+        try:
+            found[1].wait()
+        except RuntimeError as error:
+            del found
+            raise self._error(error) from error
+
+    def abort(self) -> None:
+        """Wake whoever waits."""
+        if self._group is None or self._given_up:
+            return
+        self._given_up = True
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        try:
+            self._group.recv([nothing], self._other, _NOBODYS).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # as it must: the wait ran out, and the group with it
+
+    def close(self) -> None:
+        """Drop the group. What is under way would keep it."""
+        self._under_way.clear()
+        self._group = None
+
+    def _error(self, cause: RuntimeError | None) -> ChannelError:
+        if self._group is None:
+            return ChannelError(f"{self._name} has been closed.")
+        if self._given_up:
+            return ChannelError(f"{self._name} was given up by this rank.")
+        return ChannelError(f"{self._name} has died: the other rank is gone, gave it up, or did not answer in time.")
+
+
+class _Handle(Handle):
+    __slots__ = ("_edge", "_number")
+
+    def __init__(self, edge: _Edge, number: int) -> None:
+        self._edge: _Edge | None = edge
+        self._number = number
+
+    def wait(self) -> None:
+        if self._edge is not None:
+            self._edge.wait(self._number)
+            self._edge = None
+
+
+class _Outgoing(Outgoing):
+    def __init__(self, edge: _Edge) -> None:
+        self._edge = edge
+
+    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self._edge.begin(buffer, True, extra)
+
+
+class _Incoming(Incoming):
+    def __init__(self, edge: _Edge) -> None:
+        self._edge = edge
+
+    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self._edge.begin(buffer, False, extra)
+
+
+def _options(timeout: timedelta) -> Any:
+    """One device for all groups, and no threads beside its own: only collectives need them."""
+    options = _gloo()._Options()
+    options._devices = [_device()]
+    options._threads = 0
+    options._timeout = timeout
+    return options
+
+
+def _device() -> Any:
+    """As torch.distributed chooses it: the interface that GLOO_SOCKET_IFNAME names, or the one of the host's name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return _gloo().create_device(interface=interface, lazy_init=False)
+    return _gloo().create_default_device(lazy_init=False)
+
+
+def _gloo() -> Any:
+    """The class of process groups, of which torch's annotations know little; a torch without gloo has none."""
+    return dist.ProcessGroupGloo

@@ -1,0 +1,442 @@
+"""Does a channel do what a channel must? Try it with `check_transport`; two that do, within one process, are here too.
+
+    local_pair        a send is done at once: the bytes are kept until they are received
+    rendezvous_pair   a send is done when its receive has been posted: until then whoever waits for it waits
+
+To try a channel, write a context manager that gives both its ends and a function that gives it up:
+
+    >>> from pipeline.transports.testing import check_transport, local_pair
+    >>> check_transport(local_pair)
+
+Every check has a pair of its own and a thread of its own, so that one that would wait for ever is a failure as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.packing import Packing, settle
+from pipeline.trees import flatten, same_values, storage_of
+
+
+class Pair(NamedTuple):
+    """Both ends of a channel, and what gives it up, which may be called from any thread."""
+
+    outgoing: Outgoing
+    incoming: Incoming
+    abort: Callable[[], None]
+
+
+MakePair: TypeAlias = Callable[[], AbstractContextManager[Pair]]
+
+
+def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
+    """Try everything that a channel must do.
+
+    Args:
+        make_pair: returns a context manager that gives a Pair: a new channel.
+        seconds: after which a check that has not come to its end has failed.
+
+    Raises:
+        AssertionError: a check failed. The message begins with its name.
+    """
+    for check in CHECKS:
+        _run(check, make_pair, seconds)
+
+
+def local_pair() -> AbstractContextManager[Pair]:
+    """A channel within this process. It keeps what is sent until it is received."""
+    return _in_process(rendezvous=False)
+
+
+def rendezvous_pair() -> AbstractContextManager[Pair]:
+    """A channel within this process on which a send is done when its receive has been posted, as NCCL's are."""
+    return _in_process(rendezvous=True)
+
+
+# ---------------------------------------------------------------------------------------------- channels in one process
+
+
+@contextmanager
+def _in_process(rendezvous: bool) -> Iterator[Pair]:
+    channel = _Channel(rendezvous)
+    yield Pair(channel, channel, channel.abort)
+    channel.abort()
+
+
+class _Transfer(Handle):
+    def __init__(self, channel: _Channel, buffer: Tensor) -> None:
+        self.buffer: Tensor | None = buffer
+        self.wrong: str | None = None
+        self._channel = channel
+
+    def wait(self) -> None:
+        changed = self._channel.changed
+        with changed:
+            changed.wait_for(lambda: self.buffer is None or self.wrong or self._channel.is_dead)
+            if self.wrong:
+                raise RuntimeError(self.wrong)
+            if self.buffer is not None:
+                raise ChannelError("the channel was given up.")
+
+
+class _Channel(Outgoing, Incoming):
+    """Two streams; on each the first that was sent goes where the first posted receive says."""
+
+    def __init__(self, rendezvous: bool) -> None:
+        self.changed = threading.Condition()
+        self.is_dead = False
+        self._rendezvous = rendezvous
+        self._sent: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
+        self._posted: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
+
+    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
+        sent = _Transfer(self, buffer if self._rendezvous else buffer.clone())
+        self._begin(self._sent, sent, extra)
+        return sent if self._rendezvous else _Done()
+
+    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
+        posted = _Transfer(self, buffer)
+        self._begin(self._posted, posted, extra)
+        return posted
+
+    def abort(self) -> None:
+        with self.changed:
+            self.is_dead = True
+            self.changed.notify_all()
+
+    def _begin(self, queues: tuple[deque[_Transfer], deque[_Transfer]], transfer: _Transfer, extra: bool) -> None:
+        with self.changed:
+            if self.is_dead:
+                raise ChannelError("the channel was given up.")
+            queues[extra].append(transfer)
+            if self._sent[extra] and self._posted[extra]:
+                _transfer(self._sent[extra].popleft(), self._posted[extra].popleft())
+                self.changed.notify_all()
+
+
+class _Done(Handle):
+    def wait(self) -> None:
+        """It is."""
+
+
+def _transfer(sent: _Transfer, posted: _Transfer) -> None:
+    source, target = sent.buffer, posted.buffer
+    assert source is not None and target is not None  # neither has been matched before
+    if source.numel() != target.numel():
+        sent.wrong = posted.wrong = f"{source.numel()} bytes were sent where {target.numel()} were expected."
+        return
+    target.numpy()[:] = source.numpy()  # whatever inference mode either was made in
+    sent.buffer = posted.buffer = None
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> None:
+    name = check.__name__.strip("_").replace("_", " ")
+    failures: list[BaseException] = []
+
+    def run(pair: Pair) -> None:
+        try:
+            check(pair)
+        except BaseException as error:
+            failures.append(error)
+
+    with make_pair() as pair:
+        thread = threading.Thread(target=run, args=(pair,), daemon=True)
+        thread.start()
+        thread.join(seconds)
+        late = thread.is_alive()
+        if late:
+            pair.abort()
+            thread.join(seconds)
+    if late:
+        raise AssertionError(f"{name}: not done after {seconds} s.")
+    if failures:
+        raise AssertionError(f"{name}: {type(failures[0]).__name__}: {failures[0]}") from failures[0]
+
+
+def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
+    sent = [_bytes(16, seed) for seed in range(20)]
+    posted = [torch.zeros(16, dtype=torch.uint8) for _ in sent]
+    sends = [pair.outgoing.send(buffer) for buffer in sent]
+    receives = [pair.incoming.post(buffer) for buffer in posted]
+    _wait(receives, sends)
+    _assert_same(posted, sent)
+
+
+def _receives_may_be_posted_before_anything_is_sent(pair: Pair) -> None:
+    sent = [_bytes(5 * seed, seed) for seed in range(10)]
+    posted = [torch.zeros_like(buffer) for buffer in sent]
+    receives = [pair.incoming.post(buffer) for buffer in posted]
+    sends = [pair.outgoing.send(buffer) for buffer in sent]
+    _wait(receives, sends)
+    _assert_same(posted, sent)
+
+
+def _buffers_of_nothing_to_4_megabytes_arrive_whole(pair: Pair) -> None:
+    for size in (0, 1, 63, 64, 65, 4096, 65_537, 4 << 20):
+        sent, posted = _bytes(size, size), torch.zeros(size, dtype=torch.uint8)
+        _wait([pair.incoming.post(posted)], [pair.outgoing.send(sent)])
+        _assert_same([posted], [sent])
+
+
+def _handles_may_be_waited_for_in_any_order_and_again(pair: Pair) -> None:
+    sent = [_bytes(100 + seed, seed) for seed in range(6)]
+    posted = [torch.zeros_like(buffer) for buffer in sent]
+    sends = [pair.outgoing.send(buffer) for buffer in sent]
+    receives = [pair.incoming.post(buffer) for buffer in posted]
+    _wait(receives[::-1], sends[::-1])
+    _wait(receives, sends)
+    _assert_same(posted, sent)
+
+
+def _the_two_streams_do_not_wait_for_each_other(pair: Pair) -> None:
+    sent = [_bytes(64, seed) for seed in range(4)]
+    posted = [torch.zeros_like(buffer) for buffer in sent]
+    waiting = [pair.incoming.post(buffer) for buffer in posted[:2]]
+    sends = [pair.outgoing.send(buffer, extra=True) for buffer in sent[2:]]
+    _wait([pair.incoming.post(buffer, extra=True) for buffer in posted[2:]], sends)
+    _assert_same(posted[2:], sent[2:])
+    sends = [pair.outgoing.send(buffer) for buffer in sent[:2]]
+    _wait(waiting, sends)
+    _assert_same(posted, sent)
+
+
+def _what_is_sent_need_not_be_kept_by_the_sender(pair: Pair) -> None:
+    sends = [pair.outgoing.send(_bytes(10_000, seed)) for seed in range(10)]
+    gc.collect()
+    others = [_bytes(10_000, 100 + seed) for seed in range(10)]
+    posted = [torch.zeros_like(other) for other in others]
+    _wait([pair.incoming.post(buffer) for buffer in posted], sends)
+    _assert_same(posted, [_bytes(10_000, seed) for seed in range(10)])
+
+
+def _what_has_been_waited_for_may_change(pair: Pair) -> None:
+    def send() -> None:
+        buffer = torch.empty(1000, dtype=torch.uint8)
+        for seed in range(3):
+            buffer.copy_(_bytes(1000, seed))
+            pair.outgoing.send(buffer).wait()
+        buffer.zero_()
+
+    thread = _Thread(send)
+    posted = [torch.zeros(1000, dtype=torch.uint8) for _ in range(3)]
+    for buffer in posted:
+        time.sleep(0.01)  # let the sender go as far as it may
+        pair.incoming.post(buffer).wait()
+    thread.join()
+    assert thread.error is None, f"the sender ended with {thread.error!r}"
+    _assert_same(posted, [_bytes(1000, seed) for seed in range(3)])
+
+
+def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: Pair) -> None:
+    receives = [pair.incoming.post(torch.zeros(8, dtype=torch.uint8), extra=extra) for extra in (False, True)]
+    threads = [_Thread(handle.wait) for handle in receives]
+    timer = threading.Timer(0.05, pair.abort)
+    timer.start()
+    for thread in threads:
+        thread.join()
+        assert isinstance(thread.error, ChannelError), f"a waiting receive ended with {thread.error!r}"
+    timer.join()
+    pair.abort()
+    for begin in (pair.outgoing.send, pair.incoming.post):
+        _assert_dead(begin)
+
+
+def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
+    sends = [pair.outgoing.send(_bytes(1 << 20, seed)) for seed in range(2)]
+    threads = [_Thread(handle.wait) for handle in sends]
+    timer = threading.Timer(0.05, pair.abort)
+    timer.start()
+    for thread in threads:
+        thread.join()  # a channel that keeps what is sent has done its part
+        assert thread.error is None or isinstance(thread.error, ChannelError), f"a send ended with {thread.error!r}"
+    timer.join()
+
+
+def _letters_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
+    letters = [Letter((tensor,)) for tensor in _tensors()] + [Letter(tuple(_tensors()))]
+    _exchange(pair, [letters, letters])
+
+
+def _letters_without_tensors_arrive(pair: Pair) -> None:
+    structures = [flatten(value, "it") for value in ((), [None, 1, "a"], {"a": float("inf"), "b": ()})]
+    letters = [Letter(tree.tensors, tree.skeleton) for tree in structures] + [Letter(()), Letter((None, None))]
+    _exchange(pair, [letters, letters[::-1], letters])
+
+
+def _shapes_may_change_from_phase_to_phase_and_within_one(pair: Pair) -> None:
+    numbers = random.Random(0)
+    sizes = [[numbers.choice([0, 1, 3, 3, 3, 100]) for _ in range(8)] for _ in range(12)]
+    _exchange(pair, [[Letter((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
+
+
+def _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) -> None:
+    small, large = Letter((torch.randn(3),)), Letter((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
+    _exchange(pair, [[small, large, small], [large, small, large], [large, small, large]])
+
+
+def _letters_may_be_asked_for_in_another_order(pair: Pair) -> None:
+    slots = [str(place) for place in range(8)]
+    letters = [Letter((torch.full((place + 1,), place),)) for place in range(8)]
+    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
+    for _ in range(2):
+        sender.begin("order", slots)
+        receiver.begin("order", slots)
+        for slot, letter in zip(slots, letters, strict=True):
+            sender.send(slot, letter)
+        for place in (5, 0, 7, 6, 1, 2, 4, 3):
+            _assert_equal(receiver.receive(slots[place]), letters[place])
+        sender.finish()
+        receiver.finish()
+
+
+def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
+    letters = [Letter((torch.full((7,), place),)) for place in range(60)]
+    slots = [str(place) for place in range(60)]
+    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
+
+    def send() -> None:
+        for _ in range(3):
+            sender.begin("ahead", slots)
+            for slot, letter in zip(slots, letters, strict=True):
+                sender.send(slot, letter)
+            sender.finish()
+
+    thread = _Thread(send)
+    for _ in range(3):
+        receiver.begin("ahead", slots)
+        for slot, letter in zip(slots, letters, strict=True):
+            _assert_equal(receiver.receive(slot), letter)
+        receiver.finish()
+    thread.join()
+    assert thread.error is None, f"the sender ended with {thread.error!r}"
+
+
+CHECKS: tuple[Callable[[Pair], None], ...] = (
+    _buffers_arrive_in_the_order_in_which_they_were_sent,
+    _receives_may_be_posted_before_anything_is_sent,
+    _buffers_of_nothing_to_4_megabytes_arrive_whole,
+    _handles_may_be_waited_for_in_any_order_and_again,
+    _the_two_streams_do_not_wait_for_each_other,
+    _what_is_sent_need_not_be_kept_by_the_sender,
+    _what_has_been_waited_for_may_change,
+    _giving_up_wakes_whoever_waits_and_refuses_the_rest,
+    _giving_up_wakes_whoever_waits_for_a_send,
+    _letters_of_every_dtype_and_layout_arrive_bit_by_bit,
+    _letters_without_tensors_arrive,
+    _shapes_may_change_from_phase_to_phase_and_within_one,
+    _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way,
+    _letters_may_be_asked_for_in_another_order,
+    _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
+)
+
+
+class _Thread(threading.Thread):
+    """Runs a function and keeps the error that it ended with."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:
+            self.error = error
+
+
+def _wait(receives: list[Handle], sends: list[Handle]) -> None:
+    for handle in receives + sends:
+        handle.wait()
+
+
+def _bytes(size: int, seed: int) -> Tensor:
+    return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def _tensors() -> list[Tensor]:
+    """One of each dtype, of each layout, and of each way to lie in memory."""
+    bits = _bytes(48, 5)
+    dtypes = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16]
+    dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
+    numbers = torch.randn(2, 3, 4, 5)
+    return [bits.clone().view(dtype) for dtype in dtypes] + [
+        bits > 100,
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        numbers.to(memory_format=torch.channels_last),
+        numbers.transpose(1, 3),
+        torch.ones(()).expand(4, 4),
+        numbers[..., ::2],
+        numbers[..., 0],
+        torch.randn(4, dtype=torch.complex64).conj(),
+        torch.tensor([[0.0, 1.0], [2.0, 0.0]]).to_sparse_coo(),
+    ]
+
+
+def _exchange(pair: Pair, phases: list[list[Letter]]) -> None:
+    """Send letters phase by phase, each as soon as may be, and see that the same ones come."""
+    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b", window=2)
+    for letters in phases:
+        slots = [str(place) for place in range(len(letters))]
+        sender.begin("letters", slots)
+        receiver.begin("letters", slots)
+        for slot, letter in zip(slots, letters, strict=True):
+            sender.send(slot, letter)
+            _assert_equal(receiver.receive(slot), letter)
+            sender.reap(receiver.position)
+        sender.finish()
+        receiver.finish()
+        assert sender.held_bytes == 0
+
+
+def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"buffer {place} of {len(expected)} is not what was sent"
+
+
+def _assert_equal(found: Letter, expected: Letter) -> None:
+    assert len(found.tensors) == len(expected.tensors), f"{len(found.tensors)} tensors came of {len(expected.tensors)}"
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert (one is None) == (other is None), "None was taken for a tensor, or a tensor for None"
+        if one is not None and other is not None:
+            assert _same_bits(one, other), f"{other} came as {one}"
+    memories = [storage_of(tensor) for tensor in found.tensors if tensor is not None]
+    assert len(set(memories)) == len(memories), "two tensors of a letter share their memory"
+    assert repr(found[1:]) == repr(expected[1:]), f"{expected[1:]} came as {found[1:]}"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    (other,) = settle([other], "it")  # type: ignore[assignment]  # a tensor, since it was one
+    if other.layout is not torch.strided:
+        return one.layout is other.layout and same_values(one, other)
+    return Packing.of([one]).kinds == Packing.of([other]).kinds and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _assert_dead(begin: Callable[[Tensor], Handle]) -> None:
+    try:
+        begin(torch.zeros(8, dtype=torch.uint8)).wait()
+    except ChannelError:
+        return
+    raise AssertionError("a channel that was given up still takes buffers")
