@@ -72,7 +72,7 @@ class Elsewhere(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            where = self.__dict__.get("_where", "the layer is on another rank")  # not there yet while one is copied
+            where = self.__dict__.get("_where", "the layer is on another rank")  # not there in one half made
             raise AttributeError(
                 f"{where}, so its {name!r} is not here. Look at it before Pipe(...), or loop over "
                 "pipe.named_parameters() or pipe.modules(), in which each rank finds its own."

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.ranks.failure import Failure, exception_of, of_exception, silence
+from pipeline.ranks.meeting import Meeting
 from pipeline.ranks.watch import Watch
+from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Letter, Receiver, Sender
 from scheduler import Action
@@ -30,10 +32,6 @@ from scheduler import Action
 _LATER = 60.0  # seconds after `timeout`, when the watch has spoken, that torch itself gives a wait up
 _GRACE = 1.0  # seconds that a rank whose connection broke waits for the reason
 _DIRECT = 3  # up to so many ranks each tells each; more tell rank 0, which tells all
-
-
-class LostError(RuntimeError):
-    """A connection broke: why is known to another rank, as a rule."""
 
 
 class Ranks:
@@ -47,24 +45,39 @@ class Ranks:
 
     def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
         self.group = group
+        self.process = os.getpid()
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.device = _device()
         self.calls = 0
+        self.calls_since = 0  # the last failure: after one, the ranks need not have made as many
         self.pipes = 0
         self.generation = 0
         self.is_in_call = False
-        self._timeout = timeout
+        self.heartbeat = heartbeat
+        self.timeout = timeout
         self._prefix = f"penstock/{group.group_name}/{number}"
-        self._store = dist.distributed_c10d._get_default_store()
-        self.watch = Watch(self._store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
+        store = dist.distributed_c10d._get_default_store()
+        self.watch = Watch(store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
         self._pairs: list[tuple[tuple[int, int], ...]] = []  # asked for, one entry a time
+        self._agreed_pairs = 0  # how many of the entries all ranks have
         self._channels: list[Channels] = []
-        self._is_aborted = False
+        self._meeting = Meeting(store, f"{self._prefix}/meeting", self.size)
         self._of: dict[tuple[int, int], Channels] = {}
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self.connect(_control_pairs(self.size))
+        self._agreed_pairs = 1
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        """A copy of a Pipe runs on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipe over ranks cannot be pickled: it holds connections, and only a part of the model. Save "
+            "pipe.state_dict() with torch.distributed.checkpoint, or pipe.full_state_dict() on rank 0."
+        )
 
     # ---------------------------------------------------------------------------------------------------- channels
 
@@ -74,25 +87,30 @@ class Ranks:
         new = tuple(sorted(set(pairs) - known))
         if new:
             self._pairs.append(new)
-            if self._channels or len(self._pairs) == 1:
+            if self._channels:
                 self._build(len(self._pairs) - 1)
 
     def _build(self, index: int) -> None:
-        prefix = f"{self._prefix}/{self.generation}/{index}"
-        found = Channels(self._store, prefix, self.rank, self._pairs[index], timedelta(seconds=self._timeout + _LATER))
+        self.watch.at = "the connecting of all ranks"
+        patience = timedelta(seconds=self.timeout + _LATER)
+        found = self._meeting.build(
+            f"{self.generation}/{index}",
+            lambda store: Channels(store, "channels", self.rank, self._pairs[index], patience),
+        )
         self._channels.append(found)
         self._of.update({pair: found for pair in self._pairs[index] if self.rank in pair})
+        if self._meeting.is_given_up:  # and what is new here may not have been
+            raise ChannelError(f"rank {self.rank} gave the call up")
 
     def ready(self) -> None:
-        """Build the channels anew, if a failure closed them."""
+        """Build the channels, if there are none: at first, and when a failure closed them."""
         if not self._channels:
-            self._is_aborted = False
             for index in range(len(self._pairs)):
                 self._build(index)
 
     def abort(self) -> None:
         """Wake whoever waits for another rank. From any thread."""
-        self._is_aborted = True
+        self._meeting.give_up()
         for channels in self._channels:
             channels.abort()
 
@@ -106,6 +124,7 @@ class Ranks:
         self._senders.clear()
         self._receivers.clear()
         self.generation += 1
+        self.calls_since = 0
 
     # ----------------------------------------------------------------------------------------------------- letters
 
@@ -134,7 +153,7 @@ class Ranks:
 
     def receive_one(self, source: int, series: str, what: str) -> Letter:
         """Receive a letter that was sent by itself."""
-        self.watch.at = f"for {what} from rank {source}"
+        self.watch.at = f"the end, for {what} from rank {source}"
         receiver = self.receiver(source)
         receiver.begin(series, [what])
         found = receiver.receive(what)
@@ -158,7 +177,7 @@ class Ranks:
         return [bytes(each[:size].tolist()).decode() for each, size in zip(self._exchange(buffer), sizes, strict=True)]
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        self.watch.at = "for the other ranks to come as far"
+        self.watch.at = "a meeting of all ranks"
         if self.size <= _DIRECT:
             return self._tell_all(mine)
         if self.rank == 0:
@@ -199,12 +218,12 @@ class Ranks:
                 "layer or a hook may not call a Pipe that runs over ranks; give that one devices=[...]."
             )
         self.calls += 1
+        self.calls_since += 1
         self.is_in_call = True
+        self._meeting.open()  # before the watch can give it up
         try:
             self.watch.enter(self.generation, call, self.abort)
             self.ready()
-            if self._is_aborted:
-                raise LostError
         except BaseException as error:
             self.fail(error, call)
 
@@ -212,34 +231,38 @@ class Ranks:
         """The call has gone well here."""
         self.watch.leave()
         self.is_in_call = False
+        self._agreed_pairs = len(self._pairs)
 
     def fail(self, error: BaseException, call: str, action: Action | None = None) -> NoReturn:
         """The call failed here, in an action or elsewhere: make it everyone's failure, and raise what all raise."""
         self.is_in_call = False
-        record = self._record(error, call, action)
+        is_lost = isinstance(error, ChannelError)  # why is known to another rank, as a rule
+        own = self._lost(error, call) if is_lost else self._raised(error, call, action)
+        first = self.watch.verdict(_GRACE) if is_lost else None
+        if first is None:
+            self.watch.fail(own)
+            first = self.watch.verdict(_GRACE) or own
+        del self._pairs[self._agreed_pairs :]  # some ranks may not have come to ask for them
         self.close()
         self.watch.leave()
-        if record.rank == self.rank and not isinstance(error, LostError):
+        if not is_lost and (first == own or not isinstance(error, Exception)):  # Ctrl-C stays what it is
+            error.add_note(f"this is rank {self.rank}, in {call}")
             raise error
-        found = exception_of(record, self.rank)
-        if type(found) is type(error) and str(found) == str(error):
-            raise error  # everyone makes the same mistake
+        found = exception_of(first, self.rank)
+        if not is_lost:
+            if type(found) is type(error) and str(found) == str(error):
+                raise error  # everyone makes the same mistake
+            found.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
         raise found from found.__cause__ or error
 
-    def _record(self, error: BaseException, call: str, action: Action | None) -> Failure:
-        """The failure of this call, as everyone tells it."""
-        if isinstance(error, LostError):
-            found = self.watch.verdict(_GRACE)
-            if found is not None:
-                return found
-            waited = f"rank {self.rank} waited {in_words(self.watch.at)}"
-            own = silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
-        elif action is None:
-            own = of_exception(error, self.rank, call)
-        else:
-            own = of_exception(error, self.rank, call, stage=action.stage, chunk=action.chunk, action=str(action))
-        self.watch.fail(own)
-        return self.watch.verdict(_GRACE) or own
+    def _raised(self, error: BaseException, call: str, action: Action | None) -> Failure:
+        if action is None:
+            return of_exception(error, self.rank, call)
+        return of_exception(error, self.rank, call, stage=action.stage, chunk=action.chunk, action=str(action))
+
+    def _lost(self, error: BaseException, call: str) -> Failure:
+        waited = f"rank {self.rank} waited at {in_words(self.watch.at)}."
+        return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
 
     def farewell(self) -> None:
         """The script ends."""
@@ -250,7 +273,7 @@ class Ranks:
 
 def in_words(at: object) -> str:
     """Where a rank is, as it noted it."""
-    return " ".join(map(str, at)) if isinstance(at, tuple) and not isinstance(at, Action) else str(at)
+    return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
 
 
 def _control_pairs(size: int) -> list[tuple[int, int]]:
@@ -269,7 +292,7 @@ def _device() -> torch.device:
 
 # ---------------------------------------------------------------------------------------------------------- which ones
 
-_found: list[Ranks] = []  # of this process, one for each process group that a Pipe ran on
+_found: list[Ranks] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
 
 
 def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
@@ -284,10 +307,11 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
     """
     if group is None and not _is_world():
         return None
-    group = _process_group(group)
+    group = _process_group(group, timeout)
     if dist.get_world_size(group) == 1:
         return None
-    found = next((ranks for ranks in _found if ranks.group is group), None)
+    key = (group, heartbeat, timeout)
+    found = next((ranks for ranks in _found if (ranks.group, ranks.heartbeat, ranks.timeout) == key), None)
     if found is None:
         found = Ranks(group, heartbeat, timeout, len(_found))
         _found.append(found)
@@ -303,13 +327,14 @@ def _is_world() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _process_group(group: Any) -> Any:
+def _process_group(group: Any, timeout: float) -> Any:
     if not dist.is_initialized():
         device = _device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_destroy)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # or 30 minutes, where a rank never comes
+        atexit.register(_destroy, os.getpid())
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "get_group"):  # a DeviceMesh
@@ -323,13 +348,14 @@ def _process_group(group: Any) -> Any:
     return group
 
 
-def _destroy() -> None:
-    if dist.is_initialized():
+def _destroy(process: int) -> None:
+    if dist.is_initialized() and os.getpid() == process:  # and not in a fork, whose copy has none of the threads
         dist.destroy_process_group()
 
 
 @atexit.register
 def _farewell() -> None:
     for ranks in _found:
-        ranks.farewell()
+        if ranks.process == os.getpid():
+            ranks.farewell()
     _found.clear()

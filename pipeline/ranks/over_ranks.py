@@ -23,7 +23,6 @@ from pipeline.places import Place
 from pipeline.randomness import draw_seed
 from pipeline.ranks.agreement import MismatchError, difference, digest, encoded, values_in_words
 from pipeline.ranks.company import Company
-from pipeline.ranks.group import LostError
 from pipeline.ranks.rank_mailbox import RankMailbox
 from pipeline.ranks.traffic import Traffic
 from pipeline.transports.link import Letter
@@ -35,6 +34,10 @@ from scheduler import Action, Event
 SETTINGS = "the settings"
 MINI_BATCHES = "the mini-batches"
 _MAGIC = 0x70656E73746F636B  # "penstock"
+_AGREED = (
+    ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
+    "and not on others. Load a checkpoint before the next step"
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,20 +48,22 @@ class OverRanks(Peers):
         company: the ranks.
         tied: this rank's copies of tied parameters, None where it has none.
         door: what is called: "step".
-        of: the number of the call whose backward this is.
+        of: the call whose backward this is, in words that are the same on all ranks.
         series: of that call: what its messages look like is known by it.
     """
 
     def __init__(
-        self, company: Company, tied: Sequence[Tensor | None], door: str, of: int | None = None, series: str = ""
+        self, company: Company, tied: Sequence[Tensor | None], door: str, of: str | None = None, series: str = ""
     ) -> None:
         self._company = company
         self._tied = tied
         self._ranks = company.ranks
         self._hosting = company.hosting
-        self._door = door if of is None else f"{door} of call {of}"
-        self.number = 0
+        self._door = door if of is None else f"{door} of {of}"
+        self.number = 0  # of the calls since the last failure
+        self._name = ""
         self._call = door
+        self._builds = door.startswith("Pipe(")
         self._series = series
         self._traffic: Sequence[Traffic] = ()  # of each phase
         self._now: Traffic | None = None
@@ -68,8 +73,10 @@ class OverRanks(Peers):
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> OverRanks:
-        self.number = self._ranks.calls + 1
-        self._call = f"{self._door} (call {self.number} of the script)"
+        since, failures = self._ranks.calls_since + 1, self._ranks.generation
+        self.number = since
+        self._name = f"call {since} after failure {failures}" if failures else f"call {since}"
+        self._call = f"{self._door} (call {self._ranks.calls + 1} of the script)"
         self._ranks.enter(self._call)
         return self
 
@@ -78,20 +85,23 @@ class OverRanks(Peers):
     ) -> None:
         if error is None:
             self._ranks.leave()
-        else:
-            self._ranks.fail(error, self._call, self._action)
+            return
+        if self._builds:
+            self._ranks.pipes = self._company.number  # there is no such Pipe; other ranks may not have begun one
+        self._ranks.fail(error, self._call, self._action)
 
     def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
         """Compare what everyone is about to do: calls 1, 2, 4, 8, ... the values of the mini-batch too."""
         values = self.number & (self.number - 1) == 0
         mine = {
-            "the calls": f"{self._door} of Pipe {self._company.number}, call {self.number}",
+            "the calls": f"{self._door} of Pipe {self._company.number}, {self._name}",
             **words(values),
         }
         digests = [digest(text) for text in mine.values()]
-        found = self._exchange([_MAGIC, draw_seed() if draws else 0, len(digests), *digests, *[0] * (8 - len(digests))])
+        seed = draw_seed() if draws else 0
+        found = self._ranks.exchange([_MAGIC, seed, len(digests), *digests, *[0] * (8 - len(digests))])
         if any(each[2:] != found[0][2:] for each in found):
-            texts = self._texts(encoded(mine))
+            texts = self._ranks.exchange_texts(encoded(mine))
             raise MismatchError(
                 f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
                 "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
@@ -108,7 +118,7 @@ class OverRanks(Peers):
         if not any(copy is not None for copy in self._tied) and not self._hosting.ties:
             return
         mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self._tied]
-        found = self._exchange([digest(text) for text in mine])
+        found = self._ranks.exchange([digest(text) for text in mine])
         for index, tie in enumerate(self._hosting.ties[: len(mine)]):
             if len({found[rank][index] for rank in tie.holders}) > 1:
                 names = " = ".join(f"'{name}'" for _, name in tie.readers)
@@ -135,7 +145,7 @@ class OverRanks(Peers):
 
     def again(self) -> OverRanks:
         """The backward of this call."""
-        later = OverRanks(self._company, self._tied, "backward", self.number, self._series)
+        later = OverRanks(self._company, self._tied, "backward", self._name, self._series)
         later._traffic = self._traffic
         return later
 
@@ -166,34 +176,28 @@ class OverRanks(Peers):
 
     def end(self) -> None:
         self._action = None
-        try:
-            for source, to in self._current().slots:
-                if to == self._hosting.rank:
-                    self._ranks.receiver(source).finish()
-            for source, to in self._current().slots:
-                if to != self._hosting.rank:
-                    self._ranks.watch.at = f"for rank {to} to receive the last messages"
-                    self._ranks.sender(to).finish()
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
+        for source, to in self._current().slots:
+            if to == self._hosting.rank:
+                self._ranks.receiver(source).finish()
+        for source, to in self._current().slots:
+            if to != self._hosting.rank:
+                self._ranks.watch.at = f"the end, for rank {to} to receive the last messages"
+                self._ranks.sender(to).finish()
         self._now = None
 
     def at(self, action: Action) -> None:
         self._action = action
-        self._ranks.watch.at = ("in", action)
+        self._ranks.watch.at = (action,)
         self._ranks.watch.steps += 1
 
     def send(self, rank: int, slot: str, letter: Letter) -> None:
         self._ranks.sender(rank).send(slot, letter)
 
     def receive(self, rank: int, slot: str) -> Letter:
-        watch = self._ranks.watch
-        watch.at = ("at", self._action, "for", slot, "from rank", rank)
+        self._ranks.watch.at = (self._action, "for", slot + ", from rank", rank)
         receiver = self._ranks.receiver(rank)
-        try:
-            found = receiver.receive(slot)
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
+        found = receiver.receive(slot)
+        self._ranks.watch.at = (self._action,)
         here = self._hosting.rank
         if (here, rank) in self._current().slots:
             self._ranks.sender(rank).reap(self._current().delivered((rank, here), receiver.position))
@@ -201,17 +205,13 @@ class OverRanks(Peers):
 
     # ------------------------------------------------------------------------------------------------------ together
 
-    def _exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        try:
-            return self._ranks.exchange(numbers)
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
-
     def agree(self, verdict: Verdict) -> Verdict:
         loss, divisor, reached = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
         mine = [_MAGIC + 1, reached, kind, _bits(loss), divisor is not None, _bits(divisor)]
-        found = self._exchange(mine)
+        found = self._ranks.exchange(mine)
+        if self._door == "step":
+            self._call += _AGREED
         _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
@@ -243,16 +243,11 @@ class OverRanks(Peers):
             self._finish(rank)
 
     def _from(self, rank: int, what: str) -> Letter:
-        try:
-            return self._ranks.receive_one(rank, f"{self._series}/{what}", what)
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
+        return self._ranks.receive_one(rank, f"{self._series}/{what}", what)
 
     def _finish(self, rank: int) -> None:
-        try:
-            self._ranks.sender(rank).finish()
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
+        self._ranks.watch.at = f"the end, for rank {rank} to receive the last messages"
+        self._ranks.sender(rank).finish()
 
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         tree = flatten(dict(named), f"the state of rank {self._hosting.rank}")
@@ -273,7 +268,7 @@ class OverRanks(Peers):
 
     def share_events(self, events: Sequence[Event]) -> list[Event]:
         text = json.dumps([[str(event.action), event.lane, event.start, event.end] for event in events])
-        found = [json.loads(each) for each in self._texts(text)]
+        found = [json.loads(each) for each in self._ranks.exchange_texts(text)]
         return [Event(Action.parse(action), lane, start, end) for each in found for action, lane, start, end in each]
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
@@ -281,7 +276,7 @@ class OverRanks(Peers):
         names = self._company.first_names
         found: dict[str, tuple[str, str]] = {}
         more = []
-        for rank, text in enumerate(self._texts(json.dumps(mine))):
+        for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(mine))):
             for name, dtype, value in json.loads(text):
                 if name:
                     found.setdefault(names.get(name, name), (dtype, value))  # a tied parameter counts once
@@ -295,13 +290,7 @@ class OverRanks(Peers):
         return total.to(self._ranks.device)
 
     def any(self, here: bool) -> bool:
-        return any(each[0] for each in self._exchange([here]))
-
-    def _texts(self, text: str) -> list[str]:
-        try:
-            return self._ranks.exchange_texts(text)
-        except RuntimeError as error:
-            raise LostError(str(error)) from error
+        return any(each[0] for each in self._ranks.exchange([here]))
 
     # --------------------------------------------------------------------------------------------------- tied weights
 
@@ -311,7 +300,7 @@ class OverRanks(Peers):
             return owners
         used = {id(owner) for owner in owners}
         mine = [id(copy) in used for copy in self._tied]
-        found = self._exchange(mine)
+        found = self._ranks.exchange(mine)
         more = [
             copy
             for index, copy in enumerate(self._tied)

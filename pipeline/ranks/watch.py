@@ -67,7 +67,7 @@ class Watch:
         self._watcher = Watcher(standing, Board(store, prefix, rank, size), judge, heartbeat)
         self._guard = Guard(standing, self._watcher, heartbeat)
         at_exit = partial(_end_with_script, standing, self._watcher, self._guard, os.getpid())
-        self._drop = weakref.finalize(self, _end_with_watch, standing, self._watcher, os.getpid())
+        self._drop = weakref.finalize(self, standing.drop)  # the threads then end when no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
         self._watcher.start(at_end=partial(_forget, self._guard, at_exit))
@@ -128,6 +128,7 @@ class Watch:
     def stop(self) -> None:
         """End the threads at once, and tell the others so. May be called again."""
         self._drop()
+        self._standing.leave()
         _join(self._watcher, self._guard)
 
 
@@ -154,11 +155,3 @@ def _end_with_script(standing: Standing, watcher: Watcher, guard: Guard, process
     if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
         _part(standing, watcher)
         _join(watcher, guard)
-
-
-def _end_with_watch(standing: Standing, watcher: Watcher, process: int) -> None:
-    """Nobody holds the watch any more: its threads end when no other rank needs them. This may run in any thread."""
-    if os.getpid() == process:  # in a fork, a thread that is not there may hold the lock
-        standing.leave()
-        standing.end("dropped its Pipe")
-        watcher.hurry()

@@ -109,7 +109,7 @@ class Judge:
         return None
 
     def _silent(self, own: Beat, now: float) -> Failure | None:
-        needed = [rank for rank, beat in self._others().items() if not beat.ended and not beat.has_left(own)]
+        needed = [rank for rank, beat in self._others().items() if not beat.has_left(own)]
         since = {rank: now - self._changed[rank] for rank in needed}
         rank = max(since, key=since.__getitem__, default=self._rank)
         if since.get(rank, 0.0) <= self._heartbeat:

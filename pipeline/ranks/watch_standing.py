@@ -91,6 +91,11 @@ class Standing:
             self.ended = self.ended or how
             self.changed.notify_all()
 
+    def drop(self) -> None:
+        """Nobody holds the watch any more. Without the lock: Python may find that out anywhere, in any thread."""
+        self._abort = None
+        self.ended = self.ended or "dropped its Pipe"
+
     # ------------------------------------------------------------------ what the threads do
 
     def beat(self, serial: int) -> Beat:

@@ -81,7 +81,7 @@ class Watcher:
     def _run(self) -> None:
         while not (self._is_over or self._standing.has_parted):
             self._guarded(self._turn)
-            self._wake.wait(SHORT_PAUSE if self._standing.is_asking else PAUSE)
+            self._wake.wait(SHORT_PAUSE if self._standing.is_asking else min(PAUSE, self._period))
             self._wake.clear()
         if not self._said.ended:
             self._guarded(self._speak)
@@ -157,7 +157,7 @@ class Watcher:
         for generation, failure in self._standing.unposted():
             self._standing.posted(generation, failure)
         if self._standing.asked() is not None:
-            message = f"rank {rank} lost the store of torch.distributed: {reason}"
+            message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.standing()}."
             self._standing.deliver(own.generation, silence(rank, own.call, message, self.judge.waits(but=rank)))
         self._standing.wake()
         if own.ended:

@@ -3,18 +3,24 @@
     rank a                                              rank b
     Outgoing.send(buffer) -> Handle   ~~ in order ~~>   Incoming.post(buffer) -> Handle
     Outgoing.send(buffer, extra=True) ~~ in order ~~>   Incoming.post(buffer, extra=True)
+    Outgoing.payloads.send(buffer)    ~~ in order ~~>   Incoming.payloads.post(nbytes) -> Expected
 
 A channel is one ordered pair of ranks and two streams: the usual one and an extra one. On each stream the first buffer
 sent fills the first buffer posted, the second the second; what happens on one stream never waits for the other.
 Buffers are one-dimensional, contiguous, of dtype uint8 and on the host. A posted buffer has the size of the one that
 is sent into it: `pipeline.transports.link` sees to that, since not every channel could tell. `check_transport` of
 `pipeline.transports.testing` tries whether a channel keeps to this.
+
+A channel between two devices may have a third stream: payloads, which stay on the devices. The host waits for none of
+them. Nothing is posted ahead there: a receive is begun when the header has come that says how long the payload is.
+Either both ends have that stream, or neither.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
@@ -36,8 +42,68 @@ class Handle(ABC):
         """
 
 
+class Expected(ABC):
+    """A payload that is to come."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """What was sent: [bytes] uint8, on the device, for use in the stream that is current now. Once.
+
+        Where the device is a GPU, that stream waits for it, and the host does not.
+
+        Raises:
+            ChannelError: the channel died before.
+        """
+
+
+class PayloadsOut(ABC):
+    """Where the payloads of a channel begin.
+
+    Attributes:
+        device: where buffers must be.
+    """
+
+    device: torch.device
+
+    @abstractmethod
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a letter that holds this tensor goes as a payload."""
+
+    @abstractmethod
+    def send(self, buffer: Tensor) -> None:
+        """Begin to send a buffer when the current stream has written it, and return at once.
+
+        Args:
+            buffer: [bytes] uint8, not empty. It is the channel's from now on, which lets it go when it has gone.
+
+        Raises:
+            ChannelError: the channel is dead.
+        """
+
+
+class PayloadsIn(ABC):
+    """Where the payloads of a channel end."""
+
+    @abstractmethod
+    def post(self, nbytes: int) -> Expected:
+        """Begin to receive the next payload, and return at once.
+
+        Args:
+            nbytes: exactly as many as will be sent.
+
+        Raises:
+            ChannelError: the channel is dead.
+        """
+
+
 class Outgoing(ABC):
-    """Where a channel begins."""
+    """Where a channel begins.
+
+    Attributes:
+        payloads: the stream of payloads; None: everything goes through the host.
+    """
+
+    payloads: PayloadsOut | None = None
 
     @abstractmethod
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
@@ -53,7 +119,13 @@ class Outgoing(ABC):
 
 
 class Incoming(ABC):
-    """Where a channel ends."""
+    """Where a channel ends.
+
+    Attributes:
+        payloads: the stream of payloads; None: everything goes through the host.
+    """
+
+    payloads: PayloadsIn | None = None
 
     @abstractmethod
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:

@@ -2,34 +2,23 @@
 
     Skeleton --encode--> plain values that JSON can hold --decode--> an equal Skeleton, of the same types
 
-    1, True, None, "a", 2.5     themselves                     (1, 2)          {"tuple": [1, 2]}
-    nan, inf, -0.0              {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}
-    2**70                       {"int": hexadecimal}           list, Pair      {"type": "builtins:list"}
-    torch.float32               {"dtype": "float32"}           [1, 2]          [1, 2]
-
     spec of (x, [y])   {"node": "builtins:tuple", "context": null, "children": ["*", {...}]}
 
-A type is written as its name, and looked up among torch's registered pytree nodes or the modules that the other
-process has imported; nothing is imported or called for it. What a class hands to `torch.utils._pytree` as its context
-must be made of such values, or the class says itself how to write it (`to_dumpable_context`).
+A node is written as its name, which the other process looks up among its own registered pytree nodes. What a class
+hands to `torch.utils._pytree` as its context must be made of plain values (`pipeline.transports.plain`), or the class
+says itself how to write it (`to_dumpable_context`).
 """
 
 from __future__ import annotations
 
 import json
-import struct
-import sys
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
-from math import isfinite
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
+from pipeline.transports.plain import Json, decode_plain, encode_plain, qualified, write_float
 from pipeline.trees import Skeleton, Slot
-
-Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 _LEAF = "*"
 _LEAF_SPEC = pytree.tree_structure(0)
@@ -67,35 +56,11 @@ def decode(written: Json) -> Skeleton | None:
     return Skeleton(_decode_spec(written["spec"]), tuple(leaves))
 
 
-def encode_plain(value: Any) -> Json:
-    """None, bool, int, float, str, torch dtypes, layouts and devices, types, and tuples, lists and dicts of them."""
-    write = _WRITE.get(type(value))
-    if write is not None:
-        return write(value)
-    if isinstance(value, type):
-        return {"type": _name_of(value)}
-    raise TypeError(f"a {_qualified(type(value))} ({str(value)[:60]}) is not a plain value")
-
-
-def decode_plain(written: Json) -> Any:
-    """What was encoded."""
-    if isinstance(written, list):
-        return [decode_plain(each) for each in written]
-    if isinstance(written, dict):
-        ((tag, what),) = written.items()
-        return _READ[tag](what)
-    return written
-
-
 def same_skeleton(one: Skeleton | None, other: Skeleton | None) -> bool:
     """Whether both are written alike: of the same types, 1 is not True, -0.0 is not 0.0 and nan is nan."""
     if one is other or one is None or other is None:
         return one is other
-    return (
-        len(one.leaves) == len(other.leaves)
-        and all(map(_same_leaf, one.leaves, other.leaves))
-        and _same_spec(one.spec, other.spec)
-    )
+    return _same_spec(one.spec, other.spec) and all(map(_same_leaf, one.leaves, other.leaves))
 
 
 def may_be_shared(spec: pytree.TreeSpec) -> bool:
@@ -107,7 +72,7 @@ def may_be_shared(spec: pytree.TreeSpec) -> bool:
 def _same_leaf(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    return _write_float(one) == _write_float(other) if type(one) is float else bool(one == other)
+    return write_float(one) == write_float(other) if type(one) is float else bool(one == other)
 
 
 def _same_spec(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
@@ -132,7 +97,7 @@ def _same_context(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
 def _encode_spec(spec: pytree.TreeSpec) -> Json:
     if spec.is_leaf():
         return _LEAF
-    name = _qualified(spec.type)
+    name = qualified(spec.type)
     if _nodes().get(name) is not spec.type:
         raise TypeError(
             f"a {name}, which cannot be sent to another rank: another class of that name is registered as a pytree "
@@ -165,7 +130,7 @@ def _encode_context(spec: pytree.TreeSpec) -> Json:
         dump = _dumping(spec.type).to_dumpable_context
         if dump is None or spec.type in (namedtuple, defaultdict):  # these two write no more than is written here
             raise TypeError(
-                f"a {_qualified(spec.type)}, which cannot be sent to another rank: of its context for "
+                f"a {qualified(spec.type)}, which cannot be sent to another rank: of its context for "
                 f"torch.utils._pytree, {error}. Register it with a context of plain values, or with "
                 "to_dumpable_context= and from_dumpable_context=."
             ) from None
@@ -176,17 +141,17 @@ def _decode_context(written: Json, kind: Any) -> Any:
     if not _is(written, "dumped"):
         context = decode_plain(written)
         if kind is namedtuple and not issubclass(context, tuple):  # torch will call it
-            raise LookupError(f"it holds a {_qualified(context)} as a namedtuple, which it is not on this rank.")
+            raise LookupError(f"it holds a {qualified(context)} as a namedtuple, which it is not on this rank.")
         return context
     load = _dumping(kind).from_dumpable_context
     if load is None:
-        raise LookupError(f"{_qualified(kind)} is registered without from_dumpable_context= on this rank. Give it one.")
+        raise LookupError(f"{qualified(kind)} is registered without from_dumpable_context= on this rank. Give it one.")
     return load(decode_plain(written["dumped"]))
 
 
 def _nodes() -> dict[str, Any]:
     """The registered pytree nodes by name; of several with one name, the last."""
-    return {_qualified(kind): kind for kind in pytree.SUPPORTED_NODES}
+    return {qualified(kind): kind for kind in pytree.SUPPORTED_NODES}
 
 
 def _dumping(kind: Any) -> Any:
@@ -195,73 +160,3 @@ def _dumping(kind: Any) -> Any:
 
 def _is(written: Json, tag: str) -> bool:
     return isinstance(written, dict) and tag in written
-
-
-def _qualified(kind: Any) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _name_of(kind: type) -> str:
-    name = _qualified(kind)
-    try:
-        found = _type_called(name)
-    except LookupError:
-        found = None
-    if found is not kind:
-        raise TypeError(f"the class {name} cannot be found by its name; define it at the top level of a module")
-    return name
-
-
-def _type_called(name: str) -> type:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for each in path.split("."):
-        found = getattr(found, each, None)
-    if not isinstance(found, type):
-        raise LookupError(
-            f"it names the class {name}, which this process does not know. Import or define it on every rank before "
-            "the Pipe is called."
-        )
-    return found
-
-
-def _itself(value: Any) -> Json:
-    return value
-
-
-def _write_int(value: int) -> Json:
-    return value if abs(value) < 2**63 else {"int": hex(value)}
-
-
-def _write_float(value: float) -> Json:
-    return value if isfinite(value) and value else {"float": struct.pack("<d", value).hex()}
-
-
-def _read_float(written: str) -> float:
-    (value,) = struct.unpack("<d", bytes.fromhex(written))
-    return float(value)
-
-
-_WRITE: dict[type, Callable[[Any], Json]] = {
-    type(None): _itself,
-    bool: _itself,
-    str: _itself,
-    int: _write_int,
-    float: _write_float,
-    list: lambda value: [encode_plain(each) for each in value],
-    tuple: lambda value: {"tuple": [encode_plain(each) for each in value]},
-    dict: lambda value: {"dict": [[encode_plain(key), encode_plain(each)] for key, each in value.items()]},
-    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
-    torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
-    torch.device: lambda value: {"device": str(value)},
-}
-_READ: dict[str, Callable[[Any], Any]] = {
-    "int": lambda written: int(written, 16),
-    "float": _read_float,
-    "tuple": lambda written: tuple([decode_plain(each) for each in written]),
-    "dict": lambda written: {decode_plain(key): decode_plain(each) for key, each in written},
-    "type": _type_called,
-    "dtype": lambda written: getattr(torch, written),
-    "layout": lambda written: getattr(torch, written),
-    "device": torch.device,
-}

@@ -9,6 +9,9 @@ of a rank share one device, which is one thread; groups have none of their own, 
 sent. The streams of a channel are tags. gloo is not told how long a message is: one that is longer than the buffer
 posted for it ends the process, a shorter one leaves garbage (`pipeline.transports.link` sees that neither happens).
 
+Where both ranks of a pair have a carrier, and devices of their own, payloads have a group beside that one
+(`pipeline.transports.payloads`). All are connected in one order.
+
 Nothing wakes a thread that waits for a message but the end of its group, and nothing ends a group but a wait that
 runs out: `abort` posts a receive on each, of which nobody knows, and waits for it for a millisecond.
 """
@@ -26,8 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.payloads import Carrier, Payloads, drain
 
 _STREAM, _EXTRA, _NOBODYS = 0, 1, 2  # tags
+LAST_WORDS = 1.0  # seconds for payloads under way when a channel is given up: calls that went well need theirs
 
 
 class Channels:
@@ -41,6 +46,7 @@ class Channels:
         rank: this process.
         pairs: (a, b) for each channel from rank a to rank b. Those without this rank are skipped.
         timeout: how long to wait for others: to connect, and for a message.
+        carrier: what payloads of this rank travel over; None: everything goes through the host.
 
     Raises:
         ValueError: a pair names one rank twice.
@@ -48,18 +54,30 @@ class Channels:
     """
 
     def __init__(
-        self, store: dist.Store, prefix: str, rank: int, pairs: Iterable[tuple[int, int]], timeout: timedelta
+        self,
+        store: dist.Store,
+        prefix: str,
+        rank: int,
+        pairs: Iterable[tuple[int, int]],
+        timeout: timedelta,
+        carrier: Carrier | None = None,
     ) -> None:
         self._rank = rank
         self._ending = threading.Lock()
         self._edges: dict[tuple[int, int], _Edge] = {}
+        self._payloads: dict[tuple[int, int], Payloads] = {}
         options = _options(timeout)
+        places = dist.PrefixStore(f"{prefix}/places", store)
+        places.set(str(rank), "" if carrier is None else carrier.place)
         # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
         for pair in sorted({(a, b) for a, b in pairs}):
             if pair[0] == pair[1]:
                 raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
             if rank in pair:
-                self._edges[pair] = _Edge(store, prefix, pair, rank, options)
+                self._edges[pair] = edge = _Edge(store, prefix, pair, rank, options)
+                if carrier is not None and places.get(str(sum(pair) - rank)).decode() not in ("", carrier.place):
+                    meeting = dist.PrefixStore(f"{prefix}/{pair[0]}to{pair[1]}/payloads", store)
+                    self._payloads[pair] = Payloads(edge.name, carrier, meeting, pair.index(rank), timeout)
 
     def outgoing(self, to: int) -> Outgoing:
         """The channel from this rank to another.
@@ -67,7 +85,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Outgoing(self._edge(self._rank, to))
+        return _Outgoing(self._edge(self._rank, to), self._payloads.get((self._rank, to)))
 
     def incoming(self, source: int) -> Incoming:
         """The channel from another rank to this one.
@@ -75,7 +93,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Incoming(self._edge(source, self._rank))
+        return _Incoming(self._edge(source, self._rank), self._payloads.get((source, self._rank)))
 
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
@@ -88,6 +106,17 @@ class Channels:
                 thread.start()
             for thread in threads:
                 thread.join()
+            drain(self._payloads.values(), LAST_WORDS)
+            for payloads in self._payloads.values():
+                payloads.abort()
+
+    def drain(self, seconds: float) -> None:
+        """Wait until the payloads under way have gone and come, but no longer than that: `close` ends them.
+
+        Handles say nothing of payloads; so this is for whoever leaves while all is well.
+        """
+        with self._ending:
+            drain(self._payloads.values(), seconds)
 
     def close(self) -> None:
         """Leave: afterwards no thread and no socket of these channels is left.
@@ -96,8 +125,11 @@ class Channels:
         before, they may lose it.
         """
         with self._ending:
+            for payloads in self._payloads.values():
+                payloads.close()
             for edge in self._edges.values():
                 edge.close()
+            self._payloads.clear()
             self._edges.clear()
 
     def _edge(self, source: int, to: int) -> _Edge:
@@ -114,16 +146,16 @@ class _Edge:
         self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any
     ) -> None:
         source, to = pair
-        self._name = f"the channel from rank {source} to rank {to}"
+        self.name = f"the channel from rank {source} to rank {to}"
         self._other = 1 if rank == source else 0  # which of the two in the group
         self._given_up = False
-        self._under_way: dict[int, tuple[Tensor, dist.Work]] = {}  # in a tuple, since the work must go first
+        self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
         self._count = 0
         try:
             found = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
             self._group = _gloo()(found, 1 - self._other, 2, options)
         except RuntimeError as error:
-            raise ChannelError(f"{self._name} cannot be connected: {error}") from error
+            raise ChannelError(f"{self.name} cannot be connected: {error}") from error
 
     # Whoever keeps an error keeps what the variables of these functions hold: so no group, and no work.
 
@@ -138,18 +170,18 @@ class _Edge:
             del begin
             raise self._error(error) from error
         self._count += 1
-        self._under_way[self._count] = (buffer, work)
+        self._under_way[self._count] = work
         return _Handle(self, self._count)
 
     def wait(self, number: int) -> None:
         """Wait for what was begun as this number."""
-        found = self._under_way.pop(number, None)
-        if found is None:
+        work = self._under_way.pop(number, None)
+        if work is None:
             raise self._error(None)
         try:
-            found[1].wait()
+            work.wait()
         except RuntimeError as error:
-            del found
+            del work
             raise self._error(error) from error
 
     def abort(self) -> None:
@@ -170,10 +202,10 @@ class _Edge:
 
     def _error(self, cause: RuntimeError | None) -> ChannelError:
         if self._group is None:
-            return ChannelError(f"{self._name} has been closed.")
+            return ChannelError(f"{self.name} has been closed.")
         if self._given_up:
-            return ChannelError(f"{self._name} was given up by this rank.")
-        return ChannelError(f"{self._name} has died: the other rank is gone, gave it up, or did not answer in time.")
+            return ChannelError(f"{self.name} was given up by this rank.")
+        return ChannelError(f"{self.name} has died: the other rank is gone, gave it up, or did not answer in time.")
 
 
 class _Handle(Handle):
@@ -190,16 +222,18 @@ class _Handle(Handle):
 
 
 class _Outgoing(Outgoing):
-    def __init__(self, edge: _Edge) -> None:
+    def __init__(self, edge: _Edge, payloads: Payloads | None) -> None:
         self._edge = edge
+        self.payloads = payloads
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._edge.begin(buffer, True, extra)
 
 
 class _Incoming(Incoming):
-    def __init__(self, edge: _Edge) -> None:
+    def __init__(self, edge: _Edge, payloads: Payloads | None) -> None:
         self._edge = edge
+        self.payloads = payloads
 
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._edge.begin(buffer, False, extra)

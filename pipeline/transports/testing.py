@@ -1,7 +1,6 @@
-"""Does a channel do what a channel must? Try it with `check_transport`; two that do, within one process, are here too.
+"""Does a channel do what a channel must? `check_transport` tries it.
 
-    local_pair        a send is done at once: the bytes are kept until they are received
-    rendezvous_pair   a send is done when its receive has been posted: until then whoever waits for it waits
+    make_pair() --> Pair(outgoing, incoming, abort)     one check --in a thread--> done, failed, or not done in time
 
 To try a channel, write a context manager that gives both its ends and a function that gives it up:
 
@@ -17,33 +16,23 @@ import gc
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.channel import ChannelError, Expected, Handle, PayloadsIn, PayloadsOut
+from pipeline.transports.in_process import MakePair, Pair, apart_pair, local_pair, rendezvous_pair
+from pipeline.transports.kinds import settle
 from pipeline.transports.link import Letter, Receiver, Sender
-from pipeline.transports.packing import Packing, settle
+from pipeline.transports.packing import Packing
 from pipeline.trees import flatten, same_values, storage_of
 
-
-class Pair(NamedTuple):
-    """Both ends of a channel, and what gives it up, which may be called from any thread."""
-
-    outgoing: Outgoing
-    incoming: Incoming
-    abort: Callable[[], None]
-
-
-MakePair: TypeAlias = Callable[[], AbstractContextManager[Pair]]
+__all__ = ["MakePair", "Pair", "apart_pair", "check_transport", "local_pair", "rendezvous_pair"]
 
 
 def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
-    """Try everything that a channel must do.
+    """Try everything that a channel must do; of payloads, where it has them.
 
     Args:
         make_pair: returns a context manager that gives a Pair: a new channel.
@@ -54,95 +43,6 @@ def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
     """
     for check in CHECKS:
         _run(check, make_pair, seconds)
-
-
-def local_pair() -> AbstractContextManager[Pair]:
-    """A channel within this process. It keeps what is sent until it is received."""
-    return _in_process(rendezvous=False)
-
-
-def rendezvous_pair() -> AbstractContextManager[Pair]:
-    """A channel within this process on which a send is done when its receive has been posted, as NCCL's are."""
-    return _in_process(rendezvous=True)
-
-
-# ---------------------------------------------------------------------------------------------- channels in one process
-
-
-@contextmanager
-def _in_process(rendezvous: bool) -> Iterator[Pair]:
-    channel = _Channel(rendezvous)
-    yield Pair(channel, channel, channel.abort)
-    channel.abort()
-
-
-class _Transfer(Handle):
-    def __init__(self, channel: _Channel, buffer: Tensor) -> None:
-        self.buffer: Tensor | None = buffer
-        self.wrong: str | None = None
-        self._channel = channel
-
-    def wait(self) -> None:
-        changed = self._channel.changed
-        with changed:
-            changed.wait_for(lambda: self.buffer is None or self.wrong or self._channel.is_dead)
-            if self.wrong:
-                raise RuntimeError(self.wrong)
-            if self.buffer is not None:
-                raise ChannelError("the channel was given up.")
-
-
-class _Channel(Outgoing, Incoming):
-    """Two streams; on each the first that was sent goes where the first posted receive says."""
-
-    def __init__(self, rendezvous: bool) -> None:
-        self.changed = threading.Condition()
-        self.is_dead = False
-        self._rendezvous = rendezvous
-        self._sent: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
-        self._posted: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
-
-    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
-        sent = _Transfer(self, buffer if self._rendezvous else buffer.clone())
-        self._begin(self._sent, sent, extra)
-        return sent if self._rendezvous else _Done()
-
-    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
-        posted = _Transfer(self, buffer)
-        self._begin(self._posted, posted, extra)
-        return posted
-
-    def abort(self) -> None:
-        with self.changed:
-            self.is_dead = True
-            self.changed.notify_all()
-
-    def _begin(self, queues: tuple[deque[_Transfer], deque[_Transfer]], transfer: _Transfer, extra: bool) -> None:
-        with self.changed:
-            if self.is_dead:
-                raise ChannelError("the channel was given up.")
-            queues[extra].append(transfer)
-            if self._sent[extra] and self._posted[extra]:
-                _transfer(self._sent[extra].popleft(), self._posted[extra].popleft())
-                self.changed.notify_all()
-
-
-class _Done(Handle):
-    def wait(self) -> None:
-        """It is."""
-
-
-def _transfer(sent: _Transfer, posted: _Transfer) -> None:
-    source, target = sent.buffer, posted.buffer
-    assert source is not None and target is not None  # neither has been matched before
-    if source.numel() != target.numel():
-        sent.wrong = posted.wrong = f"{source.numel()} bytes were sent where {target.numel()} were expected."
-        return
-    target.numpy()[:] = source.numpy()  # whatever inference mode either was made in
-    sent.buffer = posted.buffer = None
-
-
-# ------------------------------------------------------------------------------------------------------- the checks
 
 
 def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> None:
@@ -327,6 +227,106 @@ def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
     assert thread.error is None, f"the sender ended with {thread.error!r}"
 
 
+def _both_ends_have_payloads_or_neither_has(pair: Pair) -> None:
+    ends = [end is not None for end in (pair.outgoing.payloads, pair.incoming.payloads)]
+    assert ends[0] == ends[1], "one end of the channel has payloads, and the other has not"
+
+
+def _payloads_arrive_in_the_order_in_which_they_were_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    sent = [_bytes(size, size) for size in (16, 16, 1, 63, 64, 65, 4096, 16)]
+    for buffer in sent:
+        out.send(buffer.to(out.device))
+    _assert_same(_taken([into.post(buffer.numel()) for buffer in sent]), sent)
+
+
+def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    sent = [_bytes(100 + seed, seed) for seed in range(5)]
+    expected = [into.post(buffer.numel()) for buffer in sent]
+    for buffer in sent:
+        out.send(buffer.to(out.device))
+    _assert_same(_taken(expected), sent)
+
+
+def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    sent = [_bytes(4 << 20, seed) for seed in range(3)]
+    for buffer in sent:
+        out.send(buffer.to(out.device))
+        _assert_same(_taken([into.post(buffer.numel())]), [buffer])
+
+
+def _payloads_and_the_two_streams_do_not_wait_for_each_other(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    sent = [_bytes(64, seed) for seed in range(4)]
+    posted = [torch.zeros_like(buffer) for buffer in sent]
+    waiting = [pair.incoming.post(posted[extra], extra=bool(extra)) for extra in (0, 1)]
+    out.send(sent[2].to(out.device))
+    _assert_same(_taken([into.post(64)]), sent[2:3])
+    out.send(sent[3].to(out.device))  # and this one is not expected yet
+    _wait(waiting, [pair.outgoing.send(sent[extra], extra=bool(extra)) for extra in (0, 1)])
+    _assert_same(posted[:2], sent[:2])
+    _assert_same(_taken([into.post(64)]), sent[3:])
+
+
+def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    for seed in range(10):
+        out.send(_bytes(10_000, seed).to(out.device))
+    gc.collect()
+    others = [_bytes(10_000, 100 + seed).to(out.device) for seed in range(10)]
+    found = _taken([into.post(other.numel()) for other in others])
+    _assert_same(found, [_bytes(10_000, seed) for seed in range(10)])
+
+
+def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    first, second = into.post(8), into.post(8)
+    thread = _Thread(lambda: (first.take(), None)[1])
+    timer = threading.Timer(0.05, pair.abort)
+    timer.start()
+    timer.join()
+    thread.join()  # where only a stream waits, the host has gone on
+    assert thread.error is None or isinstance(thread.error, ChannelError), f"a payload ended with {thread.error!r}"
+    for name, use in (
+        ("gives what was expected", second.take),
+        ("expects payloads", lambda: into.post(8).take()),
+        ("sends payloads", lambda: out.send(_bytes(8, 0).to(out.device))),
+    ):
+        _assert_raises_channel_error(use, f"a channel that was given up still {name}")
+
+
+def _letters_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
+    letters = [Letter((tensor,)) for tensor in tensors] + [Letter(tuple(tensors)), Letter((tensors[0], None))]
+    _exchange(pair, [letters, letters])
+
+
+def _letters_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    there, here, none = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
+    letters = [Letter(each) for each in ((there,), (there, here), (here, there, none), (here,), (none,), (here, none))]
+    _exchange(pair, [letters, letters, letters[::-1], [letters[0], letters[3]] * 3, [letters[3], letters[0]] * 3])
+
+
+def _letters_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    slots = [str(place) for place in range(8)]
+    letters = [Letter((torch.full((place + 1,), place + 0.5).to(out.device),)) for place in range(8)]
+    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
+    for _ in range(3):
+        sender.begin("order", slots)
+        receiver.begin("order", slots)
+        for slot, letter in zip(slots, letters, strict=True):
+            sender.send(slot, letter)
+        for place in (5, 0, 7, 6, 1, 2, 4, 3):
+            _assert_equal(receiver.receive(slots[place]), letters[place])
+        sender.finish()
+        receiver.finish()
+
+
+def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, Pair], None]) -> Callable[[Pair], None]:
+    def run(pair: Pair) -> None:
+        if pair.outgoing.payloads is not None and pair.incoming.payloads is not None:
+            check(pair.outgoing.payloads, pair.incoming.payloads, pair)
+
+    run.__name__ = check.__name__
+    return run
+
+
 CHECKS: tuple[Callable[[Pair], None], ...] = (
     _buffers_arrive_in_the_order_in_which_they_were_sent,
     _receives_may_be_posted_before_anything_is_sent,
@@ -343,6 +343,16 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way,
     _letters_may_be_asked_for_in_another_order,
     _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
+    _both_ends_have_payloads_or_neither_has,
+    _with_payloads(_payloads_arrive_in_the_order_in_which_they_were_sent),
+    _with_payloads(_payloads_may_be_expected_before_they_are_sent),
+    _with_payloads(_payloads_of_megabytes_arrive_whole),
+    _with_payloads(_payloads_and_the_two_streams_do_not_wait_for_each_other),
+    _with_payloads(_a_payload_need_not_be_kept_by_its_sender),
+    _with_payloads(_giving_up_ends_payloads_as_well),
+    _with_payloads(_letters_on_the_device_arrive_bit_by_bit),
+    _with_payloads(_letters_may_hold_tensors_on_the_device_and_on_the_host),
+    _with_payloads(_letters_on_the_device_may_be_asked_for_in_another_order),
 )
 
 
@@ -365,6 +375,10 @@ class _Thread(threading.Thread):
 def _wait(receives: list[Handle], sends: list[Handle]) -> None:
     for handle in receives + sends:
         handle.wait()
+
+
+def _taken(expected: list[Expected]) -> list[Tensor]:
+    return [each.take().cpu() for each in expected]
 
 
 def _bytes(size: int, seed: int) -> Tensor:
@@ -431,12 +445,18 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return tensor.cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _assert_dead(begin: Callable[[Tensor], Handle]) -> None:
+    _assert_raises_channel_error(
+        lambda: begin(torch.zeros(8, dtype=torch.uint8)).wait(), "a channel that was given up still takes buffers"
+    )
+
+
+def _assert_raises_channel_error(use: Callable[[], object], otherwise: str) -> None:
     try:
-        begin(torch.zeros(8, dtype=torch.uint8)).wait()
+        use()
     except ChannelError:
         return
-    raise AssertionError("a channel that was given up still takes buffers")
+    raise AssertionError(otherwise)

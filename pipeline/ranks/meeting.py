@@ -1,0 +1,109 @@
+"""How do ranks build what takes all of them, if one may never come?
+
+    main thread   build(key, make) ──► helper thread: here! ──store──► have all come?  "go" ──► make ──► what was made
+                  ChannelError ◄── give_up(), by the watch                      "void": nobody makes it
+
+What connects processes blocks its caller until the others are there, and cannot be woken. So nobody begins before all
+have come, which is asked, not waited for; and a helper thread does it, since the store itself may not answer. Whether a
+meeting takes place is decided once, for all: who gives it up when all have come takes part, or the others would wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import sleep
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from pipeline.transports.channel import ChannelError
+
+T = TypeVar("T")
+
+SHORTEST, LONGEST = 0.001, 0.05  # seconds between two looks
+GO, VOID = "go", "void"
+
+
+class Meeting:
+    """Where the ranks of a group build things together, one after the other.
+
+    Args:
+        store: any store of torch.distributed; it is cloned.
+        prefix: of every key; no two meetings in a store's life share one.
+        size: how many ranks there are.
+
+    Example:
+        >>> meeting = Meeting(dist.HashStore(), "doc", size=1)
+        >>> meeting.build("channels", lambda store: "built")
+        'built'
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, size: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._own = _clone(store)  # now, while there is a store: this waits for one
+        self._size = size
+        self._changed = threading.Condition()
+        self.is_given_up = False
+
+    def open(self) -> None:
+        """From now on there is something to wait for."""
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        """End the wait that is under way, and all until the next `open`. From any thread."""
+        with self._changed:
+            self.is_given_up = True
+            self._changed.notify_all()
+
+    def build(self, key: str, make: Callable[[dist.Store], T]) -> T:
+        """What `make` gives, which is called when all ranks have come to build under this key.
+
+        Args:
+            key: new for everything that is built.
+            make: is given a store for itself, under the prefix and the key.
+
+        Raises:
+            ChannelError: `give_up` was called before that, or before it was made; or the store is gone.
+        """
+        made: list[T] = []
+        failed: list[Exception] = []
+        over: list[bool] = []
+
+        def work() -> None:
+            try:
+                if self._takes_place(dist.PrefixStore(f"{self._prefix}/{key}", self._own)):
+                    made.append(make(dist.PrefixStore(f"{self._prefix}/{key}", _clone(self._store))))
+            except Exception as error:
+                failed.append(error)
+            with self._changed:
+                over.append(True)
+                self._changed.notify_all()
+
+        helper = threading.Thread(target=work, name="pipe builder", daemon=True)
+        helper.start()
+        with self._changed:
+            self._changed.wait_for(lambda: over or self.is_given_up)
+        if made:
+            return made[0]
+        helper.join(4 * LONGEST)  # as a rule it sees that it is over; the store may hold it
+        if failed:
+            raise ChannelError(f"the ranks cannot connect: {failed[0]}") from failed[0]
+        raise ChannelError("not all ranks came to connect")
+
+    def _takes_place(self, store: dist.Store) -> bool:
+        """Wait until all have come, or someone gives it up."""
+        come = store.add("come", 1)
+        pause = SHORTEST
+        while come < self._size and not self.is_given_up and not store.check(["outcome"]):
+            sleep(pause)
+            pause = min(2 * pause, LONGEST)
+            come = store.add("come", 0)
+        outcome: bytes = store.compare_set("outcome", "", GO if come >= self._size else VOID)
+        return outcome == GO.encode()
+
+
+def _clone(store: dist.Store) -> dist.Store:
+    found: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return found

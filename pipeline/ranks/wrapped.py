@@ -1,0 +1,79 @@
+"""What is refused inside a Pipe because it speaks to other processes by itself?
+
+    DistributedDataParallel(layer)      averages gradients as they come, but in a Pipe they come together elsewhere
+    fully_shard(layer)                  puts a layer's parameters together for each forward, and takes them apart
+    SyncBatchNorm, DTensor, over ranks  speak to ranks that have other stages
+
+The errors say what does the same around a Pipe, or instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_wrapped(module: nn.Module) -> None:
+    """Refuse layers that are wrapped for data parallelism by themselves.
+
+    Raises:
+        ValueError: it says which, and what to do.
+
+    Example:
+        >>> check_wrapped(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    """
+    found = _names(module, DistributedDataParallel)
+    if found:
+        raise ValueError(
+            f"DistributedDataParallel within the nn.Sequential: {found}. Its gradients would not be averaged, "
+            "since a Pipe adds them up over the chunks first. Wrap the Pipe, DistributedDataParallel(Pipe(...)), or "
+            "give Pipe(..., replicas=group)."
+        )
+    found = _names(module, *_imported("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"))
+    if found:
+        raise ValueError(
+            f"FSDP within the nn.Sequential: {found}. It puts parameters together for each forward and takes "
+            "them apart afterwards, which a Pipe, that holds on to what its chunks computed with, does not survive. "
+            "Leave fully_shard out: the stages divide the parameters between the ranks already, and replicas=group "
+            "averages gradients."
+        )
+
+
+def check_over_ranks(module: nn.Module) -> None:
+    """Refuse layers that speak to ranks which may not answer, where a Pipe runs over ranks or has replicas.
+
+    Raises:
+        ValueError: it says which, and what to do.
+    """
+    norms = _names(module, nn.SyncBatchNorm)
+    if norms:
+        raise ValueError(
+            f"SyncBatchNorm in a Pipe over ranks: {norms}. It waits for all ranks of its group in every "
+            "forward, but other stages' ranks never run it, and replicas may run other numbers of chunks. Use "
+            "BatchNorm with deferred_batch_norm=True (statistics of the mini-batch), or a norm that needs no batch, "
+            "such as nn.GroupNorm."
+        )
+    kinds = tuple(_imported("torch.distributed.tensor", "DTensor"))
+    parts = [name for name, each in module.named_parameters() if isinstance(each, kinds)]
+    if parts:
+        raise ValueError(
+            f"DTensor parameters in a Pipe over ranks: {', '.join(parts)}. Messages between ranks hold whole tensors "
+            "only. Tensor parallelism works with devices=[...], all stages in one process; over ranks and with "
+            "replicas use plain parameters."
+        )
+
+
+def _names(module: nn.Module, *kinds: type) -> str:
+    found = [(name, each) for name, each in module.named_modules() if isinstance(each, kinds)]
+    return ", ".join(f"{name or 'itself'} ({type(each).__name__})" for name, each in found)
+
+
+def _imported(module: str, *names: str) -> Iterator[type]:
+    """Some classes of a module, if it was ever imported: else nothing can be one of them."""
+    for name in names:
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None:
+            yield found

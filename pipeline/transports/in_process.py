@@ -1,0 +1,174 @@
+"""What is a channel within one process like? It is for tests: of a transport's users, without other processes.
+
+    local_pair        a send is done at once: the bytes are kept until they are received
+    rendezvous_pair   a send is done when its receive has been posted: until then whoever waits for it waits
+
+    apart_pair        a rendezvous_pair with payloads, which are matched in that way as well
+
+All match what is sent with what is posted strictly in order, and are errors where the sizes differ. Their ends may be
+used by one thread or by several. There is one device only: tensors of floating-point numbers stand for those on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.transports.channel import ChannelError, Expected, Handle, Incoming, Outgoing, PayloadsIn, PayloadsOut
+
+_STREAM, _EXTRA, _PAYLOADS = range(3)
+
+
+class Pair(NamedTuple):
+    """Both ends of a channel, and what gives it up, which may be called from any thread."""
+
+    outgoing: Outgoing
+    incoming: Incoming
+    abort: Callable[[], None]
+
+
+MakePair: TypeAlias = Callable[[], AbstractContextManager[Pair]]
+
+
+def local_pair() -> AbstractContextManager[Pair]:
+    """A channel within this process. It keeps what is sent until it is received."""
+    return _in_process(rendezvous=False)
+
+
+def rendezvous_pair() -> AbstractContextManager[Pair]:
+    """A channel within this process on which a send is done when its receive has been posted, as NCCL's are."""
+    return _in_process(rendezvous=True)
+
+
+def apart_pair() -> AbstractContextManager[Pair]:
+    """A channel within this process with payloads, whose bytes are read when their receive is posted."""
+    return _in_process(rendezvous=True, apart=True)
+
+
+@contextmanager
+def _in_process(rendezvous: bool, apart: bool = False) -> Iterator[Pair]:
+    channel = _Channel(rendezvous)
+    yield Pair(_Outgoing(channel, apart), _Incoming(channel, apart), channel.abort)
+    channel.abort()
+
+
+class _Transfer(Handle):
+    def __init__(self, channel: _Channel, buffer: Tensor) -> None:
+        self.buffer: Tensor | None = buffer
+        self.wrong: str | None = None
+        self._channel = channel
+
+    def wait(self) -> None:
+        changed = self._channel.changed
+        with changed:
+            changed.wait_for(lambda: self.buffer is None or self.wrong or self._channel.is_dead)
+            if self.wrong:
+                raise RuntimeError(self.wrong)
+            if self.buffer is not None:
+                raise ChannelError("the channel was given up.")
+
+
+class _Channel:
+    """Three streams; on each the first that was sent goes where the first posted receive says."""
+
+    def __init__(self, rendezvous: bool) -> None:
+        self.changed = threading.Condition()
+        self.is_dead = False
+        self._rendezvous = rendezvous
+        self._sent: tuple[deque[_Transfer], ...] = (deque(), deque(), deque())
+        self._posted: tuple[deque[_Transfer], ...] = (deque(), deque(), deque())
+
+    def send(self, buffer: Tensor, stream: int) -> Handle:
+        sent = _Transfer(self, buffer if self._rendezvous else buffer.clone())
+        self._begin(self._sent, sent, stream)
+        return sent if self._rendezvous else _Done()
+
+    def post(self, buffer: Tensor, stream: int) -> Handle:
+        posted = _Transfer(self, buffer)
+        self._begin(self._posted, posted, stream)
+        return posted
+
+    def abort(self) -> None:
+        with self.changed:
+            self.is_dead = True
+            self.changed.notify_all()
+
+    def _begin(self, queues: tuple[deque[_Transfer], ...], transfer: _Transfer, stream: int) -> None:
+        with self.changed:
+            if self.is_dead:
+                raise ChannelError("the channel was given up.")
+            queues[stream].append(transfer)
+            if self._sent[stream] and self._posted[stream]:
+                _transfer(self._sent[stream].popleft(), self._posted[stream].popleft())
+                self.changed.notify_all()
+
+
+class _Outgoing(Outgoing):
+    def __init__(self, channel: _Channel, apart: bool) -> None:
+        self._channel = channel
+        self.payloads = _PayloadsOut(channel) if apart else None
+
+    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self._channel.send(buffer, _EXTRA if extra else _STREAM)
+
+
+class _Incoming(Incoming):
+    def __init__(self, channel: _Channel, apart: bool) -> None:
+        self._channel = channel
+        self.payloads = _PayloadsIn(channel) if apart else None
+
+    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self._channel.post(buffer, _EXTRA if extra else _STREAM)
+
+
+class _PayloadsOut(PayloadsOut):
+    device = torch.device("cpu")
+
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point()
+
+    def send(self, buffer: Tensor) -> None:
+        self._channel.send(buffer, _PAYLOADS)
+
+
+class _PayloadsIn(PayloadsIn):
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    def post(self, nbytes: int) -> Expected:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=_PayloadsOut.device)
+        return _Expected(buffer, self._channel.post(buffer, _PAYLOADS))
+
+
+class _Expected(Expected):
+    def __init__(self, buffer: Tensor, handle: Handle) -> None:
+        self._buffer = buffer
+        self._handle = handle
+
+    def take(self) -> Tensor:
+        self._handle.wait()
+        return self._buffer
+
+
+class _Done(Handle):
+    def wait(self) -> None:
+        """It is."""
+
+
+def _transfer(sent: _Transfer, posted: _Transfer) -> None:
+    source, target = sent.buffer, posted.buffer
+    assert source is not None and target is not None  # neither has been matched before
+    if source.numel() != target.numel():
+        sent.wrong = posted.wrong = f"{source.numel()} bytes were sent where {target.numel()} were expected."
+        return
+    target.numpy()[:] = source.numpy()  # whatever inference mode either was made in
+    sent.buffer = posted.buffer = None

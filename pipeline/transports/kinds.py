@@ -1,0 +1,182 @@
+"""What does a tensor look like to those who send it, and can it be sent at all?
+
+    tensors --settle--> tensors that can be sent --kind_of--> Strided(dtype, shape, stride) | Sparse(..., parts) | None
+                                                 --memories--> the tensors in memory that they are made of
+
+Strides stay as they are: a dense tensor travels as its memory lies there; an expanded one (the gradient of a sum) or
+one with gaps as the span of memory that it covers. A sparse tensor travels as its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+_STRIDED = torch.strided
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+
+
+class Strided(NamedTuple):
+    """What a tensor in memory looks like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """How many numbers its memory spans: more than it has where there are gaps, less where it is expanded."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+
+class Sparse(NamedTuple):
+    """What a sparse tensor looks like: of which parts it is made."""
+
+    layout: torch.layout
+    shape: tuple[int, ...]
+    coalesced: bool
+    parts: tuple[Strided, ...]
+
+
+Kind: TypeAlias = Strided | Sparse | None
+
+
+def settle(tensors: Sequence[Tensor | None], what: str) -> tuple[Tensor | None, ...]:
+    """The same numbers in tensors that can be sent: without a graph, conjugated and negated in memory.
+
+    Args:
+        what: how an error names them: "2F0 from rank 0 to rank 1".
+
+    Raises:
+        TypeError: a tensor cannot be sent. It says why and what to do.
+    """
+    return tuple([None if tensor is None else _settled(tensor, what) for tensor in tensors])
+
+
+def fits(tensor: Tensor | None, kind: Kind) -> bool:
+    """Whether a tensor looks like that and can be sent as it is. This is asked for every tensor of every message."""
+    if tensor is None or kind is None:
+        return tensor is None and kind is None
+    if isinstance(kind, Sparse):
+        return type(tensor) is Tensor and tensor.layout is kind.layout and kind_of(tensor.detach()) == kind
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype is kind.dtype
+        and tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and tensor.shape == kind.shape
+        and tensor.stride() == kind[2]
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def kind_of(tensor: Tensor) -> Strided | Sparse:
+    """What a settled tensor looks like."""
+    if tensor.layout is _STRIDED:
+        return _in_memory(tensor)
+    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    parts = tuple([_in_memory(part) for part in _components(tensor)])
+    return Sparse(tensor.layout, tuple(tensor.shape), coalesced, parts)
+
+
+def parts_of(kind: Kind) -> tuple[Strided, ...]:
+    """What the tensors in memory look like of which it is made."""
+    if kind is None:
+        return ()
+    return kind.parts if isinstance(kind, Sparse) else (kind,)
+
+
+def plain_of(kind: Strided | Sparse) -> tuple[Any, ...]:
+    """A kind as plain values, for `pipeline.transports.plain.encode_plain`."""
+    return tuple(kind) if isinstance(kind, Strided) else (*kind[:3], *map(tuple, kind.parts))
+
+
+def from_plain(plain: tuple[Any, ...]) -> Strided | Sparse:
+    """What has been made plain."""
+    if isinstance(plain[0], torch.dtype):
+        return Strided(*plain)
+    layout, shape, coalesced, *parts = plain
+    return Sparse(layout, shape, coalesced, tuple([Strided(*part) for part in parts]))
+
+
+def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    """The tensors in memory of which settled tensors are made, one after the other."""
+    for tensor in tensors:
+        if tensor is not None and tensor.layout is _STRIDED:
+            yield tensor
+        elif tensor is not None:
+            yield from _components(tensor)
+
+
+def built(kind: Strided | Sparse, found: Iterator[Tensor]) -> Tensor:
+    """The tensor made of the next tensors in memory."""
+    if isinstance(kind, Strided):
+        return next(found)
+    one, two, *three = [next(found) for _ in kind.parts]
+    layout, shape, device = kind.layout, kind.shape, one.device
+    if layout is torch.sparse_coo:
+        built = torch.sparse_coo_tensor(one, two, shape, device=device, check_invariants=False)
+        return built._coalesced_(kind.coalesced)
+    (values,) = three
+    return torch.sparse_compressed_tensor(
+        one, two, values, shape, layout=layout, device=device, check_invariants=False
+    )
+
+
+def _settled(tensor: Tensor, what: str) -> Tensor:
+    tensor = tensor.detach()
+    reason = _unsendable(tensor)
+    if reason is not None:
+        raise TypeError(f"{what} holds {reason}")
+    if tensor.layout is not _STRIDED:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    if _in_memory(tensor).span > 2 * tensor.numel():  # most of it would be gaps
+        return tensor.clone()
+    return tensor
+
+
+def _unsendable(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be sent."""
+    if type(tensor) is not Tensor:
+        kind = type(tensor)
+        return (
+            f"a {kind.__module__}.{kind.__qualname__}, and only plain tensors are sent to another rank: a subclass "
+            "would arrive without what it adds. Return its parts as plain tensors."
+        )
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}), which is not sent to another rank. Return tensor.dequantize()."
+    if tensor.is_nested:
+        return (
+            "a nested tensor, which is not sent to another rank. Return torch.nested.to_padded_tensor(tensor, 0.0) "
+            "and the lengths."
+        )
+    if tensor.layout is not _STRIDED and tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
+        return f"a tensor of layout {tensor.layout}, which is not sent to another rank. Return tensor.to_dense()."
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a tensor on {tensor.device}, and only what is on a CPU or a CUDA device is sent to another rank."
+    return None
+
+
+def _in_memory(tensor: Tensor) -> Strided:
+    return Strided(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _components(tensor: Tensor) -> list[Tensor]:
+    """The parts of a sparse tensor, each settled."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        found: tuple[Tensor, ...] = (tensor._indices(), tensor._values())
+    elif tensor.layout in _BY_ROW:
+        found = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    else:
+        found = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return [_settled(part, "a sparse tensor") for part in found]

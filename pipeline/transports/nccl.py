@@ -1,0 +1,87 @@
+"""How do payloads travel from GPU to GPU? Over NCCL.
+
+    compute stream    ... pack ──event──┐                        ┌──event──► unpack ...
+    NCCL's stream                       └──► send ~~~~~~► receive ┘
+    own stream                                  (memory for it) ─┘
+
+The host only enqueues. A send begins when the compute stream has packed; the compute stream never waits for one. A
+receive begins at once, whatever the compute stream still has to do, since its memory comes from a stream of its own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.transports.payloads import Carrier
+
+
+def nccl_of(group: Any, device: torch.device) -> Carrier | None:
+    """What payloads travel over between the ranks of a process group; None: they go through the host.
+
+    Args:
+        group: a ProcessGroup; NCCL is used where it is the group's backend for CUDA.
+        device: of this rank.
+    """
+    if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group).split(","):
+        return None
+    return Nccl(device)
+
+
+class Nccl(Carrier):
+    """NCCL, for one GPU of this process.
+
+    Two ranks that share a GPU have one place, and so no payloads between them: NCCL would refuse.
+
+    Args:
+        device: the GPU, with its index.
+
+    Raises:
+        RuntimeError: this torch was built without NCCL.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend = _backend()
+        super().__init__(device, str(torch.cuda.get_device_properties(device).uuid))
+        self._stream = torch.cuda.Stream(device)
+
+    def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
+        options = self._backend.Options()
+        options._timeout = timeout
+        options.config.blocking = 0  # so that a communicator can be aborted whatever it is at
+        with torch.cuda.device(self.device):  # each thread has a current one of its own
+            return self._backend(store, rank, 2, options)
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self._stream):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return buffer, group.recv([buffer], 0, 0)
+
+    def take(self, buffer: Tensor, work: Any) -> Tensor:
+        work.wait()  # the current stream does
+        buffer.record_stream(torch.cuda.current_stream(self.device))
+        return buffer
+
+    def has_ended(self, work: Any) -> bool:
+        return bool(work.is_completed())
+
+    def abort(self, group: Any) -> None:
+        group.abort()
+
+
+def _backend() -> Any:
+    """The class of NCCL's process groups; a torch without NCCL has none."""
+    found = getattr(dist, "ProcessGroupNCCL", None)
+    if found is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no NCCL, which the process group names for CUDA. Install a torch that was "
+            'built with NCCL, or begin with torch.distributed.init_process_group("gloo").'
+        )
+    return found

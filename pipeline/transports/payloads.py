@@ -1,0 +1,192 @@
+"""How do the tensors of a letter get from device to device, beside its header?
+
+    rank 0                                                        rank 1
+    Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> Expected
+    kept until it has gone                                       take(): the current stream waits, the host does not
+
+A Carrier is what they travel over: it makes the groups and knows how its device is waited for. NCCL's is in
+`pipeline.transports.nccl`; all else is here, so that it is tried over any other.
+
+A group is used in one direction only, and both ends begin its transfers in one order, that of the headers. The first
+is a byte that says nothing, sent while the ranks connect: only then does NCCL connect the two, and whoever connects
+waits for the other; so that is done where all ranks keep to one order of pairs.
+
+What is under way on several groups at a time shares a device: each transfer holds a few of its processors until the
+other end has begun it, too. A rank has two groups for each neighbour, and none holds more than one transfer at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.transports.channel import ChannelError, Expected, PayloadsIn, PayloadsOut
+
+_PAUSE = 0.001  # seconds between two looks at what is under way
+
+
+class Carrier(ABC):
+    """What the payloads of a rank travel over.
+
+    Args:
+        device: where they are.
+        place: what no other rank has that can exchange payloads with this one: it stands for the device.
+    """
+
+    def __init__(self, device: torch.device, place: str) -> None:
+        self.device = device
+        self.place = place
+
+    @abstractmethod
+    def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
+        """A group of two ranks, for point-to-point transfers.
+
+        Args:
+            store: where the two find each other; nothing else is in it.
+            rank: 0 sends, 1 receives.
+            timeout: how long to wait for the other.
+        """
+
+    @abstractmethod
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a letter that holds this tensor goes as a payload."""
+
+    @abstractmethod
+    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
+        """Begin to receive from rank 0 of the group: a new buffer on the device, and what is under way."""
+
+    @abstractmethod
+    def take(self, buffer: Tensor, work: Any) -> Tensor:
+        """The buffer when it has come, for use in the current stream."""
+
+    @abstractmethod
+    def has_ended(self, work: Any) -> bool:
+        """Whether the device has done what is under way. Does not wait."""
+
+    @abstractmethod
+    def abort(self, group: Any) -> None:
+        """End the group, and what is under way on it. From any thread."""
+
+
+class Payloads(PayloadsOut, PayloadsIn):
+    """One end of the payloads of a channel.
+
+    Args:
+        name: of the channel, for errors.
+        carrier: what they travel over.
+        store: where the two ranks find each other; nothing else is in it.
+        rank: 0 sends, 1 receives.
+        timeout: how long to wait for the other.
+
+    Raises:
+        ChannelError: the other did not connect in time.
+    """
+
+    def __init__(self, name: str, carrier: Carrier, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        self.device = carrier.device
+        self._name = name
+        self._carrier = carrier
+        self.is_given_up = False
+        self._under_way: list[tuple[Any, Tensor | None]] = []  # with what must be kept meanwhile
+        try:
+            self._group = carrier.connect(store, rank, timeout)
+        except RuntimeError as error:
+            raise ChannelError(f"{name} cannot be connected for payloads: {error}") from error
+        try:
+            if rank == 0:
+                self.send(torch.zeros(1, dtype=torch.uint8, device=self.device))
+            else:
+                self.post(1).take()
+        except BaseException:
+            self.close()
+            raise
+
+    def takes(self, tensor: Tensor) -> bool:
+        return self._carrier.takes(tensor)
+
+    def send(self, buffer: Tensor) -> None:
+        group = self._alive()
+        try:
+            work = group.send([buffer], 1, 0)
+        except RuntimeError as error:
+            raise self.error() from error
+        self._keep(work, buffer)
+
+    def post(self, nbytes: int) -> Expected:
+        group = self._alive()
+        try:
+            buffer, work = self._carrier.receive(group, nbytes)
+        except RuntimeError as error:
+            raise self.error() from error
+        self._keep(work, None)
+        return _Expected(self, self._carrier, buffer, work)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self.is_given_up or all([self._carrier.has_ended(work) for work, _ in self._under_way])
+
+    def abort(self) -> None:
+        """End what is under way. From any thread."""
+        if not self.is_given_up and self._group is not None:
+            self.is_given_up = True
+            self._carrier.abort(self._group)
+
+    def close(self) -> None:
+        """End the group, and drop it."""
+        self.abort()
+        self._under_way = []
+        self._group = None
+
+    def error(self) -> ChannelError:
+        """Why nothing travels here any more."""
+        if self.is_given_up:
+            return ChannelError(f"{self._name} was given up by this rank.")
+        return ChannelError(f"{self._name} has died: its payloads travel no more.")
+
+    def _alive(self) -> Any:
+        if self.is_given_up:
+            raise self.error()
+        return self._group
+
+    def _keep(self, work: Any, buffer: Tensor | None) -> None:
+        """Until it has ended, which the header's arrival does not prove. In order: the first has ended first."""
+        ended = self._carrier.has_ended
+        first = next((place for place, (each, _) in enumerate(self._under_way) if not ended(each)), None)
+        left = [] if first is None else self._under_way[first:]
+        self._under_way = [*left, (work, buffer)]  # a new list: other threads may be reading the old one
+
+
+class _Expected(Expected):
+    __slots__ = ("_payloads", "_carrier", "_buffer", "_work")
+
+    def __init__(self, payloads: Payloads, carrier: Carrier, buffer: Tensor, work: Any) -> None:
+        self._payloads = payloads
+        self._carrier = carrier
+        self._buffer = buffer
+        self._work = work
+
+    def take(self) -> Tensor:
+        try:
+            found = self._carrier.take(self._buffer, self._work)
+        except RuntimeError as error:
+            raise self._payloads.error() from error
+        if self._payloads.is_given_up:  # then it may hold anything: the stream waits, and would not raise
+            raise self._payloads.error()
+        return found
+
+
+def drain(payloads: Iterable[Payloads], seconds: float) -> None:
+    """Wait until nothing is under way on these, but no longer than that."""
+    waiting, end = list(payloads), monotonic() + seconds
+    while waiting and monotonic() < end:
+        waiting = [each for each in waiting if not each.is_idle]
+        if waiting:
+            sleep(_PAUSE)

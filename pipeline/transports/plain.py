@@ -1,0 +1,114 @@
+"""How are plain values written, so that another process reads the same values of the same types? As JSON.
+
+    1, True, None, "a", 2.5     themselves                     (1, 2)          {"tuple": [1, 2]}
+    nan, inf, 0.0, -0.0         {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}
+    2**70                       {"int": hexadecimal}           list, Pair      {"type": "builtins:list"}
+    torch.float32               {"dtype": "float32"}           [1, 2]          [1, 2]
+
+A type is written as its name, and looked up in the modules that the other process has imported; nothing is imported or
+called for it.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from math import isfinite
+from typing import Any, TypeAlias
+
+import torch
+
+Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
+
+
+def encode_plain(value: Any) -> Json:
+    """None, bool, int, float, str, torch dtypes, layouts and devices, types, and tuples, lists and dicts of them."""
+    write = _WRITE.get(type(value))
+    if write is not None:
+        return write(value)
+    if isinstance(value, type):
+        return {"type": _name_of(value)}
+    raise TypeError(f"a {qualified(type(value))} ({str(value)[:60]}) is not a plain value")
+
+
+def decode_plain(written: Json) -> Any:
+    """What was encoded."""
+    if isinstance(written, list):
+        return [decode_plain(each) for each in written]
+    if isinstance(written, dict):
+        ((tag, what),) = written.items()
+        return _READ[tag](what)
+    return written
+
+
+def write_float(value: float) -> Json:
+    """A float, so that equal ones are written alike and others are not: nan is nan, and -0.0 is not 0.0."""
+    return value if isfinite(value) and value else {"float": struct.pack("<d", value).hex()}
+
+
+def qualified(kind: Any) -> str:
+    """The name of a class, by which another process finds it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _name_of(kind: type) -> str:
+    name = qualified(kind)
+    try:
+        found = _type_called(name)
+    except LookupError:
+        found = None
+    if found is not kind:
+        raise TypeError(f"the class {name} cannot be found by its name; define it at the top level of a module")
+    return name
+
+
+def _type_called(name: str) -> type:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for each in path.split("."):
+        found = getattr(found, each, None)
+    if not isinstance(found, type):
+        raise LookupError(
+            f"it names the class {name}, which this process does not know. Import or define it on every rank before "
+            "the Pipe is called."
+        )
+    return found
+
+
+def _itself(value: Any) -> Json:
+    return value
+
+
+def _write_int(value: int) -> Json:
+    return value if abs(value) < 2**63 else {"int": hex(value)}
+
+
+def _read_float(written: str) -> float:
+    (value,) = struct.unpack("<d", bytes.fromhex(written))
+    return float(value)
+
+
+_WRITE: dict[type, Callable[[Any], Json]] = {
+    type(None): _itself,
+    bool: _itself,
+    str: _itself,
+    int: _write_int,
+    float: write_float,
+    list: lambda value: [encode_plain(each) for each in value],
+    tuple: lambda value: {"tuple": [encode_plain(each) for each in value]},
+    dict: lambda value: {"dict": [[encode_plain(key), encode_plain(each)] for key, each in value.items()]},
+    torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
+    torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "int": lambda written: int(written, 16),
+    "float": _read_float,
+    "tuple": lambda written: tuple([decode_plain(each) for each in written]),
+    "dict": lambda written: {decode_plain(key): decode_plain(each) for key, each in written},
+    "type": _type_called,
+    "dtype": lambda written: getattr(torch, written),
+    "layout": lambda written: getattr(torch, written),
+    "device": torch.device,
+}

@@ -1,0 +1,125 @@
+"""The mailbox over ranks: every value comes to its readers as in one process, and its memory is known for the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+from pipeline.mailbox import Mailbox
+from pipeline.places import Place
+from pipeline.ranks.rank_mailbox import RankMailbox
+from pipeline.ranks.traffic import Traffic
+from pipeline.skip import Key, pop, skippable, stash
+from pipeline.transports.link import Letter
+from pipeline.transports.local import Local
+from pipeline.trees import Memory, Message, Tree
+from pipeline.values import CALLER, chain
+from scheduler import by_name
+
+SKIPS = ((Key(None, "near"), 0, 1), (Key(None, "far"), 0, 3), (Key(None, "late"), 1, 3))
+STAGES, CHUNKS = 4, 3
+
+
+class Wires:
+    """What one rank sends the others, by slot: each is taken once."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[tuple[int, int, str], Letter] = {}
+
+    def of(self, rank: int):
+        wires = self
+
+        class Lines:
+            def send(self, to: int, slot: str, letter: Letter) -> None:
+                assert (rank, to, slot) not in wires.under_way
+                wires.under_way[rank, to, slot] = letter
+
+            def receive(self, source: int, slot: str) -> Letter:
+                return wires.under_way.pop((source, rank, slot))
+
+        return Lines()
+
+
+def mailboxes(rank_of):
+    values = chain(STAGES, SKIPS)
+    orders = [[] for _ in range(max(rank_of) + 1)]
+    for action in by_name("gpipe", 1, CHUNKS).orders[0]:
+        for stage in range(STAGES):
+            orders[rank_of[stage]].append(action._replace(stage=stage))
+    wires = Wires()
+    boxes = [
+        RankMailbox(values, rank_of, rank, wires.of(rank), lambda rank=rank: Traffic(orders, values, rank_of, rank))
+        for rank in range(len(orders))
+    ]
+    return values, wires, boxes
+
+
+def message(number: float, memory=()) -> Message:
+    return Message(Tree((torch.tensor([number]),), None), (True,), memory)
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 0)])
+def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -> None:
+    values, wires, boxes = mailboxes(rank_of)
+    places = dict.fromkeys(range(STAGES), Place(torch.device("cpu")))
+    reference = Mailbox(values, places, Local())
+    for chunk in range(CHUNKS):
+        for box in (boxes[rank_of[0]], reference):
+            box.put(CALLER, chunk, [message(chunk)])
+        for stage in range(STAGES):
+            ours, theirs = boxes[rank_of[stage]].take(stage, chunk), reference.take(stage, chunk)
+            assert [one.tree.tensors[0].item() for one in ours] == [one.tree.tensors[0].item() for one in theirs]
+            made = [message(100 * chunk + 10 * stage + index) for index in range(len(values.made_by[stage]))]
+            boxes[rank_of[stage]].put(stage, chunk, made)
+            reference.put(stage, chunk, made)
+        assert len(wires.under_way) == 0
+        boxes[rank_of[-1]].take(CALLER, chunk)
+    for chunk in range(CHUNKS):
+        for box in (boxes[rank_of[-1]], reference):
+            box.put_grads(CALLER, chunk, [(torch.tensor([1.0]),)])
+        for stage in reversed(range(STAGES)):
+            ours, theirs = boxes[rank_of[stage]].take_grads(stage, chunk), reference.take_grads(stage, chunk)
+            assert ours == theirs
+            grads = [(torch.tensor(float(stage)), None) for _ in values.read_by[stage]]
+            boxes[rank_of[stage]].put_grads(stage, chunk, grads)
+            reference.put_grads(stage, chunk, grads)
+        boxes[rank_of[0]].take_grads(CALLER, chunk)
+    assert not wires.under_way and not any(len(box) for box in boxes)
+
+
+def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between() -> None:
+    """Stage 0 sends one memory to stage 1 and, as a skip, to stage 3: stage 1, on another rank, must not write it."""
+    _, _, boxes = mailboxes((0, 1, 2, 3))
+    shared, own = Memory((0, 0, 0)), Memory((0, 0, 1))
+    boxes[0].put(0, 0, [message(1.0, (shared,)), message(2.0, (own,)), message(3.0, (shared,))])
+    through, near = boxes[1].take(1, 0)
+    assert through.memory == (Memory((0, 0, 0), until=3),)
+    assert near.memory == (Memory((0, 0, 1), until=-1),)
+    boxes[1].put(1, 0, [message(4.0, through.memory), message(5.0, (Memory((1, 0, 0)),))])
+    assert boxes[2].take(2, 0)[0].memory == (Memory((0, 0, 0), until=3),)
+
+
+@skippable(stash=["s"])
+class Keep(nn.Module):
+    def forward(self, x):
+        yield stash("s", x)
+        return x
+
+
+@skippable(pop=["s"])
+class Add(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("s"))
+
+
+class Write(nn.Module):
+    def forward(self, x):
+        return x.mul_(2.0)
+
+
+def test_in_one_process_too_a_stage_may_not_write_what_a_later_one_pops() -> None:
+    pipe = Pipe(nn.Sequential(Keep(), Write(), Add()), [1, 1, 1], chunks=2)
+    with pytest.raises(RuntimeError, match="stage 1 .*writes its input in place.* a skip that a later stage pops"):
+        pipe(torch.ones(4, 2))
