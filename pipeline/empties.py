@@ -141,8 +141,7 @@ def is_marked(each: Empty) -> bool:
     """Whether a tensor, or part of it, is as `_mark` left it."""
     tensor = each.tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
-        wide = tensor if tensor.element_size() > 1 else tensor.float()  # types of 8 bits compare nothing
-        return bool((wide != wide).any())
+        return bool((tensor != tensor).any())
     if each.tensor._version != each.version or not tensor.numel():
         return False
     return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -87,7 +87,7 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
             for each in empty.values():
                 _fill(each, saved)
         _set_extra_state([layers[position] for position in {each.at for each in empty.values()}], saved)
-    _check_filled(empty.values(), saved is not None)
+    _check_filled([each for each in empty.values() if saved is None or not _has(saved, each)])
 
 
 def reset_parameters(layer: nn.Module) -> None:
@@ -160,13 +160,14 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(f"on the meta device, so without values: {', '.join(names[:5])}{more}. {_REMEDY}")
         return
-    unsaved = [each.names[0] for each in empty if not each.saved]
+    lacking = [each for each in empty if not _has(saved, each)]
+    unsaved = [each.names[0] for each in lacking if not each.saved]
     if unsaved and not init:
         raise ValueError(
             f"buffers on the meta device that no state_dict has (persistent=False): {unsaved}. Give "
             "materialize=(callable, state), where the callable fills them, or a callable alone."
         )
-    missing = [each.names[0] for each in empty if each.saved and not any(name in saved for name in each.names)]
+    missing = [each.names[0] for each in lacking if each.saved]
     if missing:
         raise ValueError(
             f"the state in materialize= has no values for {missing}. It has {len(saved)} entries, which should have "
@@ -174,12 +175,16 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
         )
 
 
+def _has(saved: Mapping[str, Any], each: Empty) -> bool:
+    return any(name in saved for name in each.names)
+
+
 def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
     """The state by the plain module's names; those of a directory may stand under "model"."""
     if isinstance(state, Mapping):
         return state
     whole = Saved(fspath(state))
-    plain = any(name in whole for each in empty for name in each.names)
+    plain = any(_has(whole, each) for each in empty)
     return whole if plain or "model" not in whole else Saved(fspath(state), "model")
 
 
@@ -221,7 +226,7 @@ def _seed_all(number: int, devices: Iterable[torch.device]) -> None:
 def _fill(each: Empty, saved: Mapping[str, Any]) -> None:
     """Give a tensor its value, which may stand under any of its names, if it is the same under all."""
     first: Tensor | None = None
-    for name in each.names if each.saved else ():
+    for name in each.names:
         if name in saved:
             value = saved[name]
             _check_fits(name, each.tensor, value)
@@ -253,9 +258,9 @@ def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mappin
                 module.set_extra_state(saved[f"{prefix}._extra_state"])
 
 
-def _check_filled(empty: Iterable[Empty], saved: bool) -> None:
+def _check_filled(empty: Iterable[Empty]) -> None:
     """Refuse, by name, what the callable left without values."""
-    left = [each.names[0] for each in empty if not (saved and each.saved) and is_marked(each)]
+    left = [each.names[0] for each in empty if is_marked(each)]
     if left:
         raise ValueError(
             f"the callable in materialize= left {left} without values, or with some nan. Where a module is "

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipeline.saved import Saved
+
 _NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
 
 
@@ -35,7 +37,8 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
     `optimizer.state_dict()` the tensors are the optimizer's own, not copies.
 
     Args:
-        named_parameters: this process's, a tied one under all its names.
+        named_parameters: this process's, a tied one under all its names. One named "" stands for none, where an
+            optimizer must have some: nothing is saved for it.
         optimizer: of some or all of them.
 
     Raises:
@@ -65,6 +68,8 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
                 f"the optimizer has a parameter of shape {list(param.shape)} that is none of those named. Give it an "
                 "optimizer of its own."
             )
+        if own == [""]:
+            continue
         kept = dict(_flattened(own[0], packed["state"].get(number, {})))
         shown = kept or dict(_flattened(own[0], _places_for(optimizer, group, param)))
         for name in own:
@@ -87,7 +92,7 @@ def load_optimizer_state(
     have the right type and device, as by `optimizer.load_state_dict`: do not load one dict into two optimizers.
 
     Args:
-        named_parameters: this process's, a tied one under all its names.
+        named_parameters: this process's, as for `optimizer_state`.
         optimizer: of the same class, with groups that cut the parameters as the saved one's did, if not in that order.
         state: from `optimizer_state`, of this process or of all; or from torch's get_optimizer_state_dict, flattened.
         all_names: of the whole model's parameters. None: there are no others than this process's.
@@ -106,14 +111,13 @@ def load_optimizer_state(
     """
     _check_optimizer(optimizer)
     names = _names_of(named_parameters)
-    entries = _entries(state, {name for own in names.values() for name in own}, all_names)
+    entries = _entries(state, {name for own in names.values() for name in own if name}, all_names)
     packed = optimizer.state_dict()
     chosen = _chosen(optimizer, names, entries)
     packed["state"] = {
         number: nested for number, _, param in _numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
     }
     for index, (group, held) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
-        group.pop("param_names", None)  # the optimizer keeps its own
         group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in held["params"]]))
     optimizer.load_state_dict(packed)
 
@@ -224,6 +228,15 @@ class _Entry:
     state: dict[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] | None = None
 
+    def put(self, kind: str, what: str, value: Any) -> None:
+        """Take in one value of a flat state."""
+        if kind == "state_keys":
+            self.keys = tuple(value)
+        elif kind == "state":
+            self.state[what] = value
+        elif what not in _NOT_OPTIONS:
+            self.options[what] = value
+
     def nested(self) -> dict[str, Any]:
         """The state as the optimizer had it."""
         found: dict[str, Any] = {}
@@ -240,26 +253,25 @@ class _Entry:
 def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _Entry]:
     """What a flat state holds for own names."""
     known = {*own, *(all_names or ())}
-    entries: dict[str, _Entry] = defaultdict(_Entry)
+    wanted: dict[str, tuple[str, str, str]] = {}  # (kind, name, what) of each key that is this process's
     unknown = []
     for key in state:
         kind, _, rest = key.partition(".")
         name = rest if rest in known else _name_in(rest, known)
         if kind not in ("state", "state_keys", "param_groups") or name is None:
             unknown.append(key)
-        elif name in own and kind == "state_keys":
-            entries[name].keys = tuple(state[key])
         elif name in own:
-            part = entries[name].state if kind == "state" else entries[name].options
-            word = rest.removeprefix(f"{name}.")
-            if word not in _NOT_OPTIONS:
-                part[word] = state[key]
+            wanted[key] = kind, name, rest.removeprefix(name).removeprefix(".")
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise ValueError(
             f"entries that belong to no parameter: {', '.join(unknown[:5])}{more}. The state has the names of another "
             "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
         )
+    values = state.read(wanted) if isinstance(state, Saved) else {key: state[key] for key in wanted}
+    entries: dict[str, _Entry] = defaultdict(_Entry)
+    for key, (kind, name, what) in wanted.items():
+        entries[name].put(kind, what, values[key])
     return dict(entries)
 
 
@@ -280,6 +292,9 @@ def _chosen(
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         own = names.get(id(param), [])
         held.update(own)
+        if own == [""]:
+            chosen[id(param)] = _Entry()
+            continue
         found = [(name, entries[name]) for name in own if name in entries and entries[name].options]
         if not found:
             missing.append(own[0] if own else f"one of shape {list(param.shape)} without a name")

@@ -51,12 +51,15 @@ class Stateful(Enclosed, ABC):
         """
         with turn(), self._peers("full_state_dict") as peers:
             peers.open(lambda values: {}, draws=False)
-            found = peers.gather(self.state_dict())
+            state = self.state_dict()
+            found = peers.gather(state)
         if found is None:
             return None
         places = {name: index for index, name in enumerate(self._modules)}
         names = sorted(found, key=lambda name: places.get(name.partition(".")[0], -1))
-        return OrderedDict((name, _on_cpu(found[name])) for name in names)
+        whole = OrderedDict((name, _on_cpu(found[name])) for name in names)
+        setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
+        return whole
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer of this rank's parameters, by their names, to be saved with `state_dict()`.
