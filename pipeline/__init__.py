@@ -12,13 +12,17 @@ from pipeline.gradstore import GradStore
 from pipeline.microbatch import NoChunk
 from pipeline.pipe import Pipe
 from pipeline.randomness import layer_seed
+from pipeline.ranks.agreement import MismatchError
+from pipeline.ranks.failure import RankError
 from pipeline.step_door import Step
 
 __all__ = [
     "CheckpointError",
     "GradStore",
+    "MismatchError",
     "NoChunk",
     "Pipe",
+    "RankError",
     "Step",
     "StuckError",
     "is_checkpointing",

@@ -125,6 +125,8 @@ class Call:
         self.keep_outputs = True
         self._mailbox = self._new_mailbox()
         self._retain = False
+        self._last_of: frozenset[Action] = frozenset()  # the last backwards of stages, where someone waits for them
+        self._settled: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by stage: sums that are final
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor of the caller's (a part of the target), on a device of ours."""
@@ -251,6 +253,7 @@ class Call:
     def _drop(self) -> None:
         for stage in self.stages:
             stage.drop_sums()
+        self._settled.clear()
         self._mailbox = self._new_mailbox()
 
     def _resume(self) -> None:
@@ -263,6 +266,7 @@ class Call:
         for stage in self.stages:
             stage.rewind()
         self.loss_sums = {}
+        self._settled.clear()
         self.release()
 
     def release(self) -> None:
@@ -280,6 +284,8 @@ class Call:
         )
         draws = any([stage.may_draw for stage in self.stages])
         before = None if draws else torch.default_generator.get_state()
+        if self.peers.averages and not self._driver.has_threads:  # which may have to run a phase once more
+            self._last_of = _last_backwards(phase.orders)
         self.peers.begin(number)
         try:
             self._driver.run(phase, self._perform, draws, now, in_turns)
@@ -313,6 +319,14 @@ class Call:
             raise
         for trace in self._setup.traces:
             trace.record(action, self._lane_of[action.stage], start)
+        if action in self._last_of:
+            self._settle(action.stage)
+
+    def _settle(self, stage: int) -> None:
+        """A stage's sums are final. Not said of one whose parameters the loss reads too."""
+        self._settled[stage] = pairs = self._taken(self._run[stage])
+        if not any([id(owner) in self.loss_sums for owner, _ in pairs]):
+            self.peers.settled(stage, pairs)
 
     def _forward(self, stage: int, chunk: int) -> None:
         run = self._run[stage]
@@ -381,13 +395,18 @@ class Call:
 
     def sums(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
+        settled, self._settled = self._settled, {}
         parts = [
-            (stage.index, owner, self._carried_home(owner, grad, self._setup.places[stage.index]))
+            (stage.index, owner, grad)
             for stage in self.stages
-            for owner, grad in stage.take_sums()
+            for owner, grad in settled.get(stage.index) or self._taken(stage)
         ]
         of_loss, self.loss_sums = self.loss_sums, {}
         return self.peers.join_sums([*((-1, owner, grad) for owner, grad in of_loss.values()), *parts])
+
+    def _taken(self, stage: StageRun) -> list[tuple[Tensor, Tensor]]:
+        place = self._setup.places[stage.index]
+        return [(owner, self._carried_home(owner, grad, place)) for owner, grad in stage.take_sums()]
 
     def _carried_home(self, owner: Tensor, grad: Tensor, place: Place) -> Tensor:
         return self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
@@ -493,6 +512,12 @@ def _homes(setup: Setup) -> dict[int, Place]:
                     if home.device != parameter.device == place.device:  # tied after the Pipe was built: it is here
                         found[id(parameter)] = place
     return found
+
+
+def _last_backwards(orders: Sequence[Sequence[Action]]) -> frozenset[Action]:
+    """For each stage the action after which its sums are final."""
+    found = {action.stage: action for order in orders for action in order if action.kind is not Kind.F}
+    return frozenset(found.values())
 
 
 def _at_loss(loss_end: LossEnd, chunk: int, exits: Exits) -> Roots:

@@ -19,6 +19,7 @@ from partition import balance_costs
 from partition.splitting import check_balance
 from pipeline.materialize import How, materialize
 from pipeline.places import Place, place_of
+from pipeline.ranks.elsewhere import Elsewhere
 from pipeline.ranks.group import Ranks, ranks_of
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
@@ -60,6 +61,18 @@ def check_plain(module: nn.Sequential) -> None:
     if module._parameters or module._buffers:
         names = ", ".join([*module._parameters, *module._buffers])
         raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
+    elsewhere = [name for name, layer in module.named_children() if isinstance(layer, Elsewhere)]
+    if elsewhere:
+        raise ValueError(
+            f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
+            "Pipe from the module itself (on the meta device, if it is large)."
+        )
+    inner = [name for name, each in module.named_modules() if getattr(each, "_company", None) is not None]
+    if inner:
+        raise ValueError(
+            f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "
+            "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
+        )
     lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")

@@ -3,6 +3,8 @@
     ValueError, TypeError   an argument is wrong: seen at the edge, before anything ran
     CheckpointError         a chunk cannot be recomputed as it was computed
     StuckError              no lane can go on
+    MismatchError           the ranks do not make the same call (ranks/agreement.py)
+    RankError               another rank failed in a way that has no type here, or went silent (ranks/failure.py)
 
 Whatever a layer or a loss raises keeps its own type; a note names the action it was raised in."""
 

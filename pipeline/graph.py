@@ -11,6 +11,7 @@ way round the stage boundary, and is refused by name: its gradient would be lost
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _engine = torch.autograd.Variable._execution_engine
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
+_OURS = -1  # among a tensor's hooks, where torch counts from 0
 
 
 class Reached(NamedTuple):
@@ -56,26 +58,28 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
 
 def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
     """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors of `until`."""
-    stack = [_node(root) for root in roots]
-    seen = {*stack, *map(_node, until)}
+    seen = {None, *[_node(tensor) for tensor in until]}  # None: no gradient is wanted there
+    stack = [node for node in {_node(root) for root in roots} if node not in seen]
+    seen.update(stack)
     leaves: dict[int, Tensor] = {}
     while stack:
         node = stack.pop()
         following = node.next_functions
         if following:
             for nearer, _ in following:
-                if nearer is not None and nearer not in seen:
+                if nearer not in seen:
                     seen.add(nearer)
                     stack.append(nearer)
         else:
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
-    return Reached(leaves, len(seen))
+    return Reached(leaves, len(seen) - 1)
 
 
 def _node(tensor: Tensor) -> Any:
-    return tensor.grad_fn if tensor.grad_fn is not None else get_gradient_edge(tensor).node
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor).node if node is None else node
 
 
 def edge(tensor: Tensor) -> GradientEdge:
@@ -163,6 +167,36 @@ class Entry(torch.autograd.Function):
 
 
 enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
+
+
+class _Unlike:
+    """Keeps a gradient that its leaf would copy into its own layout, as Entry keeps all."""
+
+    __slots__ = ("_stride", "_found")
+
+    def __init__(self, stride: tuple[int, ...], found: list[Tensor | None]) -> None:
+        self._stride = stride
+        self._found = found
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is not None and (grad.layout is not torch.strided or grad.stride() != self._stride):
+            self._found[0] = grad
+
+
+def attend(leaf: Tensor, watch: Watch, found: list[Tensor | None]) -> None:
+    """From now on a gradient may come to a leaf that layers have computed with: to `.grad`, or unlike it to `found`.
+
+    After they have computed, so that hooks of theirs on this tensor come before ours.
+    """
+    if leaf.grad is not None:
+        watch()
+    unlike = _Unlike(leaf.stride(), found)
+    if leaf._backward_hooks is None and leaf._post_accumulate_grad_hooks is None:  # as a rule; this way is faster
+        leaf._backward_hooks = OrderedDict(((_OURS, unlike),))
+        leaf._post_accumulate_grad_hooks = OrderedDict(((_OURS, watch),))
+    else:
+        leaf.register_hook(unlike)
+        leaf.register_post_accumulate_grad_hook(watch)
 
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:

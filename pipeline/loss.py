@@ -55,23 +55,31 @@ class Loss:
         self._whole = loss_fn
         self._loss_fn = _as_sum_and_count(loss_fn) if self._reduction == "mean" else loss_fn
         self._rows = rows
-        self._scale = 0.5 ** ceil(log2(sum(rows)))
+        self._all_rows = sum(rows)
+        self._scale = 0.5 ** ceil(log2(self._all_rows))
         self._parts: dict[int, Tensor] = {}  # by chunk
         self._counts: dict[int, Tensor] = {}
 
-    def chunk(self, chunk: int, output: Any, target: Any) -> Tensor:
-        """Compute the loss of a chunk; return what is to be differentiated: its part of the whole."""
+    def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
+        """Compute the loss of a chunk.
+
+        Returns:
+            What is to be differentiated, and what it is to be multiplied by to be its part of the whole.
+        """
         value = self._loss_fn(output, target)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
             self._parts[chunk], self._counts[chunk] = total.detach(), count
-            return total * self._scale
+            return total, self._scale
         loss = self._checked(value, "a loss")
         if self._counts:
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-        part = loss * (self._rows[chunk] / sum(self._rows)) if self._reduction == "mean" else loss
-        self._parts[chunk] = part.detach()
-        return part
+        if self._reduction == "sum":
+            self._parts[chunk] = loss.detach()
+            return loss, 1.0
+        weight = self._rows[chunk] / self._all_rows
+        self._parts[chunk] = loss.detach() * weight
+        return loss, weight
 
     @property
     def key(self) -> str:

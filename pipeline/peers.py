@@ -25,6 +25,7 @@ from pipeline.values import Values
 from scheduler import Action, Event
 
 Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
+Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its gradient
 
 
 class Output(NamedTuple):
@@ -151,6 +152,23 @@ class Peers(ABC):
     @abstractmethod
     def share_events(self, events: Sequence[Event]) -> list[Event]:
         """What everyone recorded."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over replicas of the whole pipeline."""
+        return False
+
+    def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
+        """All backwards of a stage here have run: what it adds to the gradients of these owners is final."""
+
+    def average(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
+        """Make whole gradients the means over the replicas, each divided by its replica's divisor first.
+
+        Args:
+            pairs: (owner, whole gradient) of this process; they may be written.
+            divisor: of this replica, where this process knows one.
+        """
+        return pairs
 
 
 class Alone(Peers):

@@ -71,21 +71,29 @@ class Pipe(Stateful):
 
     Args:
         module: the model.
-        balance: layers per stage. None: cut so that parameter bytes are even over the devices.
+        balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
         chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
-        devices: the device of each stage, repeats allowed. None: all CUDA devices, or the CPU for every stage.
+        devices: the device of each stage, repeats allowed: all stages in this process. None: over the ranks of
+            torch.distributed where there are several (under torchrun); else all CUDA devices, or the CPU.
         schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. By name there are as many lanes as
-            `balance` has stages, or half as many where a lane has two (interleaved, the V schedules).
+            `balance` has stages, or half as many where a lane has two (interleaved, the V schedules); over ranks, a
+            lane for each rank.
         checkpoint: "always", "except_last", "never", or a callable (stage, chunk) -> bool: which activations are
             computed again in the backward instead of kept. On iff gradients are, in train and eval mode.
         deferred_batch_norm: update the running statistics of BatchNorm layers once for each mini-batch, with those of
             the whole mini-batch, as the plain module does; not once for each chunk.
         workers: "inline": one thread drives all stages; "threads": one for each. None: threads where stages are on
             several accelerators.
+        group: the ranks to run over, a ProcessGroup or a DeviceMesh of one dimension. None: all.
+        timeout: over ranks, seconds after which a call is given up in which nothing moves on any rank.
+        heartbeat: over ranks, seconds after which a rank that gives no sign of life is given up.
+        materialize: how layers on the meta device get their values: a callable that fills a layer in place, a
+            state_dict, the path of a torch.distributed.checkpoint directory, or (callable, state).
 
     Raises:
         TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.
         ValueError: the balance, devices, chunks, schedule or checkpoint cannot be; the message says why and what can.
+        MismatchError: over ranks, which build different Pipes.
 
     Example:
         >>> import torch
@@ -138,6 +146,7 @@ class Pipe(Stateful):
         self._known = Known()
         self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self._ranks = ranks
+        self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
         self._company: Company | None = None
         object.__setattr__(self, "_nothing", nn.Parameter(torch.empty(0)))  # stands for parameters: not registered
         self.checkpoint = checkpoint
@@ -490,11 +499,16 @@ class Pipe(Stateful):
     def _settings(self) -> str:
         """How this Pipe is set up, in lines."""
         assert self._company is not None  # it runs over ranks
+        key = (self.chunks, self.checkpoint, self._plans)
+        if self._told is not None and self._told[0] == key:
+            return self._told[1]
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else "a function of (stage, chunk)"
-        return (
+        text = (
             f"balance {self.balance}\nchunks {self.chunks}\nschedule {self.schedule}\ncheckpoint {checkpoint}\n"
             f"deferred_batch_norm {self.deferred_batch_norm}\n{self._company.parameters}"
         )
+        self._told = (key, text)
+        return text
 
     def _timeline(self, recorder: Trace, peers: Peers) -> Timeline:
         return Timeline.measured(peers.share_events(recorder.events), recorder.lanes)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -49,6 +50,57 @@ def layer_seed(seed: int, chunk: int, layer: int) -> int:
 def draw_seed() -> int:
     """Draw a call's seed: one number from torch's default CPU generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def quiet_layers(layers: Iterable[tuple[int, nn.Module]]) -> frozenset[int]:
+    """The indices of those layers that surely draw no random number, forward or backward: they need no seed.
+
+    Every module in them is exactly one of torch's that never draws, and nobody has put anything of his own into it: no
+    hook, no method, no parameter of another class.
+    """
+    if module_hooks._has_any_global_hook():
+        return frozenset()
+    return frozenset([index for index, layer in layers if all(map(_is_quiet, layer.modules()))])
+
+
+def unobserved() -> bool:
+    """Whether nobody sees what torch's own layers compute or save: no mode, no hooks of saved tensors."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(False)
+    )
+
+
+def _is_quiet(module: nn.Module) -> bool:
+    methods = _QUIET.get(type(module))
+    return (
+        methods is not None
+        and methods.isdisjoint(vars(module))
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
+        and all([type(each) in _PLAIN for each in (*module._parameters.values(), *module._buffers.values())])
+    )
+
+
+_PLAIN = (nn.Parameter, torch.Tensor, type(None))
+_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, for which an instance may have its own
+    kind: frozenset(["_compiled_call_impl", *[name for name in dir(kind) if callable(getattr(kind, name))]])
+    for kind in (
+        nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten,
+        nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+        nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+        nn.Softsign, nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softmax,
+        nn.LogSoftmax, nn.GLU,
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm,
+        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+        nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+        nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+        nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d,
+    )
+}
 
 
 class Seeder:

@@ -45,8 +45,10 @@ class Known:
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the CPU's default generator
     draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
+    detaches_input: set[int] = field(default_factory=set)  # in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
     only_reads: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # its input, with these training flags
+    saves_input: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # to the end of its backward
 
 
 class Recall:
@@ -65,9 +67,9 @@ class Recall:
         self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, index: int, known: Known, compares: bool
     ) -> None:
         self.flags = tuple([module.training for module in modules])
-        self._key = index, self.flags
+        self.key = index, self.flags
         self._known = known
-        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self._key))
+        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self.key))
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
@@ -109,9 +111,9 @@ class Recall:
 
     def note(self) -> None:
         """All forwards have gone well: remember what was seen."""
-        self._known.writes_buffers[self._key] = self.buffers.writers
+        self._known.writes_buffers[self.key] = self.buffers.writers
         if self.draws_from_host:
-            self._known.draws_from_host.add(self._key[0])
+            self._known.draws_from_host.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
         """What other stages may have too: buffers by their memory, private generators by their id."""

@@ -69,6 +69,7 @@ class LossEnd:
         self._target = target
         self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
+        self._first_grads: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
@@ -78,17 +79,26 @@ class LossEnd:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
         assert self._call.last is not None  # it runs here
         self._call.last.seeder.seed(chunk, self._layers)
-        part = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
-        if not part.requires_grad:
+        loss, weight = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
+        if not loss.requires_grad:
             return Roots((), (), {})
         own = [tensor for tensor in tensors if tensor.requires_grad]
-        part = part if self._scaler is None else self._scaler.scale(part)
-        foreign = explore([part], until=own).leaves
-        self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
-        for leaf in foreign.values():
-            _refuse_ours(leaf)
-        roots = Roots((part,), (torch.ones_like(part),), foreign)
+        if self._scaler is not None:  # it may turn the loss into another type
+            loss, weight = self._scaler.scale(loss * weight), 1.0
+        foreign = explore([loss], until=own).leaves
+        if foreign:
+            self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
+            for leaf in foreign.values():
+                _refuse_ours(leaf)
+        roots = Roots((loss,), (self._first_grad(loss, weight),), foreign)
         return self._differentiated(chunk, roots, own, tree) if apart else roots
+
+    def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
+        """Where the backward begins: what it would be behind a multiplication of the loss by its weight."""
+        key = weight, loss.dtype, loss.device
+        if key not in self._first_grads:
+            self._first_grads[key] = torch.ones_like(loss, requires_grad=False) * weight
+        return self._first_grads[key].clone()  # whoever gets it may keep it, or write it
 
     def _target_of(self, chunk: int, tree: Tree) -> Any:
         value = self._target.value(chunk)
@@ -169,10 +179,10 @@ def collect(call: Call, loss: Loss) -> Collected:
         if grad is not None and tensor.requires_grad
     ]
     pairs = list(call.sums().values())
-    has_loss = call.last is not None
-    value, divisor, reached = call.peers.agree(
-        Verdict(loss.value if has_loss else None, loss.divisor if has_loss else None, bool(pairs or inputs))
-    )
+    reached, has_loss = bool(pairs or inputs), call.last is not None
+    own = loss.divisor if has_loss else None
+    pairs = call.peers.average(pairs, own)
+    value, divisor, reached = call.peers.agree(Verdict(loss.value if has_loss else None, own, reached))
     assert value is not None  # the last stage's process has it
     if not reached:
         raise RuntimeError(
@@ -180,7 +190,7 @@ def collect(call: Call, loss: Loss) -> Collected:
             "detached. Use pipe.evaluate(...) for a loss without gradients."
         )
     if divisor is not None:
-        for _, grad in pairs:
+        for _, grad in [] if call.peers.averages else pairs:  # means are of divided ones
             grad.div_(divisor.to(grad.device))
         inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
     return Collected(pairs, inputs, value)
