@@ -27,10 +27,11 @@ from pipeline.ranks.watch import Watch
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.nccl import nccl_of
 from scheduler import Action
 
 _LATER = 60.0  # seconds after `timeout`, when the watch has spoken, that torch itself gives a wait up
-_GRACE = 1.0  # seconds that a rank whose connection broke waits for the reason
+_GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 _DIRECT = 3  # up to so many ranks each tells each; more tell rank 0, which tells all
 
 
@@ -49,6 +50,7 @@ class Ranks:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.device = _device()
+        self._carrier = nccl_of(group, self.device)
         self.calls = 0
         self.calls_since = 0  # the last failure: after one, the ranks need not have made as many
         self.pipes = 0
@@ -95,7 +97,7 @@ class Ranks:
         patience = timedelta(seconds=self.timeout + _LATER)
         found = self._meeting.build(
             f"{self.generation}/{index}",
-            lambda store: Channels(store, "channels", self.rank, self._pairs[index], patience),
+            lambda store: Channels(store, "channels", self.rank, self._pairs[index], patience, self._carrier),
         )
         self._channels.append(found)
         self._of.update({pair: found for pair in self._pairs[index] if self.rank in pair})
@@ -268,6 +270,8 @@ class Ranks:
         """The script ends."""
         self.watch.farewell()
         self.watch.stop()
+        for channels in self._channels:
+            channels.drain(self.heartbeat)  # what others still have to receive
         self.close()
 
 

@@ -40,7 +40,7 @@ _AGREED = (
     ", after all replicas had agreed that it took place: parameters and buffers may be changed in some and not in "
     "others. Load a checkpoint before the next step"
 )
-_GRACE = 1.0  # seconds that a rank whose connection broke waits for the reason
+_GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 
 
 class Replicated(Peers):
