@@ -188,7 +188,7 @@ class Call:
                     self._drive(0)
                 for stage in self.stages:
                     stage.aliases.check_memory()
-                    self.peers.refuse_strangers(stage.foreign.values(), stage.name)
+                    self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
                 self._check_shared_state()
                 for stage in self.stages:
                     if self.batch.chunks > 1:

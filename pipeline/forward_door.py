@@ -69,9 +69,8 @@ def _attach(
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     backward = Backward(call, now, sizes, wanted, owners)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
-    if not leaves:  # all that wants a gradient is on other ranks
-        leaves = [torch.zeros((), requires_grad=True)]
-        backward.has_dummy = True
+    if not backward.owners:  # on other ranks there may be: this one takes part in the backward
+        leaves.append(call.peers.stand_in)
     outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
     return outputs
 
@@ -89,7 +88,6 @@ class Backward:
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
         self._is_spent = False  # a backward failed part-way
-        self.has_dummy = False  # a leaf that stands for those of other ranks
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
@@ -101,7 +99,7 @@ class Backward:
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
-        return (None,) if self.has_dummy else result
+        return result if self.owners else (*result, torch.zeros(0))
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:

@@ -81,8 +81,19 @@ class Peers(ABC):
         """Whether this process has every stage."""
 
     @abstractmethod
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
-        """Raise if `who` computed with a parameter of the model in a way that the other ranks cannot know of."""
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        """Raise if gradients of these leaves would be lost on other ranks.
+
+        Args:
+            leaves: what `who` computed with besides its input and the parameters of its modules.
+            who: a stage, or the loss.
+            stage: which. None: the loss.
+        """
+
+    @property
+    @abstractmethod
+    def stand_in(self) -> Tensor:
+        """A leaf for a process all of whose parameters are elsewhere."""
 
     @abstractmethod
     def has(self, stage: int) -> bool:
@@ -187,8 +198,12 @@ class Alone(Peers):
     def is_alone(self) -> bool:
         return True
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         pass
+
+    @property
+    def stand_in(self) -> Tensor:
+        return torch.empty(0, requires_grad=True)
 
     def has(self, stage: int) -> bool:
         return True

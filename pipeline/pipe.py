@@ -106,8 +106,6 @@ class Pipe(Stateful):
         True
     """
 
-    _nothing: nn.Parameter
-
     def __init__(
         self,
         module: nn.Sequential,
@@ -148,7 +146,6 @@ class Pipe(Stateful):
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
         self._company: Company | None = None
-        object.__setattr__(self, "_nothing", nn.Parameter(torch.empty(0)))  # stands for parameters: not registered
         self.checkpoint = checkpoint
         self.chunks = chunks
         self.schedule = schedule
@@ -410,7 +407,7 @@ class Pipe(Stateful):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As nn.Module's: over ranks, this rank's. Where it has none, an empty one, since an optimizer wants some."""
         found = list(super().parameters(recurse))
-        return iter(found or ([] if self._company is None else [self._nothing]))
+        return iter(found or ([] if self._company is None else [self._company.nothing]))
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -490,11 +487,19 @@ class Pipe(Stateful):
         given = {"x": batch} if aim is None else {"x": batch, "the target": aim}
         shapes = [f"{name} {described(each)}" for name, each in given.items()]
         more = f"gradients {'on' if grad and torch.is_grad_enabled() else 'off'}, options {list(options)}"
-        words = {SETTINGS: self._settings(), MINI_BATCHES: ", ".join([*shapes, more])}
+        words = {SETTINGS: self._settings(), "the modes": self._modes(), MINI_BATCHES: ", ".join([*shapes, more])}
         if values:
             tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
             words["the values of the mini-batches"] = values_in_words(tensors)
         return words
+
+    def _modes(self) -> str:
+        """Which layers train, and under which autocast, in words."""
+        flags = [layer.training for layer in self._modules.values() if layer is not None]
+        some = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
+        training = "train" if all(flags) else some if any(flags) else "eval"
+        kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return f"{training}, autocast {kinds or 'off'}"
 
     def _settings(self) -> str:
         """How this Pipe is set up, in lines."""

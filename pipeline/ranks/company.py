@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.ranks.elsewhere import Elsewhere
@@ -30,6 +31,8 @@ class Company:
         pairs: the ordered pairs of ranks that exchange.
         parameters: in words, those of the whole module: a line each.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
+        own_names: of the parameters that this rank alone has.
+        nothing: an empty one, for a rank without any.
         known: the names of the whole module's parameters, by id, and themselves.
     """
 
@@ -40,6 +43,8 @@ class Company:
     parameters: str
     first_names: Mapping[str, str]
     known: Mapping[int, tuple[str, ReferenceType[Tensor]]]
+    own_names: frozenset[str]
+    nothing: nn.Parameter
 
     def __deepcopy__(self, memo: Any) -> Company:
         """A copy of a Pipe runs on the same ranks."""
@@ -53,6 +58,10 @@ class Company:
         """The name of a parameter of the module. None: it is none."""
         found = self.known.get(id(leaf))
         return found[0] if found is not None and found[1]() is leaf else None
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank alone has a parameter."""
+        return self.first_names.get(name, name) in self.own_names
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """What stands in the places of other ranks' layers, by their names."""
@@ -92,7 +101,16 @@ def company_of(
         key: (name, ref(parameter)) for key, (name, parameter) in named.items()
     }
     pairs = frozenset(_pairs(found, values, ranks.size))
-    return Company(ranks, number, found, pairs, "\n".join(lines), first_names, known)
+    tied = {tie.name for tie in found.ties}
+    own = frozenset(
+        name
+        for stage, rank in zip(stages, rank_of, strict=True)
+        if rank == ranks.rank
+        for name, _ in stage.named_parameters()
+        if name not in tied
+    )
+    nothing = nn.Parameter(torch.empty(0))
+    return Company(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
 
 
 def _words(parameter: Tensor) -> str:

@@ -132,9 +132,11 @@ class OverRanks(Peers):
     def is_alone(self) -> bool:
         return False
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self._company.name_of(leaf)
+            if name is not None and stage is not None and self._company.is_own(name):
+                continue  # its gradient is wanted here, and only here
             if name is not None:
                 raise RuntimeError(
                     f"{who} computes with parameter '{name}' of the model, past the stages. Over ranks each has its "
@@ -142,6 +144,17 @@ class OverRanks(Peers):
                     "the forward door, loss_fn(pipe(x), target) + penalty on every rank, or use the optimizer's "
                     "weight_decay; pass a weight that several layers share as a tied parameter."
                 )
+            if stage is None:
+                raise RuntimeError(
+                    f"{who} has a tensor of shape {list(leaf.shape)} that requires a gradient. Over ranks only the "
+                    "last one computes the loss, so the copies of the others would not be trained. Use the forward "
+                    "door, loss_fn(pipe(x), target).backward(), where every rank computes it, or make it a layer of "
+                    "the model."
+                )
+
+    @property
+    def stand_in(self) -> Tensor:
+        return self._company.nothing
 
     def again(self) -> OverRanks:
         """The backward of this call."""

@@ -245,8 +245,12 @@ class Replicated(Peers):
     def is_alone(self) -> bool:
         return False
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str) -> None:
-        self._inner.refuse_strangers(leaves, who)
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        self._inner.refuse_strangers(leaves, who, stage)
+
+    @property
+    def stand_in(self) -> Tensor:
+        return self._inner.stand_in
 
     def has(self, stage: int) -> bool:
         return self._inner.has(stage)

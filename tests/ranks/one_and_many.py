@@ -1,0 +1,144 @@
+"""Does a script give on several ranks what it gives in one process? It is run twice, and what it returns is compared.
+
+    script(make, ...) -> {"loss 0": ..., "0.weight": ..., ...}      make(model, balance, chunks, ...) builds the Pipe
+
+    once with make = a Pipe in this process     {"loss 0", "0.weight", "1.weight"}    all there is to know
+    once with make = a Pipe over the ranks      {"loss 0", "0.weight"}                this rank's part: the same bits
+
+Once its Pipe is built a rank has a seed of its own, as in a script that sets none; rank 0's is that of the one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from crew import Crew
+from law_check import same
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipeline import Pipe
+
+SEED = 17
+
+Found = dict[str, Any]
+Make = Callable[..., Pipe]
+
+
+class Compared(NamedTuple):
+    """One rank's comparison.
+
+    Attributes:
+        wrong: what differs, in words.
+        here: the names of what this rank knows.
+        all: the names of what one process knows.
+    """
+
+    wrong: list[str]
+    here: list[str]
+    all: list[str]
+
+
+def in_one_process(model: nn.Sequential, balance: Iterable[int], *args: Any, **settings: Any) -> Pipe:
+    balance = list(balance)
+    pipe = Pipe(model, balance, *args, devices=["cpu"] * len(balance), **settings)
+    torch.manual_seed(SEED)
+    return pipe
+
+
+def over_ranks(model: nn.Sequential, *args: Any, **settings: Any) -> Pipe:
+    pipe = Pipe(model, *args, **settings)
+    rank = dist.get_rank()
+    torch.manual_seed(SEED if rank == 0 else 1000 + rank)
+    return pipe
+
+
+def compare(script: str, *args: Any) -> Compared:
+    """Run a script both ways."""
+    module, _, name = script.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    alone: Found = function(in_one_process, *args)
+    here: Found = function(over_ranks, *args)
+    return Compared(differences(here, alone), list(here), list(alone))
+
+
+def compare_all(script: str, cases: Iterable[tuple[Any, ...]]) -> list[Compared]:
+    """The same for many arguments, one after the other."""
+    return [guarded(compare, script, *case) for case in cases]
+
+
+def guarded(compare: Callable[..., Compared], *args: Any) -> Compared:
+    """An exception is a difference like any other: the cases after it are run too."""
+    try:
+        return compare(*args)
+    except Exception as error:
+        return Compared([f"{type(error).__name__}: {error}", traceback.format_exc()], [], [])
+
+
+def differences(here: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:
+    """What this rank knows otherwise than one process, or knows in addition."""
+    found = []
+    for name, value in here.items():
+        if name not in alone:
+            found.append(f"{name} is known here alone")
+        else:
+            found += [f"{name}{words}" for words in _unlike(value, alone[name])]
+    return found
+
+
+def _unlike(one: Any, other: Any) -> list[str]:
+    left, spec = pytree.tree_flatten_with_path(one)
+    right, other_spec = pytree.tree_flatten_with_path(other)
+    if spec != other_spec:
+        return [f": {spec} instead of {other_spec}"]
+    return [
+        f"{pytree.keystr(path)}: {_short(mine)} instead of {_short(theirs)}"
+        for (path, mine), (_, theirs) in zip(left, right, strict=True)
+        if not same(mine, theirs)
+    ]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"Tensor{list(value.shape)} {value.detach().flatten()[:3].tolist()}"
+    return repr(value)
+
+
+def state_of(pipe: Pipe, when: object = "") -> Found:
+    """A Pipe's parameters, their gradients, and its buffers, as they are now: those that this process has."""
+    copies: Found = {}
+    for name, parameter in pipe.named_parameters():
+        copies[f"{when} {name}"] = parameter.detach().clone()
+        copies[f"{when} {name}.grad"] = None if parameter.grad is None else parameter.grad.clone()
+    for name, buffer in pipe.named_buffers():
+        copies[f"{when} {name}"] = buffer.clone()
+    return copies
+
+
+# --------------------------------------------------------------------------------------------------- for the tests
+
+
+def agree(crew: Crew, script: str, *args: Any, timeout: float = 60.0) -> None:
+    """Assert that a script gives the same in one process and on the ranks, and that the ranks know everything."""
+    agree_all(crew, script, [args], timeout)
+
+
+def agree_all(crew: Crew, script: str, cases: Iterable[tuple[Any, ...]], timeout: float = 120.0) -> None:
+    """The same for many arguments, in one job."""
+    cases = list(cases)
+    check_all(cases, crew.run("one_and_many:compare_all", script, cases, timeout=timeout))
+
+
+def check_all(cases: Sequence[Any], results: Sequence[Sequence[Compared]]) -> None:
+    """Assert that all ranks agree with one process in each case, and that together they know everything."""
+    faults = []
+    for case, *ranks in zip(cases, *results, strict=True):
+        faults += [f"{case}, rank {rank}: {found.wrong[0]}" for rank, found in enumerate(ranks) if found.wrong]
+        missing = set(ranks[0].all).difference(*(found.here for found in ranks))
+        faults += [f"{case}: no rank knows {sorted(missing)}"] if missing else []
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:10])

@@ -1,0 +1,244 @@
+"""What may pass between ranks? Tied weights, tensors of any kind and of shapes that the data decide.
+
+    rank 0  embedding.weight --copied when the Pipe is built--> rank 2  head.weight
+            sum of its chunks <---------- added in the order of the stages ----------> the same whole gradient
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from law_check import row_loss, target_of
+from law_cover import pairwise
+from one_and_many import Compared, Found, Make, compare_all, state_of
+from rank_door import OPTIMIZERS
+from rank_models import even, rows, square
+from test_tied import KINDS, input_of, made
+from torch import Tensor, nn
+
+from pipeline import Pipe
+
+TIES = {
+    "kind": tuple(KINDS),
+    "stages": ("few", "many"),
+    "door": ("forward", "step", "store"),
+    "optimizer": tuple(OPTIMIZERS),
+    "checkpoint": ("always", "except_last", "never"),
+    "schedule": ("1f1b", "gpipe", "zb-h1"),
+}
+
+
+def tied_in_any_way(size: int) -> tuple[list[tuple[Any, ...]], list[Compared]]:
+    """Every kind of tying of test_tied.py whose layers suffice for the ranks, with every pair of settings."""
+    words = [config for config in pairwise(TIES) if len(made(config["kind"])) >= size]
+    cases = [(*config.values(),) for config in words]
+    return cases, compare_all("rank_between:tied", cases)
+
+
+def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint: str, schedule: str) -> Found:
+    """Some steps; clipped by the norm of all gradients, in which a tied one counts once."""
+    model, size = made(kind), torch.distributed.get_world_size()
+    stages = size if how == "few" else min(2 * size, len(model))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(one), name) for name, one in model.named_parameters(remove_duplicate=False)}
+    pipe = make(model, even(len(model), stages), 3, checkpoint=checkpoint, schedule=schedule)
+    stepper = OPTIMIZERS[optimizer](pipe.parameters())
+    x, y, loss_fn = input_of(kind, 7), target_of(7), row_loss("mean")
+    found: Found = {}
+    for step in range(3):
+        if door == "forward":
+            loss = loss_fn(pipe(x), y)
+            loss.backward()
+            found[f"{step} norm"] = pipe.clip_grad_norm_(0.5)
+        else:
+            result = pipe.step(x, y, loss_fn=loss_fn, grads="store" if door == "store" else "param")
+            loss = result.loss
+            if result.grads is not None:
+                result.grads.assign()
+        found[f"{step} loss"] = loss.detach()
+        for name, parameter in pipe.named_parameters():
+            found[f"{step} {names[name]}.grad"] = None if parameter.grad is None else parameter.grad.clone()
+        stepper.step()
+        stepper.zero_grad()
+    return found | {f"end {names[name]}": parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+
+def asked(make: Make, kind: str) -> Found:
+    """torch.autograd.grad of what this rank has, on ranks too that have a tied parameter and do not use it."""
+    model, size = made(kind), torch.distributed.get_world_size()
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(one), name) for name, one in model.named_parameters(remove_duplicate=False)}
+    pipe = make(model, even(len(model), size), 3)
+    found = dict(pipe.named_parameters())
+    grads = torch.autograd.grad(pipe(input_of(kind, 7)).square().sum(), list(found.values()), allow_unused=True)
+    return {names[name]: grad for name, grad in zip(found, grads, strict=True)}
+
+
+def embedding_and_head(rank_seeds: bool) -> list[Any]:
+    """This rank's copy of a weight of the first stage and the last, as it is made and after each of three steps.
+
+    Args:
+        rank_seeds: the ranks make other numbers; rank 0's count.
+    """
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(rank if rank_seeds else 0)
+    embedding, head = nn.Embedding(9, 4).double(), nn.Linear(4, 9, bias=False).double()
+    head.weight = embedding.weight
+    pipe = Pipe(nn.Sequential(embedding, *[nn.Tanh() for _ in range(size - 2)], head), [1] * size, 2)
+    stepper = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+    x = torch.arange(12).view(4, 3) % 9
+    found = []
+    for _ in range(4):
+        copies = [parameter for name, parameter in pipe.named_parameters() if name.endswith("weight")]
+        found.append([(each.detach().clone(), None if each.grad is None else each.grad.clone()) for each in copies])
+        stepper.zero_grad()
+        pipe(x).square().mean().backward()
+        stepper.step()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- tensors of any kind
+
+
+class Choose(nn.Module):
+    """Gives on the rows whose first entry is positive, as many as there are; what they came from; how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        chosen = self.layer(x)[x[:, 0] > 0]
+        return x, chosen, len(chosen)
+
+
+class Pass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor, int]:
+        x, chosen, count = value
+        assert len(chosen) == count
+        return self.layer(x), torch.cat([self.layer(chosen), chosen[: count // 2]]), count + count // 2
+
+
+class Join(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor, int]) -> Tensor:
+        x, chosen, count = value
+        assert len(chosen) == count
+        return x + chosen.sum(0) / (count + 1)
+
+
+def shapes_from_data(make: Make, stages: int, door: str, checkpoint: str) -> Found:
+    """Between stages the number of rows is what the data make it, none among them, another for each chunk and step."""
+    torch.manual_seed(5)
+    model = nn.Sequential(Choose(), *[Pass() for _ in range(stages - 2)], Join()).double()
+    pipe = make(model, [1] * stages, 4, checkpoint=checkpoint)
+    found: Found = {}
+    for step in range(6):
+        x, y = rows(8 + step % 3, seed=step), rows(8 + step % 3, seed=9)
+        if step == 4:
+            x = -x.abs()
+        if door == "step":
+            found[f"{step} loss"] = pipe.step(x, y, loss_fn=square).loss
+        else:
+            loss = square(pipe(x), y)
+            loss.backward()
+            found[f"{step} loss"] = loss.detach()
+        found |= state_of(pipe, step)
+    return found
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128, torch.int8, torch.uint8,
+          torch.int16, torch.int32, torch.int64, torch.bool)  # fmt: skip
+
+
+PLAIN = [None, True, -1, 2**70, 0.1, -0.0, float("inf"), "ä", ""]
+
+
+class Kinds(nn.Module):
+    """x, and tensors made of it: of every dtype, of no dimension, empty, transposed, expanded, sliced, one twice."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        small = x.detach().abs().clamp(max=1)
+        more = {str(dtype): small.to(dtype) for dtype in DTYPES}
+        shapes = {
+            "number": x.sum(), "empty": x[:0], "no columns": x[:, :0], "transposed": x.t(), "sliced": x[:, ::2],
+            "expanded": x[:1].expand(3, 4), "row": x[0], "twice": (x, x), "of plain": torch.tensor(2.5, dtype=x.dtype),
+        }  # fmt: skip
+        return {"x": x, **more, **shapes, "plain": PLAIN, "nest": ({},)}
+
+
+class Gather(nn.Module):
+    """One number a row, of everything; strides and plain values included."""
+
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        plain = value["plain"]
+        assert plain == PLAIN and [type(each) for each in plain] == [type(each) for each in PLAIN]
+        assert str(plain[5]) == "-0.0"
+        assert value["nest"] == ({},) and value["twice"][0] is value["twice"][1]
+        total = value["x"].clone()
+        for name, each in value.items():
+            if isinstance(each, Tensor):
+                assert name not in map(str, DTYPES) or str(each.dtype) == name
+                real = torch.view_as_real(each) if each.is_complex() else each
+                total = total + real.to(total.dtype).square().sum()
+        return total + value["twice"][1]
+
+
+def kinds(make: Make, stages: int, door: str) -> Found:
+    torch.manual_seed(5)
+    between = [nn.Identity() for _ in range(stages - 2)]
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Kinds()), *between, nn.Sequential(Gather(), nn.Linear(4, 4)))
+    pipe = make(model.double(), [1] * stages, 3)
+    found: Found = {}
+    for step in range(2):
+        if door == "step":
+            found[f"{step} loss"] = pipe.step(rows(7), rows(7, seed=2), loss_fn=square).loss
+        else:
+            loss = square(pipe(rows(7)), rows(7, seed=2))
+            loss.backward()
+            found[f"{step} loss"] = loss.detach()
+        found |= state_of(pipe, step)
+    return found
+
+
+class Odd:
+    """No value that may pass between ranks."""
+
+
+class Strange(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Any:
+        return (x, self.value) if self.is_on else x
+
+
+class First(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        x: Tensor = value[0] if isinstance(value, tuple) else value
+        return x
+
+
+STRANGE = {"object": Odd(), "type": int, "function": len, "bytes": b"bytes", "set": {1, 2}, "dtype": torch.float32}
+
+
+def strange(which: str) -> tuple[str, float]:
+    """(the words of the error on this rank, the loss of a right call after it)"""
+    size = torch.distributed.get_world_size()
+    rest = [nn.Identity() for _ in range(size - 2)]
+    pipe = Pipe(nn.Sequential(Strange(STRANGE[which]), First(), *rest), [1] * size, 2)
+    x = rows(4).requires_grad_()
+    words = ""
+    try:
+        pipe.step(x, rows(4, seed=2), loss_fn=square)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    if isinstance(pipe[0], Strange):
+        pipe[0].is_on = False
+    return words, pipe.step(x, rows(4, seed=2), loss_fn=square).loss.item()

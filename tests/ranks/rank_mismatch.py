@@ -1,0 +1,255 @@
+"""Scripts that are not the same on every rank: what does each rank hear, and is the next right call right?
+
+    mismatch("chunks")  -->  this rank's error, and the loss of a right step after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from one_and_many import SEED, in_one_process
+from rank_models import even, layered, rows, square
+from torch import nn
+
+from pipeline import Pipe
+
+Script = Callable[[int, int], object]  # rank, size
+
+
+def mismatch(which: str, apart: int) -> tuple[str, bool]:
+    """(the error on this rank in words, whether a right step after it gives the bits of one process)
+
+    Args:
+        which: a key of SCRIPTS.
+        apart: the rank that does something else.
+    """
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    words = "no error"
+    try:
+        SCRIPTS[which](rank == apart, size)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    losses = []
+    for pipe in (right(size), in_one_process(layered(8), even(8, size), 3)):
+        torch.manual_seed(SEED)
+        losses.append(pipe.step(rows(7), rows(7), loss_fn=square).loss)
+    return words, torch.equal(*losses)
+
+
+def right(size: int, **settings: Any) -> Pipe:
+    return Pipe(layered(8), even(8, size), 3, **settings)
+
+
+def stepped(pipe: Pipe, **settings: Any) -> object:
+    return pipe.step(rows(7), rows(7), loss_fn=square, **settings)
+
+
+# ----------------------------------------------------------------------------------------------- how they are built
+
+
+def balance(odd: bool, size: int) -> object:
+    one, *between, other = even(8, size)
+    return Pipe(layered(8), [one + odd, *between, other - odd], 3)
+
+
+def chunks(odd: bool, size: int) -> object:
+    return Pipe(layered(8), even(8, size), 3 + odd)
+
+
+def schedule(odd: bool, size: int) -> object:
+    return right(size, schedule="gpipe" if odd else "1f1b")
+
+
+def checkpoint(odd: bool, size: int) -> object:
+    return right(size, checkpoint="never" if odd else "always")
+
+
+def deferred(odd: bool, size: int) -> object:
+    return right(size, deferred_batch_norm=odd)
+
+
+def shape(odd: bool, size: int) -> object:
+    model = layered(8)
+    if odd:
+        model[4] = nn.Linear(4, 5).double()
+    return Pipe(model, even(8, size), 3)
+
+
+def dtype(odd: bool, size: int) -> object:
+    model = layered(8)
+    if odd:
+        model[0].float()
+    return Pipe(model, even(8, size), 3)
+
+
+def tie(odd: bool, size: int) -> object:
+    model = layered(8)
+    if odd:
+        model[7].weight = model[0].weight
+    return Pipe(model, even(8, size), 3)
+
+
+# -------------------------------------------------------------------------------------------------- what they call
+
+
+def later_chunks(odd: bool, size: int) -> object:
+    pipe = right(size)
+    pipe.chunks = 2 if odd else 3
+    return stepped(pipe)
+
+
+def later_schedule(odd: bool, size: int) -> object:
+    pipe = right(size)
+    pipe.schedule = "gpipe" if odd else "1f1b"
+    return stepped(pipe)
+
+
+def values(odd: bool, size: int) -> object:
+    return right(size).step(rows(7, seed=1 + odd), rows(7), loss_fn=square)
+
+
+def target_values(odd: bool, size: int) -> object:
+    return right(size).step(rows(7), rows(7, seed=1 + odd), loss_fn=square)
+
+
+def shuffled(odd: bool, size: int) -> object:
+    """The same rows in another order: no sum over them tells."""
+    x = rows(7)
+    return right(size)(x.flip(0) if odd else x)
+
+
+def batch(odd: bool, size: int) -> object:
+    pipe = right(size)
+    stepped(pipe)
+    return pipe.step(rows(7 + odd), rows(7 + odd), loss_fn=square)
+
+
+def width(odd: bool, size: int) -> object:
+    return right(size).step(rows(7, 4 + odd), rows(7), loss_fn=square)
+
+
+def batch_dtype(odd: bool, size: int) -> object:
+    x = rows(7)
+    return right(size).step(x.float() if odd else x, rows(7), loss_fn=square)
+
+
+def structure(odd: bool, size: int) -> object:
+    return right(size).evaluate((rows(7),) if odd else rows(7), rows(7), loss_fn=square)
+
+
+def plain_value(odd: bool, size: int) -> object:
+    return right(size).evaluate(rows(7), {"y": rows(7), "weight": 2 + odd}, loss_fn=lambda out, y: out.mean())
+
+
+def door(odd: bool, size: int) -> object:
+    pipe = right(size)
+    return pipe.evaluate(rows(7), rows(7), loss_fn=square) if odd else stepped(pipe)
+
+
+def forward_or_step(odd: bool, size: int) -> object:
+    pipe = right(size)
+    return pipe(rows(7)) if odd else stepped(pipe)
+
+
+def other_pipe(odd: bool, size: int) -> object:
+    pipes = right(size), right(size)
+    return stepped(pipes[odd])
+
+
+def no_grad(odd: bool, size: int) -> object:
+    with torch.no_grad() if odd else nullcontext():
+        return right(size)(rows(7))
+
+
+def input_grad(odd: bool, size: int) -> object:
+    return right(size)(rows(7).requires_grad_(odd)).sum().backward()
+
+
+def options(odd: bool, size: int) -> object:
+    return stepped(right(size), loss_reduction="sum" if odd else "mean")
+
+
+def no_optimizer(odd: bool, size: int) -> object:
+    pipe = right(size)
+    return stepped(pipe, optimizer=None if odd else torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+
+def autocast(odd: bool, size: int) -> object:
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd):
+        return right(size)(rows(7))
+
+
+def mode(odd: bool, size: int) -> object:
+    return stepped(right(size).train(not odd))
+
+
+def clip(odd: bool, size: int) -> object:
+    pipe = right(size)
+    pipe(rows(7)).sum().backward()
+    return pipe.clip_grad_norm_(1.0 + odd)
+
+
+def no_backward(odd: bool, size: int) -> object:
+    """One rank forgets the backward, and goes on to the next step."""
+    pipe = right(size)
+    loss = square(pipe(rows(7)), rows(7))
+    if not odd:
+        loss.backward()
+    return stepped(pipe)
+
+
+def no_last_backward(odd: bool, size: int) -> object:
+    """One rank forgets the backward, and evaluates, as all others do after theirs."""
+    pipe = right(size)
+    loss = square(pipe(rows(7)), rows(7))
+    if not odd:
+        loss.backward()
+    return pipe.evaluate(rows(7), rows(7), loss_fn=square)
+
+
+def other_backward(odd: bool, size: int) -> object:
+    """Two forwards, whose backwards have another order on one rank."""
+    pipe = right(size)
+    first, second = pipe(rows(7)).sum(), pipe(rows(8)).sum()
+    (second if odd else first).backward()
+    return (first if odd else second).backward()
+
+
+def retain(odd: bool, size: int) -> object:
+    """One rank goes back again, where the others go on."""
+    pipe = right(size)
+    loss = pipe(rows(7)).sum()
+    loss.backward(retain_graph=True)
+    return loss.backward() if odd else stepped(pipe)
+
+
+def extra_call(odd: bool, size: int) -> object:
+    """One rank evaluates once more than the others, who go on to step."""
+    pipe = right(size)
+    if odd:
+        pipe.evaluate(rows(7), rows(7), loss_fn=square)
+    return stepped(pipe)
+
+
+def moved_buffer(odd: bool, size: int) -> object:
+    """One rank changes a buffer that its forward only read, before the backward."""
+    pipe = right(size).eval()
+    loss = pipe(rows(7)).sum()
+    for name, buffer in pipe.named_buffers():
+        if odd and name.endswith("running_mean"):
+            buffer.add_(1)
+    return loss.backward()
+
+
+SCRIPTS: dict[str, Script] = {
+    script.__name__: script
+    for script in (
+        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, later_chunks, later_schedule, values,
+        target_values, shuffled, batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe,
+        no_grad, input_grad, options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward,
+        retain, extra_call, moved_buffer,
+    )
+}  # fmt: skip

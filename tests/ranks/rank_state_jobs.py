@@ -1,0 +1,127 @@
+"""What ranks do that have parts of an nn.Sequential, or of a Pipe: save together, load at another number, go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from state_training import CUTS, FRESH, make, names_of, net, train
+from torch import nn
+
+from pipeline import Pipe
+from pipeline.materialize import materialize, reset_parameters
+from pipeline.ranks.elsewhere import Elsewhere
+from pipeline.saved import Saved
+from pipeline.state import load_optimizer_state, optimizer_state, own_part
+
+TIED = ("0.weight", "5.weight")
+
+
+def own_layers() -> tuple[nn.Sequential, list[tuple[str, Any]]]:
+    """This rank's part of the model, and its parameters by name."""
+    cut, rank = CUTS[dist.get_world_size()][0], dist.get_rank()
+    model = net()
+    if len(cut) > 2:
+        model[5].weight = nn.Parameter(model[5].weight.detach().clone())  # each rank has its own copy
+    for index, (name, layer) in enumerate(list(model.named_children())):
+        if not cut[rank] <= index < cut[rank + 1]:
+            model._modules[name] = Elsewhere.of(layer, index, stage=0, rank=0)
+    return model, names_of(model)
+
+
+def save(path: str, kind: str, steps: int) -> list[str]:
+    """Train some steps and save; the keys that this rank gave."""
+    model, named = own_layers()
+    optimizer = make(kind, named)
+    train(named, optimizer, range(steps))
+    state = {"model": model.state_dict(), "optimizer": optimizer_state(named, optimizer), "steps": steps}
+    dcp.save(state, checkpoint_id=path)
+    return [*state["model"], *state["optimizer"]]
+
+
+def go_on(path: str, kind: str, steps: int, how: str) -> dict[str, torch.Tensor]:
+    """Load what other ranks saved, and train on; the parameters by name."""
+    everything = [name for name, _ in names_of(net())]
+    model, named = own_layers()
+    optimizer = make(kind, named, turned=True, **FRESH)
+    state: dict[str, Any]
+    if how == "load":
+        state = {"model": model.state_dict(), "optimizer": optimizer_state(named, optimizer), "steps": 0}
+        dcp.load(state, checkpoint_id=path)
+        assert state["steps"] == Saved(path)["steps"]
+    else:
+        state = {"model": Saved(path, "model"), "optimizer": Saved(path, "optimizer"), "steps": Saved(path)["steps"]}
+    model.load_state_dict(own_part(state["model"], [name for name, layer in model.named_children() if is_away(layer)]))
+    load_optimizer_state(named, optimizer, state["optimizer"], everything)
+    train(named, optimizer, range(state["steps"], steps))
+    return {name: param.detach() for name, param in named}
+
+
+def is_away(layer: nn.Module) -> bool:
+    return isinstance(layer, Elsewhere)
+
+
+def materialized(path: str | None) -> dict[str, torch.Tensor]:
+    """This rank's values: initial ones, or from a directory; other layers stay without memory."""
+    cut, rank = CUTS[dist.get_world_size()][0], dist.get_rank()
+    with torch.device("meta"):
+        model = net()
+    table = list(enumerate(model.named_children()))[cut[rank] : cut[rank + 1]]
+    own = [(index, name, layer) for index, (name, layer) in table]
+    materialize(own, reset_parameters if path is None else path, [torch.device("cpu")] * len(own), seed=4)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    here = {name for _, name, _ in own}
+    assert all(name.partition(".")[0] in here or tensor.is_meta or name in TIED for name, tensor in named)
+    return {name: tensor.detach() for name, tensor in named if name.partition(".")[0] in here}
+
+
+BALANCES = {1: [6], 2: [3, 3], 3: [2, 2, 2]}  # of three, one has nothing to train
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4), nn.Linear(4, 2)
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def piped(start: str | None, steps: tuple[int, int], end: str | None, how: str = "load") -> Any:
+    """Train a Pipe from a checkpoint, or from the beginning, to another; rank 0 gets the whole model's state."""
+    torch.manual_seed(6)
+    with torch.device("meta"):
+        model = deep()
+    pipe = Pipe(model, BALANCES[dist.get_world_size()], chunks=4, materialize=start or reset_parameters)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05 if start is None else 7.0)
+    if start is not None:
+        part: Any = Saved(start, "optimizer")
+        if how == "load":
+            state = {"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}
+            dcp.load(state, checkpoint_id=start)
+            part = state["optimizer"]
+            pipe.load_state_dict(state["model"])
+        pipe.load_optimizer_state_dict(optimizer, part)
+    for step in range(*steps):
+        torch.manual_seed(step)
+        pipe.step(*batch(step), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+    if end is not None:
+        dcp.save({"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}, checkpoint_id=end)
+    return pipe.full_state_dict()
+
+
+def loaded(state: Any, lacks: str) -> str:
+    """A whole state_dict loads on every rank; what nobody has is an error on every rank."""
+    pipe = Pipe(deep(), BALANCES[dist.get_world_size()], chunks=4)
+    pipe.load_state_dict(state)
+    own = pipe.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in own.items())
+    try:
+        pipe.load_state_dict({**state, lacks: torch.ones(1)})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,231 @@
+"""What do training scripts do with `pipe.step` and `pipe.evaluate`? Each function is one, for one_and_many.py.
+
+    pipe.step(x, y, loss_fn=f) --> the loss on every rank, gradients where their parameters are
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from one_and_many import Found, Make, over_ranks, state_of
+from rank_door import OPTIMIZERS, piped
+from rank_models import even, layered, rows, square
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline import Pipe
+
+
+def sizes_change(make: Make, stages: int) -> Found:
+    """Batches of 7, 1, 12 and 7 rows, in eval mode where BatchNorm could not take a chunk of one."""
+    pipe = piped(make, stages)
+    pipe.eval()
+    return {f"loss {step}": pipe.step(rows(count, seed=step), rows(count), loss_fn=square).loss
+            for step, count in enumerate((7, 1, 12, 7))} | state_of(pipe)  # fmt: skip
+
+
+class Sequences(nn.Module):
+    """[rows, length, 4] -> [rows, length, 4], mixing what stands at different places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + x.mean(1, keepdim=True).flip(0))
+
+
+def lengths_change(make: Make, stages: int, door: str) -> Found:
+    """Batches whose sequences have another length each time, and whose chunks have other rows."""
+    torch.manual_seed(2)
+    pipe = make(nn.Sequential(*[Sequences() for _ in range(stages)]).double(), [1] * stages, 3)
+    found: Found = {}
+    for step, (count, length) in enumerate([(6, 5), (6, 2), (7, 9), (2, 9), (6, 5), (7, 1)]):
+        x = torch.randn(count, length, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if door == "step":
+            found[f"loss {step}"] = pipe.step(x, loss_fn=lambda out, _: out.square().mean()).loss
+        else:
+            loss = pipe(x).square().mean()
+            loss.backward()
+            found[f"loss {step}"] = loss.detach()
+        found |= state_of(pipe, step)
+    return found
+
+
+def modes_switch(make: Make, stages: int) -> Found:
+    """Evaluations before, between and after steps; modes of single layers come back as they were."""
+    pipe = piped(make, stages)
+    for name, layer in pipe.named_children():
+        if name == "3":
+            layer.eval()
+    found: Found = {}
+    for step in range(3):
+        before = pipe.evaluate(rows(7, seed=5), rows(7), loss_fn=square)
+        found |= {f"{step} evaluated": before.loss, f"{step} outputs": before.outputs}
+        found |= state_of(pipe, f"{step} evaluated")
+        found[f"{step} loss"] = pipe.step(rows(7, seed=step), rows(7), loss_fn=square).loss
+        found |= {**state_of(pipe, step), f"{step} modes": [layer.training for layer in pipe.children()]}
+        if step == 1:
+            pipe.eval()
+    pipe.train()
+    return {**found, "last": pipe.step(rows(6), rows(6), loss_fn=square).loss, **state_of(pipe)}
+
+
+def evaluated(make: Make, stages: int, count: int, chunks: int, reduction: str) -> Found:
+    pipe = make(_model(stages), [1] * stages, chunks)
+    step = pipe.evaluate(rows(count), rows(count, seed=2), loss_fn=nn.MSELoss(reduction=reduction))
+    assert not step.outputs.requires_grad and not step.loss.requires_grad
+    return {"loss": step.loss, "outputs": step.outputs, **state_of(pipe)}
+
+
+def _model(stages: int) -> nn.Sequential:
+    torch.manual_seed(6)
+    block = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))  # noqa: E731
+    return nn.Sequential(*[block() for _ in range(stages)]).double()
+
+
+def first_step(make: Make, stages: int, deferred: bool) -> Found:
+    """BatchNorm's statistics and counters after the first step, and after the second."""
+    pipe = make(_model(stages), [1] * stages, 3, deferred_batch_norm=deferred)
+    found: Found = {}
+    for step in range(2):
+        pipe.step(rows(7, seed=step), rows(7), loss_fn=square)
+        found |= state_of(pipe, step)
+    return found
+
+
+def accumulated(make: Make, stages: int, to: str) -> Found:
+    """Two steps' gradients, one optimizer step."""
+    pipe = piped(make, stages)
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    found: Found = {}
+    for step in range(4):
+        result = pipe.step(rows(7, seed=step), rows(7), loss_fn=square, grads=to)
+        if to == "store":
+            found |= _stored(pipe, result.grads, step)
+            earlier = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+            result.grads.assign()
+            for name, parameter in pipe.named_parameters():
+                if earlier[name] is not None:
+                    parameter.grad = earlier[name] + parameter.grad
+        found |= state_of(pipe, step)
+        if step % 2:
+            stepper.step()
+            stepper.zero_grad()
+    return {**found, **state_of(pipe, "end")}
+
+
+def _stored(pipe: Pipe, store: Any, when: object) -> Found:
+    return {f"{when} store {name}": store.get(parameter).clone() for name, parameter in pipe.named_parameters()}
+
+
+class Named(nn.Module):
+    """The last stage: a dict of outputs, some of them not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.layer(x)
+        more = {"classes": h.argmax(1), "scale": 2.0, "name": "n", "no": None}
+        return {"scores": h, "pair": (h.sum(1), x.detach()), **more}
+
+
+def _named_loss(out: dict[str, Any], target: dict[str, Any]) -> Tensor:
+    assert out["name"] == "n" and out["no"] is None and target["word"] == "w"
+    loss = functional.cross_entropy(out["scores"], target["classes"])
+    return loss + out["scale"] * (out["pair"][0] - target["sums"][0]).square().mean()
+
+
+def dicts(make: Make, stages: int, door: str) -> Found:
+    torch.manual_seed(4)
+    pipe = make(nn.Sequential(*[nn.Linear(4, 4) for _ in range(stages - 1)], Named()).double(), [1] * stages, 3)
+    target = {"classes": torch.arange(7) % 4, "sums": [rows(7, seed=8).sum(1)], "word": "w"}
+    if door == "forward":
+        out = pipe(rows(7))
+        loss = _named_loss(out, target)
+        loss.backward()
+        return {"loss": loss.detach(), "outputs": _detached(out), **state_of(pipe)}
+    call = pipe.step if door == "step" else pipe.evaluate
+    step = call(rows(7), target, loss_fn=_named_loss, outputs=True)
+    return {"loss": step.loss, "outputs": _detached(step.outputs), **state_of(pipe)}
+
+
+def _detached(out: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), out)
+
+
+def everything(make: Make, stages: int, optimizer: str, schedule: str, checkpoint: str) -> Found:
+    """Steps with an optimizer, clipping, and a loss that counts what it adds up: cross entropy over some rows."""
+
+    def counted(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        kept = target != 3
+        return functional.cross_entropy(out[kept], target[kept], reduction="sum"), kept.sum()
+
+    settings = {"schedule": schedule, "checkpoint": checkpoint, "deferred_batch_norm": True}
+    pipe = make(layered(8), even(8, stages), 8, **settings)
+    stepper = OPTIMIZERS[optimizer](pipe.parameters())
+    found: Found = {}
+    for step in range(4):
+        target = (torch.arange(17) + step) % 4
+        result = pipe.step(rows(17, seed=step), target, loss_fn=counted, optimizer=stepper, clip_grad_norm=0.1)
+        found |= {f"{step} loss": result.loss, **state_of(pipe, step)}
+    return found
+
+
+def scaled(make: Make, stages: int) -> Found:
+    """A GradScaler: the second step overflows on one rank, and no rank's parameters move."""
+    pipe = piped(make, stages)
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    found: Found = {}
+    for step in range(3):
+        if step == 1:
+            bad = dict(pipe.named_parameters()).get("0.weight")
+            if bad is not None:
+                handle = bad.register_hook(lambda grad: grad * torch.inf)
+        loss = pipe.step(rows(7, seed=step), rows(7), loss_fn=square, optimizer=stepper, scaler=scaler).loss
+        if step == 1 and bad is not None:
+            handle.remove()
+        found |= {f"{step} loss": loss, f"{step} scale": scaler.get_scale(), **state_of(pipe, step)}
+    return found
+
+
+def clipped(make: Make, stages: int, norm: float, to: str) -> Found:
+    """pipe.clip_grad_norm_ between backward and the optimizer; clip_grad_norm of a step's store."""
+    pipe = piped(make, stages)
+    if to == "store":
+        result = pipe.step(rows(7), rows(7), loss_fn=square, grads="store", clip_grad_norm=0.05)
+        return _stored(pipe, result.grads, "clipped")
+    found: Found = {}
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        square(pipe(rows(7, seed=step)), rows(7)).backward()
+        found |= {f"{step} norm": pipe.clip_grad_norm_(0.05, norm), **state_of(pipe, step)}
+        stepper.step()
+        stepper.zero_grad()
+    return {**found, **state_of(pipe)}
+
+
+def two_pipes(make: Make, stages: int) -> Found:
+    """Two models over the same ranks, trained in turn, then one through the other."""
+    one, other = piped(make, stages), make(_model(stages), even(stages, stages), 2)
+    found: Found = {}
+    for step in range(2):
+        found[f"{step} one"] = one.step(rows(7, seed=step), rows(7), loss_fn=square).loss
+        found[f"{step} other"] = other.step(rows(6, seed=step), rows(6), loss_fn=square).loss
+    loss = square(other(one(rows(8))), rows(8, seed=9))
+    loss.backward()
+    found["both"] = loss.detach()
+    return {**found, **state_of(one, "one"), **state_of(other, "other")}
+
+
+def losses_of_every_rank(stages: int) -> list[str]:
+    """The numbers that this rank sees, and of what kind: of steps, an evaluation and the forward door."""
+    pipe = piped(over_ranks, stages)
+    losses = [pipe.step(rows(7, seed=step), rows(7), loss_fn=square).loss for step in range(2)]
+    losses.append(pipe.evaluate(rows(7), rows(7), loss_fn=square).loss)
+    losses.append(square(pipe(rows(7)), rows(7)).detach())
+    return [f"{loss.item().hex()} {loss.dtype} {list(loss.shape)} {loss.requires_grad}" for loss in losses]

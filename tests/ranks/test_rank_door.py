@@ -1,0 +1,126 @@
+"""The forward door over ranks: a script that is written for one process trains the same bits on several."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from crew import Crew
+from one_and_many import agree, agree_all
+from rank_door import OPTIMIZERS
+from under_torchrun import torchrun
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_training_through_the_forward_door_gives_the_bits_of_one_process(
+    size: int, request: pytest.FixtureRequest
+) -> None:
+    cases = product((size, 2 * size), OPTIMIZERS, ("always", "except_last", "never"))
+    agree_all(request.getfixturevalue(f"crew{size}"), "rank_door:trained", [case for case in cases if case[0] <= 8])
+
+
+def test_inference_gives_every_rank_the_output_and_no_graph(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:inferred", [(3,), (6,)])
+
+
+def test_several_forwards_may_wait_for_their_backwards_in_any_order(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:several", product((3, 6), ("first first", "last first", "joined")))
+
+
+def test_a_graph_that_is_kept_goes_backward_twice(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:twice", product((3, 6), ("always", "except_last", "never")))
+
+
+def test_gradients_accumulate_over_mini_batches(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:accumulated", [(3,), (6,)])
+
+
+def test_layers_around_the_pipe_have_the_same_gradients_on_every_rank(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:surrounded", [(3,), (6,)])
+
+
+def test_autograd_grad_gives_each_rank_what_it_asks_for(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:asked", product((3, 6), ("x", "parameters", "both")))
+
+
+def test_a_rank_without_parameters_takes_part_where_all_ask_for_those_of_the_pipe(crew3: Crew) -> None:
+    agree(crew3, "rank_door:asked_of_all", 3)
+
+
+def test_frozen_stages_pass_gradients_on_or_have_no_backward(crew3: Crew) -> None:
+    subsets = [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
+    agree_all(crew3, "rank_door:frozen", product((3,), subsets, (False, True)))
+
+
+def test_a_stage_without_parameters_takes_part(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:bare", product((3,), (0, 1, 2), ("forward", "step")))
+
+
+def test_hooks_see_whole_gradients_once_on_their_rank(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:hooked", [(3,), (6,)])
+
+
+def test_a_penalty_on_a_ranks_own_parameters_joins_the_pipes_gradient(crew3: Crew) -> None:
+    agree_all(crew3, "rank_door:weighed", [(3,), (6,)])
+
+
+def test_autocast_reaches_all_ranks_stages(crew3: Crew) -> None:
+    agree(crew3, "rank_door:switched", 3)
+
+
+REFUSED = {
+    "create_graph": "create_graph=True cannot go through a Pipe over ranks.*pipeline.curvature",
+    "is_grads_batched": "is_grads_batched=True cannot go through a Pipe over ranks.*pipeline.curvature",
+    "vmap": "vmap.*cannot go through a Pipe",
+    "func.grad": "torch.func transforms .* cannot see through a Pipe",
+    "second backward": "second time",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_call_is_right(
+    crew2: Crew, crew3: Crew, how: str
+) -> None:
+    for crew in (crew2, crew3):
+        for words, wrong in crew.run("rank_door:refused", how):
+            assert re.search(REFUSED[how], words), words
+            assert wrong == []
+
+
+SCRIPT = '''
+import sys
+import torch
+from torch import nn
+from pipeline import Pipe
+
+def say(what, value):  # one write, which other ranks' words cannot part
+    sys.stdout.write(f"{what} {value.item().hex()}\\n")
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+pipe = Pipe(model, [2, 2, 2][: int(sys.argv[1])] if int(sys.argv[1]) == 3 else [3, 3], chunks=4)
+optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+x = torch.randn(10, 4)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = (pipe(x) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    say(step, loss)
+say("all", pipe.evaluate(x, loss_fn=lambda out, y: out.square().mean()).loss)
+'''
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_script_that_knows_of_no_ranks_prints_the_same_bits_under_torchrun(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone = subprocess.run([sys.executable, script, str(size)], check=True, capture_output=True, text=True)
+    over = torchrun(script, [str(size)], nproc=size)
+    assert (over.code, over.stderr) == (0, "")
+    assert len(alone.stdout.splitlines()) == 4
+    assert sorted(over.stdout.splitlines()) == sorted(alone.stdout.splitlines() * size)

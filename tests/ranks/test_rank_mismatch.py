@@ -1,0 +1,66 @@
+"""Scripts that differ between the ranks are refused on every rank, in words that name the difference; no rank hangs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from crew import Crew
+
+# What differs, as {odd} has it and {even} have it.
+WORDS = {
+    "balance": r"the settings differ.*{odd}: balance \[.*{even}: balance \[",
+    "chunks": "the settings differ.*{odd}: chunks 4.*{even}: chunks 3",
+    "schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
+    "checkpoint": "the settings differ.*{odd}: checkpoint never.*{even}: checkpoint always",
+    "deferred": "the settings differ.*{odd}: deferred_batch_norm True.*{even}: deferred_batch_norm False",
+    "shape": r"the settings differ.*{odd}: 4.weight: \[5, 4\].*{even}: 4.weight: \[4, 4\]",
+    "dtype": r"the settings differ.*{odd}: 0.weight: \[4, 4\] float32.*{even}: 0.weight: \[4, 4\] float64",
+    "tie": "the settings differ.*{even}: 7.weight",
+    "later_chunks": "the settings differ.*{odd}: chunks 2.*{even}: chunks 3",
+    "later_schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
+    "values": "the values of the mini-batches differ.*the same seed on every rank",
+    "target_values": "the values of the mini-batches differ.*the same seed on every rank",
+    "shuffled": "the values of the mini-batches differ.*the same seed on every rank",
+    "batch": r"the mini-batches differ.*{odd}: x float64\[8, 4\].*{even}: x float64\[7, 4\]",
+    "width": r"the mini-batches differ.*{odd}: x float64\[7, 5\].*{even}: x float64\[7, 4\]",
+    "batch_dtype": r"the mini-batches differ.*{odd}: x float32\[7, 4\].*{even}: x float64\[7, 4\]",
+    "structure": r"the mini-batches differ.*{odd}: x \(.*{even}: x float64\[7, 4\]",
+    "plain_value": "the mini-batches differ.*{odd}: .*'weight': 3.*{even}: .*'weight': 2",
+    "door": "the calls differ.*{odd}: evaluate of.*{even}: step of",
+    "forward_or_step": "the calls differ.*{odd}: forward of.*{even}: step of",
+    "other_pipe": "the calls differ.*{odd}: step of Pipe 1.*{even}: step of Pipe 0",
+    "no_grad": "the mini-batches differ.*{odd}: .*gradients off.*{even}: .*gradients on",
+    "input_grad": "the mini-batches differ.*{odd}: .*with gradient.*{even}: ",
+    "options": "the mini-batches differ.*{odd}: .*'sum'.*{even}: .*'mean'",
+    "no_optimizer": "the mini-batches differ.*{odd}: .*NoneType.*{even}: .*SGD",
+    "autocast": "differ.*{odd}: .*autocast.*{even}: ",
+    "mode": "differ.*{odd}: .*eval.*{even}: .*train",
+    "clip": "the arguments differ.*{odd}: 2.0.*{even}: 1.0",
+    "no_backward": "the calls differ.*{odd}: step of.*{even}: backward of call",
+    "no_last_backward": "the calls differ.*{odd}: evaluate of.*{even}: backward of call",
+    "other_backward": "the calls differ.*{odd}: backward of call.*{even}: backward of call",
+    "retain": "the calls differ.*{odd}: backward of call.*{even}: step of",
+    "extra_call": "the calls differ.*{odd}: evaluate of.*{even}: step of",
+    "moved_buffer": "a buffer that the forward read was changed before its backward",
+}
+
+
+@pytest.mark.parametrize("which", WORDS)
+def test_a_script_that_differs_on_one_rank_is_refused_on_every_rank_and_the_next_call_is_right(
+    crew2: Crew, crew3: Crew, which: str
+) -> None:
+    for crew, apart in ((crew2, 0), (crew2, 1), (crew3, 1)):
+        odd, others = f"rank {apart}", [rank for rank in range(crew.size) if rank != apart]
+        even = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+        for words, right_after in crew.run("rank_mismatch:mismatch", which, apart, timeout=40.0):
+            assert in_any_order(WORDS[which], odd, even, words), words
+            assert right_after
+
+
+def in_any_order(pattern: str, odd: str, even: str, words: str) -> bool:
+    """Whether words match a pattern; who has the lower number stands first in them."""
+    named, *parts = re.split(r"(?=\{(?:odd|even)\})", pattern)
+    orders = ([*parts], [*reversed(parts)])
+    patterns = [named + ".*".join(part.removesuffix(".*") for part in order) for order in orders]
+    return any(re.search(each.replace("{odd}", odd).replace("{even}", even), words, re.DOTALL) for each in patterns)

@@ -1,0 +1,84 @@
+"""The step door over ranks. Laws that begin "where torch" are those that torch.distributed.pipelining 2.13 breaks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from crew import Crew
+from one_and_many import agree, agree_all
+from rank_door import OPTIMIZERS
+
+from scheduler import names
+
+
+def test_where_torch_refuses_or_drops_rows_an_evaluation_takes_seven_rows_in_four_chunks(
+    crew2: Crew, crew3: Crew, crew4: Crew
+) -> None:
+    cases = list(product(((7, 4), (1, 4), (5, 3), (4, 1)), ("mean", "sum")))
+    for crew in (crew2, crew3, crew4):
+        agree_all(crew, "rank_steps:evaluated", [(crew.size, *count, reduction) for count, reduction in cases])
+
+
+def test_where_torch_keeps_its_first_shapes_batch_sizes_change_between_steps(crew2: Crew, crew4: Crew) -> None:
+    agree_all(crew2, "rank_steps:sizes_change", [(2,), (4,)])
+    agree(crew4, "rank_steps:sizes_change", 4)
+
+
+@pytest.mark.parametrize("door", ["step", "forward"])
+def test_where_torch_keeps_its_first_shapes_sequence_lengths_change_between_steps(crew3: Crew, door: str) -> None:
+    agree_all(crew3, "rank_steps:lengths_change", [(3, door), (6, door)])
+
+
+def test_where_torch_keeps_its_first_mode_training_and_evaluation_alternate(crew2: Crew, crew3: Crew) -> None:
+    agree(crew2, "rank_steps:modes_switch", 2)
+    agree_all(crew3, "rank_steps:modes_switch", [(3,), (6,)])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_where_torch_runs_a_forward_to_learn_shapes_statistics_are_right_at_the_first_step(
+    crew3: Crew, deferred: bool
+) -> None:
+    agree_all(crew3, "rank_steps:first_step", [(3, deferred), (6, deferred)])
+
+
+@pytest.mark.parametrize("to", ["param", "store"])
+def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, crew3: Crew, to: str) -> None:
+    agree(crew2, "rank_steps:accumulated", 4, to)
+    agree(crew3, "rank_steps:accumulated", 3, to)
+
+
+@pytest.mark.parametrize("door", ["step", "evaluate", "forward"])
+def test_where_torch_cuts_tensors_alone_outputs_and_targets_may_be_dicts(crew3: Crew, door: str) -> None:
+    agree_all(crew3, "rank_steps:dicts", [(3, door), (6, door)])
+
+
+def test_where_torch_gives_losses_to_the_last_rank_every_rank_has_the_same_number(
+    crew2: Crew, crew3: Crew, crew4: Crew
+) -> None:
+    for crew in (crew2, crew3, crew4):
+        first, *others = crew.run("rank_steps:losses_of_every_rank", crew.size)
+        assert others == [first] * (crew.size - 1)
+
+
+@pytest.mark.parametrize("name", names())
+def test_steps_with_an_optimizer_clipping_and_counted_losses_give_the_same_bits_under_every_schedule(
+    crew2: Crew, name: str
+) -> None:
+    agree_all(crew2, "rank_steps:everything", product((4,), OPTIMIZERS, (name,), ("always", "never")))
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(crew2: Crew, crew3: Crew) -> None:
+    agree(crew2, "rank_steps:scaled", 2)
+    agree(crew3, "rank_steps:scaled", 3)
+
+
+@pytest.mark.parametrize("to", ["param", "store"])
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, to: str) -> None:
+    for crew in (crew2, crew3):
+        agree_all(crew, "rank_steps:clipped", product((crew.size,), (2.0, 1.0, float("inf")), (to,)))
+
+
+def test_two_pipes_share_the_ranks_and_one_may_feed_the_other(crew2: Crew, crew3: Crew) -> None:
+    agree(crew2, "rank_steps:two_pipes", 2)
+    agree(crew3, "rank_steps:two_pipes", 3)
