@@ -14,7 +14,8 @@ demo: $(READY)
 	$(BIN)/python examples/hessian_product.py
 
 test: $(READY)
-	$(ONE) $(BIN)/python -m pytest -n 2
+	$(ONE) $(BIN)/python -m pytest -n 2 --ignore tests/ranks
+	$(ONE) $(BIN)/python -m pytest tests/ranks
 	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
 
 check: $(READY)

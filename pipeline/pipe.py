@@ -52,6 +52,10 @@ from pipeline.ranks.agreement import values_in_words
 from pipeline.ranks.company import Company, company_of
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.over_ranks import MINI_BATCHES, SETTINGS, OverRanks
+from pipeline.ranks.replica_shares import layout_of
+from pipeline.ranks.replicas import Replicas, check_where, find_replicas
+from pipeline.ranks.replicated import OPTIONS, Replicated
+from pipeline.ranks.wrapped import check_over_ranks, check_wrapped
 from pipeline.recall import Known
 from pipeline.skip import routes, verify_skippables
 from pipeline.stateful import Stateful
@@ -85,6 +89,8 @@ class Pipe(Stateful):
         workers: "inline": one thread drives all stages; "threads": one for each. None: threads where stages are on
             several accelerators.
         group: the ranks to run over, a ProcessGroup or a DeviceMesh of one dimension. None: all.
+        replicas: the ranks that have the same stages in other pipelines, which train on other mini-batches: a
+            ProcessGroup or a DeviceMesh of one dimension, with `group` or `devices`. Gradients are averaged over them.
         timeout: over ranks, seconds after which a call is given up in which nothing moves on any rank.
         heartbeat: over ranks, seconds after which a rank that gives no sign of life is given up.
         materialize: how layers on the meta device get their values: a callable that fills a layer in place, a
@@ -118,16 +124,22 @@ class Pipe(Stateful):
         deferred_batch_norm: bool = False,
         workers: str | None = None,
         group: Any = None,
+        replicas: Any = None,
         timeout: float = 300.0,
         heartbeat: float = 10.0,
         materialize: How = None,
     ) -> None:
         super().__init__()
         check_module(module)
+        check_wrapped(module)
         check_plain(module)
         check_workers(workers)
         places = None if devices is None else [place_of(device) for device in devices]
+        check_where(replicas, group, places)
         ranks = find_ranks(group, places, workers, heartbeat, timeout)
+        others = find_replicas(replicas, ranks, heartbeat, timeout)
+        if ranks is not None or others is not None:
+            check_over_ranks(module)
         self.balance = choose_balance(module, balance, places, ranks)
         self._places = choose_places(places, len(self.balance), ranks)
         self.devices = [place.device for place in self._places]
@@ -146,6 +158,7 @@ class Pipe(Stateful):
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
         self._company: Company | None = None
+        self._replicas: Replicas | None = None
         self.checkpoint = checkpoint
         self.chunks = chunks
         self.schedule = schedule
@@ -157,6 +170,9 @@ class Pipe(Stateful):
             settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
         else:
             self._join(stages, ranks, materialize)
+        if others is not None:
+            self._replicas = Replicas(others, ranks, self)
+            self._replicas.join(self, self._settings())
 
     def _join(self, stages: Sequence[nn.Sequential], ranks: Ranks, materialize: How) -> None:
         """Become one Pipe with those that the other ranks build now. Their layers stay here in name only."""
@@ -267,7 +283,7 @@ class Pipe(Stateful):
     def _forward(self, input: Any, output: str) -> Any:
         if output not in ("all", "last"):
             raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
-        with turn() as now, self._peers("forward") as peers:
+        with turn() as now, self._peers("forward", torch.is_grad_enabled()) as peers:
             batch = scatter(input, self.chunks)
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
@@ -313,7 +329,7 @@ class Pipe(Stateful):
             RuntimeError: gradients are switched off, or nothing requires one.
         """
         options = [loss_reduction, clip_grad_norm, grads, outputs, trace, type(optimizer).__name__, scaler is None]
-        with turn(), self._peers("step") as peers:
+        with turn(), self._peers("step", averages=True) as peers:
             check_step(optimizer, clip_grad_norm, scaler, grads)
             batch = scatter(x, self.chunks, "x")
             self._refuse_transforms(batch)
@@ -445,11 +461,15 @@ class Pipe(Stateful):
         total = peers.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
         store.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
-    def _peers(self, door: str) -> Peers:
-        """The processes that run a call: alone, or over ranks."""
-        if self._company is None:
-            return Alone()
-        return OverRanks(self._company, self._company.hosting.tied(self), door)
+    def _peers(self, door: str, averages: bool = False) -> Peers:
+        """The processes that run a call: alone, or over ranks; with the replicas where gradients are averaged."""
+        company = self._company
+        tied = [] if company is None else company.hosting.tied(self)
+        own: Peers = Alone() if company is None else OverRanks(company, tied, door)
+        if self._replicas is None or not averages:
+            return own
+        stages = {stage: layers for stage, layers in enumerate(self._stages()) if own.has(stage)}
+        return Replicated(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), door)
 
     def _call(
         self,
@@ -488,6 +508,8 @@ class Pipe(Stateful):
         shapes = [f"{name} {described(each)}" for name, each in given.items()]
         more = f"gradients {'on' if grad and torch.is_grad_enabled() else 'off'}, options {list(options)}"
         words = {SETTINGS: self._settings(), "the modes": self._modes(), MINI_BATCHES: ", ".join([*shapes, more])}
+        if self._replicas is not None:  # whose mini-batches differ
+            words[OPTIONS] = more
         if values:
             tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
             words["the values of the mini-batches"] = values_in_words(tensors)
@@ -503,14 +525,15 @@ class Pipe(Stateful):
 
     def _settings(self) -> str:
         """How this Pipe is set up, in lines."""
-        assert self._company is not None  # it runs over ranks
+        joint = self._company or self._replicas
+        assert joint is not None  # or nobody asks
         key = (self.chunks, self.checkpoint, self._plans)
         if self._told is not None and self._told[0] == key:
             return self._told[1]
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else "a function of (stage, chunk)"
         text = (
             f"balance {self.balance}\nchunks {self.chunks}\nschedule {self.schedule}\ncheckpoint {checkpoint}\n"
-            f"deferred_batch_norm {self.deferred_batch_norm}\n{self._company.parameters}"
+            f"deferred_batch_norm {self.deferred_batch_norm}\n{joint.parameters}"
         )
         self._told = (key, text)
         return text

@@ -34,7 +34,7 @@ from pipeline.values import Values
 from scheduler import Action, Event
 
 OPTIONS = "the options"
-_ALIKE = ("the settings", OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
+_ALIKE = ("the settings", "the modes", OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
 _WHERE = ("replica ", "the replicas ")
 _AGREED = (
     ", after all replicas had agreed that it took place: parameters and buffers may be changed in some and not in "

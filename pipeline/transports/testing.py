@@ -233,24 +233,28 @@ def _both_ends_have_payloads_or_neither_has(pair: Pair) -> None:
 
 
 def _payloads_arrive_in_the_order_in_which_they_were_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
-    sent = [_bytes(size, size) for size in (16, 16, 1, 63, 64, 65, 4096, 16)]
+    sent = [_bytes(size, seed) for seed, size in enumerate((16, 16, 1, 63, 64, 65, 4096, 16))]
     for buffer in sent:
-        out.send(buffer.to(out.device))
+        _send(out, buffer)
     _assert_same(_taken([into.post(buffer.numel()) for buffer in sent]), sent)
 
 
 def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(5)]
-    expected = [into.post(buffer.numel()) for buffer in sent]
+    expected, found = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
+    thread = _Thread(lambda: found.extend(_taken(expected)))
+    time.sleep(0.02)  # let whoever does not wait go wrong
     for buffer in sent:
-        out.send(buffer.to(out.device))
-    _assert_same(_taken(expected), sent)
+        _send(out, buffer)
+    thread.join()
+    assert thread.error is None, f"whoever expects payloads ended with {thread.error!r}"
+    _assert_same(found, sent)
 
 
 def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     sent = [_bytes(4 << 20, seed) for seed in range(3)]
     for buffer in sent:
-        out.send(buffer.to(out.device))
+        _send(out, buffer)
         _assert_same(_taken([into.post(buffer.numel())]), [buffer])
 
 
@@ -258,9 +262,9 @@ def _payloads_and_the_two_streams_do_not_wait_for_each_other(out: PayloadsOut, i
     sent = [_bytes(64, seed) for seed in range(4)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
     waiting = [pair.incoming.post(posted[extra], extra=bool(extra)) for extra in (0, 1)]
-    out.send(sent[2].to(out.device))
+    _send(out, sent[2])
     _assert_same(_taken([into.post(64)]), sent[2:3])
-    out.send(sent[3].to(out.device))  # and this one is not expected yet
+    _send(out, sent[3])  # and this one is not expected yet
     _wait(waiting, [pair.outgoing.send(sent[extra], extra=bool(extra)) for extra in (0, 1)])
     _assert_same(posted[:2], sent[:2])
     _assert_same(_taken([into.post(64)]), sent[3:])
@@ -268,7 +272,7 @@ def _payloads_and_the_two_streams_do_not_wait_for_each_other(out: PayloadsOut, i
 
 def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     for seed in range(10):
-        out.send(_bytes(10_000, seed).to(out.device))
+        _send(out, _bytes(10_000, seed))
     gc.collect()
     others = [_bytes(10_000, 100 + seed).to(out.device) for seed in range(10)]
     found = _taken([into.post(other.numel()) for other in others])
@@ -286,7 +290,7 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: P
     for name, use in (
         ("gives what was expected", second.take),
         ("expects payloads", lambda: into.post(8).take()),
-        ("sends payloads", lambda: out.send(_bytes(8, 0).to(out.device))),
+        ("sends payloads", lambda: _send(out, _bytes(8, 0))),
     ):
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
@@ -337,12 +341,6 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     _what_has_been_waited_for_may_change,
     _giving_up_wakes_whoever_waits_and_refuses_the_rest,
     _giving_up_wakes_whoever_waits_for_a_send,
-    _letters_of_every_dtype_and_layout_arrive_bit_by_bit,
-    _letters_without_tensors_arrive,
-    _shapes_may_change_from_phase_to_phase_and_within_one,
-    _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way,
-    _letters_may_be_asked_for_in_another_order,
-    _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
     _both_ends_have_payloads_or_neither_has,
     _with_payloads(_payloads_arrive_in_the_order_in_which_they_were_sent),
     _with_payloads(_payloads_may_be_expected_before_they_are_sent),
@@ -350,6 +348,12 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     _with_payloads(_payloads_and_the_two_streams_do_not_wait_for_each_other),
     _with_payloads(_a_payload_need_not_be_kept_by_its_sender),
     _with_payloads(_giving_up_ends_payloads_as_well),
+    _letters_of_every_dtype_and_layout_arrive_bit_by_bit,
+    _letters_without_tensors_arrive,
+    _shapes_may_change_from_phase_to_phase_and_within_one,
+    _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way,
+    _letters_may_be_asked_for_in_another_order,
+    _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
     _with_payloads(_letters_on_the_device_arrive_bit_by_bit),
     _with_payloads(_letters_may_hold_tensors_on_the_device_and_on_the_host),
     _with_payloads(_letters_on_the_device_may_be_asked_for_in_another_order),
@@ -375,6 +379,10 @@ class _Thread(threading.Thread):
 def _wait(receives: list[Handle], sends: list[Handle]) -> None:
     for handle in receives + sends:
         handle.wait()
+
+
+def _send(out: PayloadsOut, buffer: Tensor) -> None:
+    out.send(buffer.to(out.device, copy=True))
 
 
 def _taken(expected: list[Expected]) -> list[Tensor]:

@@ -7,21 +7,22 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from payloads_over_gloo import OverGloo
 
-from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
+from pipeline.transports.channel import ChannelError, Expected, Handle, Incoming, Outgoing, PayloadsIn, PayloadsOut
 from pipeline.transports.distributed import Channels
-from pipeline.transports.testing import CHECKS, Pair, check_transport, local_pair, rendezvous_pair
+from pipeline.transports.testing import CHECKS, Pair, apart_pair, check_transport, local_pair, rendezvous_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
 @contextmanager
-def gloo_pair():
+def gloo_pair(carriers=(None, None)):
     """Both ends of a channel over gloo in this process."""
     store, ends = dist.HashStore(), {}
 
     def connect(rank):
-        ends[rank] = Channels(store, "suite", rank, [(0, 1)], timedelta(seconds=30))
+        ends[rank] = Channels(store, "suite", rank, [(0, 1)], timedelta(seconds=30), carriers[rank])
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
     for step in (threading.Thread.start, threading.Thread.join):
@@ -32,7 +33,15 @@ def gloo_pair():
         end.close()
 
 
-@pytest.mark.parametrize("make_pair", [local_pair, rendezvous_pair, gloo_pair])
+@contextmanager
+def gloo_pair_with_payloads():
+    """The same, and payloads over a group that stands in for NCCL's."""
+    with gloo_pair((OverGloo("a"), OverGloo("b"))) as pair:
+        assert pair.outgoing.payloads is not None
+        yield pair
+
+
+@pytest.mark.parametrize("make_pair", [local_pair, rendezvous_pair, apart_pair, gloo_pair, gloo_pair_with_payloads])
 def test_a_channel_that_does_what_it_must_passes_every_check(make_pair):
     check_transport(make_pair)
 
@@ -221,6 +230,163 @@ class GoesOnAfterAbort(Ends):
         return Done() if self.gone else super().send(buffer, extra)
 
 
+# ------------------------------------------------------------------------------------------------------- of payloads
+
+
+class EndsWithPayloads(Ends):
+    """A channel with payloads over a good one; below, each class does one thing wrong with these."""
+
+    class Out(PayloadsOut):
+        def __init__(self, ends, good):
+            self.device, self.takes, self.send = good.device, good.takes, ends.send_payload
+
+        def takes(self, tensor): ...
+
+        def send(self, buffer): ...
+
+    class Into(PayloadsIn):
+        def __init__(self, ends):
+            self.post = ends.post_payload
+
+        def post(self, nbytes): ...
+
+    def __init__(self, pair):
+        super().__init__(pair)
+        self.good = pair.outgoing.payloads, pair.incoming.payloads
+        self.payloads = self.Out(self, self.good[0]), self.Into(self)
+
+    def send_payload(self, buffer):
+        self.good[0].send(buffer)
+
+    def post_payload(self, nbytes):
+        return self.good[1].post(nbytes)
+
+
+class HasPayloadsAtOneEnd(EndsWithPayloads):
+    def __init__(self, pair):
+        super().__init__(pair)
+        self.payloads = self.payloads[0], None
+
+
+class ReordersPayloads(EndsWithPayloads):
+    """Every second one is let past by the next, where they are alike."""
+
+    late = None
+
+    def send_payload(self, buffer):
+        if self.late is None:
+            self.late = buffer
+            return
+        late, self.late = self.late, None
+        for each in (buffer, late) if late.numel() == buffer.numel() else (late, buffer):
+            super().send_payload(each)
+
+
+class CutsPayloadsShort(EndsWithPayloads):
+    def send_payload(self, buffer):
+        super().send_payload(buffer[:-1])
+
+
+class LosesTheEndOfLongPayloads(EndsWithPayloads):
+    def send_payload(self, buffer):
+        buffer = buffer.clone()
+        buffer[1 << 20 :] = 0
+        super().send_payload(buffer)
+
+
+class SendsPayloadsOnTheStream(EndsWithPayloads):
+    class Handed(Expected):
+        def __init__(self, buffer, handle):
+            self.buffer, self.handle = buffer, handle
+
+        def take(self):
+            self.handle.wait()
+            return self.buffer
+
+    def send_payload(self, buffer):
+        self.send(buffer)
+
+    def post_payload(self, nbytes):
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self.Handed(buffer, self.post(buffer))
+
+
+class BlocksUntilAPayloadHasCome(EndsWithPayloads):
+    def post_payload(self, nbytes):
+        expected = super().post_payload(nbytes)
+        expected.take()
+        return expected
+
+
+class BlocksUntilAPayloadIsExpected(EndsWithPayloads):
+    expected = False
+
+    def send_payload(self, buffer):
+        super().send_payload(buffer)
+        until = time.monotonic() + 5
+        while not self.expected and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def post_payload(self, nbytes):
+        self.expected = True
+        return super().post_payload(nbytes)
+
+
+class GivesOutPayloadsBeforeTheyHaveCome(EndsWithPayloads):
+    class Early(Expected):
+        def __init__(self, expected):
+            self.expected = expected
+
+        def take(self):
+            return self.expected._buffer.clone()
+
+    def post_payload(self, nbytes):
+        return self.Early(super().post_payload(nbytes))
+
+
+class LetsPayloadsOutliveIt(EndsWithPayloads):
+    """They are another channel's, which nobody gives up."""
+
+    def __init__(self, pair):
+        super().__init__(pair)
+        self.another = apart_pair()
+        another = self.another.__enter__()
+        self.good = another.outgoing.payloads, another.incoming.payloads
+
+
+class UsesTheMemoryOfPayloadsAnew(EndsWithPayloads):
+    last = None
+
+    def send_payload(self, buffer):
+        super().send_payload(buffer)
+        if self.last is not None:
+            self.last.zero_()
+        self.last = buffer
+
+
+class ConfusesPayloadsOfMixedLetters(EndsWithPayloads):
+    """Right with each kind of letter alone."""
+
+    def send_payload(self, buffer):
+        super().send_payload(buffer.flip(0) if buffer.numel() == 64 + 24 else buffer)
+
+
+IN_ORDER = "payloads arrive in the order in which they were sent"
+PAYLOAD_FAULTS = {
+    HasPayloadsAtOneEnd: "both ends .* or neither has: AssertionError: one end of the channel has payloads, and the",
+    ReordersPayloads: f"{IN_ORDER}: AssertionError: buffer 0 of 8",
+    CutsPayloadsShort: f"{IN_ORDER}: RuntimeError: 15 bytes were sent where 16 were expected",
+    LosesTheEndOfLongPayloads: "payloads of megabytes arrive whole: AssertionError: buffer 0 of 1",
+    SendsPayloadsOnTheStream: "payloads and the two streams do not wait for each other: not done after 1.5 s",
+    BlocksUntilAPayloadHasCome: "payloads may be expected before they are sent: not done after 1.5 s",
+    BlocksUntilAPayloadIsExpected: f"{IN_ORDER}: not done after 1.5 s",
+    GivesOutPayloadsBeforeTheyHaveCome: "payloads may be expected before they are sent: AssertionError: buffer 0 of 5",
+    LetsPayloadsOutliveIt: "giving up ends payloads as well: not done after 1.5 s",
+    UsesTheMemoryOfPayloadsAnew: f"{IN_ORDER}: AssertionError: buffer 0 of 8",
+    ConfusesPayloadsOfMixedLetters: "letters may hold tensors on the device and on the host: AssertionError: tensor",
+}
+
+
 FAULTS = {
     Reorders: "buffers arrive in the order in which they were sent: AssertionError: buffer 0 of 20 is not what was",
     Truncates: "buffers arrive in the order in which they were sent: AssertionError: buffer 0 of 20",
@@ -254,6 +420,20 @@ def test_a_channel_that_does_one_thing_wrong_fails_the_check_of_that_name(fault)
             pair.abort()
 
     with pytest.raises(AssertionError, match=f"^{FAULTS[fault]}"):
+        check_transport(make_pair, seconds=1.5)
+
+
+@pytest.mark.parametrize("fault", PAYLOAD_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_channel_that_does_one_thing_wrong_with_payloads_fails_the_check_of_that_name(fault):
+    @contextmanager
+    def make_pair():
+        with apart_pair() as pair:
+            channel = fault(pair)
+            outgoing, incoming = EndsWithPayloads(pair), EndsWithPayloads(pair)
+            outgoing.payloads, incoming.payloads = channel.payloads
+            yield Pair(outgoing, incoming, channel.abort)
+
+    with pytest.raises(AssertionError, match=f"^{PAYLOAD_FAULTS[fault]}"):
         check_transport(make_pair, seconds=1.5)
 
 

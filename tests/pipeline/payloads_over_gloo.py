@@ -1,0 +1,91 @@
+"""A carrier of payloads for tests: a second gloo group stands in for NCCL, floating-point tensors for those on a GPU.
+
+gloo cannot say whether a transfer has ended, so a thread waits for each.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.transports.payloads import Carrier
+
+
+class Work:
+    """A transfer, and whether it has ended."""
+
+    def __init__(self, work: Any) -> None:
+        self.error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._end, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _end(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+
+class Group:
+    """Two ranks, as NCCL's group of two is used."""
+
+    def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, timeout)
+        self._other = 1 - rank
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return Work(self._group.send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return Work(self._group.recv(tensors, source, tag))
+
+    def abort(self) -> None:
+        try:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([nothing], self._other, 1).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+class OverGloo(Carrier):
+    """Args: place: another one for each rank."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(torch.device("cpu"), place)
+        self.received: list[int] = []  # how many bytes each
+        self.aborted = 0
+
+    def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
+        return Group(store, rank, timeout)
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point()
+
+    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
+        self.received.append(nbytes)
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer, group.recv([buffer], 0, 0)
+
+    def take(self, buffer: Tensor, work: Any) -> Tensor:
+        work.wait()
+        return buffer
+
+    def has_ended(self, work: Any) -> bool:
+        return bool(work.is_completed())
+
+    def abort(self, group: Any) -> None:
+        self.aborted += 1
+        group.abort()
