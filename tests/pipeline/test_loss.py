@@ -1094,3 +1094,106 @@ def test_calls_with_a_bad_target_do_not_use_the_comparison_up():
             pipe.step(x, y[:5], loss_fn=rms)
     with pytest.raises(ValueError, match="rms is not a mean over rows"):
         pipe.step(x, y, loss_fn=rms)
+
+
+# --------------------------------------------------------------------------------------------- where a backward begins
+
+
+def weighted(output, target):
+    return (output.double() - target.double()).square().mean().to(output.dtype)
+
+
+BEGINNINGS = {
+    "mean": (weighted, None),
+    "sum": (lambda output, target: (output - target).square().sum(), "sum"),
+    "counted": (lambda output, target: ((output - target).square().sum(), (target > 0).sum()), None),
+    "of shape [1]": (lambda output, target: (output - target).square().mean().reshape(1), None),
+}
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BEGINNINGS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_gradient_that_begins_at_the_loss_has_the_bits_of_one_behind_a_multiplication(name, dtype, outputs):
+    """Chunks of unlike sizes, whose weights no dtype holds exactly. The reference multiplies, divides at the end."""
+    loss_fn, reduction = BEGINNINGS[name]
+    x, y = data(7, dtype)
+    module = model(dtype)
+    reference = copy.deepcopy(module)
+    count = 0.0
+    for x_i, y_i in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        value = loss_fn(reference(x_i), y_i)
+        if isinstance(value, tuple):
+            count = count + value[1].double()
+            (value[0] * 0.125).backward()
+        else:
+            (value.reshape(()) * (1.0 if reduction else len(x_i) / 7)).backward()
+    pipe = Pipe(module, [2, 1, 2], chunks=3)
+    for _ in range(3):
+        pipe.step(x, y, loss_fn=loss_fn, loss_reduction=reduction, outputs=outputs)
+        for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            expected = theirs.grad / (count * 0.125).to(dtype) if isinstance(value, tuple) else theirs.grad
+            if isinstance(value, tuple):
+                torch.testing.assert_close(mine.grad, expected, rtol=2e-2 if dtype.itemsize < 4 else 1e-6, atol=1e-6)
+            else:
+                assert torch.equal(mine.grad, expected)
+        pipe.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_loss_may_be_the_output_itself_or_a_leaf_of_its_own(checkpoint, outputs):
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+    leaf = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    pipe = Pipe(module, [1, 1], chunks=3, checkpoint=checkpoint)
+    x, _ = data(3)
+    for _ in range(3):  # one row a chunk: the output is one number
+        pipe.step(x, loss_fn=lambda out, _: out if out.numel() == 1 else out.mean(), outputs=outputs)
+        grads = grads_of(module)
+        pipe.zero_grad(set_to_none=True)
+        module(x).mean().backward()
+        for name, grad in grads_of(module).items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-14)
+        pipe.zero_grad(set_to_none=True)
+        leaf.grad = None
+        pipe.step(x, loss_fn=lambda out, _: leaf, outputs=outputs)
+        assert leaf.grad == 1.0
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_a_hook_that_writes_the_first_gradient_writes_that_of_its_chunk_only(outputs):
+    module = model()
+    x, y = data(6)
+
+    def doubling(output, target):
+        loss = (output - target).square().mean()
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad.mul_(2) and None)
+        return loss
+
+    reference = copy.deepcopy(module)
+    for x_i, y_i in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        (2 * (reference(x_i) - y_i).square().mean() / 3).backward()
+    pipe = Pipe(module, [2, 1, 2], chunks=3)
+    pipe.step(x, y, loss_fn=doubling, outputs=outputs)
+    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_leaf_that_a_loss_captures_in_a_late_chunk_of_a_late_step_counts():
+    module, leaf, calls = model(), torch.tensor(0.5, dtype=torch.float64, requires_grad=True), []
+
+    def late(output, target):
+        calls.append(1)
+        value = (output * target).sum()
+        return value * leaf if len(calls) == wanted else value
+
+    pipe = Pipe(module, [2, 1, 2], chunks=3)
+    x, y = data(6)
+    for step in range(3):
+        calls.clear()
+        wanted = 3 if step == 2 else -1
+        pipe.step(x, y, loss_fn=late, loss_reduction="sum")
+    expected = (module(x.tensor_split(3)[2]) * y.tensor_split(3)[2]).sum()
+    torch.testing.assert_close(leaf.grad, expected.detach(), rtol=1e-12, atol=1e-14)

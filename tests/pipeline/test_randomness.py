@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import CheckpointError, Pipe, layer_seed
-from pipeline.randomness import draw_seed
+from pipeline.randomness import _QUIET, draw_seed, quiet_layers
 
 DOORS = ("forward", "step")
 ROWS, WIDTH = 7, 6
@@ -481,3 +481,156 @@ def test_numbers_of_python_and_numpy_are_replayed_or_refused_and_left_where_the_
         nexts.append((random.random(), numpy.random.rand()))
     assert all(torch.allclose(one, other, rtol=1e-13) for one, other in zip(*grads, strict=True))
     assert nexts[0] == nexts[1]
+
+
+# ------------------------------------------------------------------------------------------------------- quiet layers
+
+QUIET_LAYERS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4)), (nn.Identity(), (2, 4)), (nn.Flatten(), (2, 4, 3)),
+    (nn.Unflatten(1, (2, 2)), (2, 4)), (nn.Linear(4, 3), (2, 4)),
+    *[(kind(4, 4, 3), (2, 4, *[5] * dims)) for dims, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)],
+    *[
+        (kind(4, 4, 3), (2, 4, *[5] * dims))
+        for dims, kind in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
+    ],
+    *[
+        (kind(), (2, 4))
+        for kind in (
+            nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+            nn.Softsign, nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.GLU,
+        )
+    ],
+    (nn.Softmax(1), (2, 4)), (nn.LogSoftmax(1), (2, 4)),
+    *[
+        (kind(4), (2, 4, *[5] * dims))
+        for kinds in (
+            (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        )
+        for dims, kind in enumerate(kinds, 1)
+    ],
+    (nn.LayerNorm(4), (2, 4)), (nn.RMSNorm(4), (2, 4)), (nn.GroupNorm(2, 4), (2, 4, 5)),
+    (nn.LocalResponseNorm(2), (2, 4, 5)),
+    *[
+        (kind(2), (2, 4, *[4] * dims))
+        for kinds in (
+            (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+            (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+            (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+        )
+        for dims, kind in enumerate(kinds, 1)
+    ],
+    (nn.Upsample(scale_factor=2), (2, 4, 4, 4)), (nn.PixelShuffle(2), (2, 4, 4, 4)),
+    (nn.PixelUnshuffle(2), (2, 4, 4, 4)), (nn.ZeroPad2d(1), (2, 4, 4, 4)),
+]
+
+
+def test_no_layer_that_counts_as_quiet_draws() -> None:
+    """Neither forward nor backward, in neither mode."""
+    seen = {nn.Embedding}
+    for layer, shape in [*QUIET_LAYERS, (nn.Embedding(9, 4, max_norm=0.5), ())]:
+        seen.add(type(layer))
+        assert quiet_layers([(7, layer)]) == {7}, layer
+        x = torch.randn(shape, requires_grad=True) if shape else torch.tensor([1, 2, 1])
+        before = torch.get_rng_state()
+        for training in (True, False):
+            out = layer.train(training)(x)
+            out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before), layer
+    assert seen == set(_QUIET)
+
+
+class OwnWeight(torch.Tensor):
+    pass
+
+
+def _with_method(name: str) -> nn.Module:
+    layer = nn.Conv2d(2, 2, 1)
+    setattr(layer, name, getattr(layer, name))
+    return layer
+
+
+def _with(register: str) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    getattr(layer, register)(lambda *_: None)
+    return layer
+
+
+def _with_weight(weight: torch.Tensor) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def _with_buffer() -> nn.Module:
+    layer = nn.BatchNorm1d(2)
+    layer.running_mean = layer.running_mean.as_subclass(OwnWeight)
+    return layer
+
+
+def _compiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer._compiled_call_impl = layer._call_impl
+    return layer
+
+
+@pytest.mark.parametrize("layer", [
+    nn.Dropout(0.0), nn.RReLU(), nn.MultiheadAttention(2, 1), nn.LSTM(2, 2), nn.TransformerEncoderLayer(2, 1, 2),
+    nn.Sequential(nn.Linear(2, 2), nn.Dropout()), type("Mine", (nn.Linear,), {})(2, 2), Mask(),
+    _with_method("forward"), _with_method("_conv_forward"), _compiled(), _with_buffer(),
+    _with("register_forward_hook"), _with("register_forward_pre_hook"), _with("register_full_backward_hook"),
+    _with("register_full_backward_pre_hook"), nn.Sequential(nn.ReLU(), _with("register_forward_hook")),
+    _with_weight(torch.randn(2, 2).as_subclass(OwnWeight)),
+    nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.utils.parametrize.register_parametrization(
+        nn.Linear(2, 2), "weight", nn.Identity()
+    ),
+], ids=lambda layer: type(layer).__name__)
+def test_a_layer_into_which_anything_was_put_is_seeded(layer: nn.Module) -> None:
+    assert quiet_layers([(0, nn.ReLU()), (1, layer)]) == {0}
+
+
+@pytest.mark.parametrize("register", [
+    "register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook",
+    "register_module_full_backward_pre_hook",
+])
+def test_under_a_hook_of_all_modules_every_layer_is_seeded(register: str) -> None:
+    handle = getattr(nn.modules.module, register)(lambda *_: None)
+    try:
+        assert quiet_layers([(0, nn.ReLU())]) == frozenset()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("observer", ["saved tensors", "function mode", "dispatch mode"])
+def test_who_draws_while_torchs_own_layers_compute_draws_the_same_under_every_schedule(observer: str) -> None:
+    """Stochastic rounding of what is saved, a mode that adds noise."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoisyFunctions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            return out + torch.rand(()) if func is torch.relu or func is functional.relu else out
+
+    class NoisyDispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            return out + torch.rand(()) if func is torch.ops.aten.relu.default else out
+
+    def noisy(tensor: Tensor) -> Tensor:
+        return tensor.detach() + torch.rand(()) if tensor.is_floating_point() else tensor
+
+    found = []
+    for schedule in ("gpipe", "1f1b"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        pipe = Pipe(model, [2, 2, 1], 3, schedule=schedule, checkpoint="never")
+        contexts = {
+            "saved tensors": torch.autograd.graph.saved_tensors_hooks(noisy, noisy),
+            "function mode": NoisyFunctions(), "dispatch mode": NoisyDispatch(),
+        }
+        torch.manual_seed(9)
+        x = torch.randn(6, 4)
+        with contexts[observer]:
+            pipe.step(x, loss_fn=total, loss_reduction="sum")
+        found.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,498 @@
+"""Where a stage's input may be the leaf itself, and what a stage of torch's own layers need not do: nothing shows.
+
+The reference is the same Pipe with both ways shut. Calls number 1, 2, 4 always go the long way, so calls 3, 5, 6 count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from pipeline_probes import no_collector
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pipeline.randomness
+from pipeline import CheckpointError, Pipe
+from pipeline.stage import StageRun
+
+CALLS = 6
+MODES = [*product(["forward", "step"], ["gpipe", "1f1b", "zb-h1"], ["always", "except_last", "never"])]
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def linear(wide: int = 4) -> nn.Linear:
+    return nn.Linear(wide, 4)
+
+
+def hooked(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda grad: -3 * grad)
+    return torch.tanh(x)
+
+
+def noisy(x: Tensor) -> Tensor:
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad + torch.randn_like(grad))
+    return y
+
+
+def with_its_gradient(x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x
+    (grad,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    return x + grad
+
+
+def captured() -> nn.Sequential:
+    leaf = torch.linspace(0, 1, 4).requires_grad_()
+    return nn.Sequential(linear(), nn.Tanh(), Apply(lambda x: x * leaf), linear())
+
+
+def shared() -> nn.Sequential:
+    one = linear()
+    return nn.Sequential(one, nn.ReLU(), one, nn.ReLU())
+
+
+STAGES: dict[str, Callable[[], nn.Module]] = {  # what comes second
+    "linear": lambda: nn.Sequential(linear(), nn.ReLU()),
+    "saves nothing of its input": lambda: nn.Sequential(nn.Tanh(), linear()),
+    "a gradient in another layout": lambda: Apply(lambda x: (torch.ones(4, 4).tril() @ x.t().contiguous()).t()),
+    "an expanded gradient": lambda: Apply(lambda x: x * 1 + x.sum(0)),
+    "only an expanded gradient": lambda: Apply(lambda x: x.sum(0, keepdim=True).expand(x.shape[0], 4)),
+    "a view": nn.Flatten,
+    "itself": nn.Identity,
+    "a transposed view": lambda: Apply(lambda x: x.t().contiguous().t()),
+    "writes in place": lambda: nn.Sequential(nn.ReLU(inplace=True), linear()),
+    "detaches in place": lambda: Apply(lambda x: x.clone() + x.detach_()),
+    "a hook on the input": lambda: nn.Sequential(Apply(hooked), linear()),
+    "a hook that draws": lambda: nn.Sequential(linear(), Apply(noisy)),
+    "a gradient within": lambda: nn.Sequential(Apply(with_its_gradient), linear()),
+    "a captured leaf": captured,
+    "a layer twice": shared,
+    "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.3)),
+    "frozen": lambda: nn.Sequential(linear().requires_grad_(False), nn.Tanh(), linear()),
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(4), linear()),
+}
+
+
+def model_with(stage: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Sequential(linear(3), nn.Tanh()), stage(), linear())
+
+
+@contextmanager
+def the_long_way() -> Iterator[None]:
+    """Every input behind a Function, every layer seeded, every graph walked."""
+    with mock.patch.object(StageRun, "_is_bare", lambda *_: False), mock.patch.dict(
+        pipeline.randomness._QUIET, clear=True
+    ):
+        yield
+
+
+def trained(stage: Callable[[], nn.Module], door: str, schedule: str, checkpoint: str, calls: int) -> list[Any]:
+    """Of each call: loss, gradients, buffers."""
+    model = model_with(stage)
+    pipe = Pipe(model, [1, 1, 1], 4, schedule=schedule, checkpoint=checkpoint)
+    found: list[Any] = []
+    for call in range(calls):
+        torch.manual_seed(call)
+        x = torch.randn(9, 3)
+        if door == "forward":
+            loss = pipe(x).square().sum()
+            loss.backward()
+        else:
+            loss = pipe.step(x, loss_fn=lambda out, _: out.square().sum(), loss_reduction="sum").loss
+        found.append([loss.detach(), *[p.grad for p in model.parameters()], *[b.clone() for b in model.buffers()]])
+        pipe.zero_grad(set_to_none=True)
+    return found
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or one is not None and other is not None and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_the_short_way_gives_the_bits_of_the_long_one(name: str, door: str) -> None:
+    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == door]:
+        short = trained(STAGES[name], door, schedule, checkpoint, CALLS)
+        with the_long_way():
+            long = trained(STAGES[name], door, schedule, checkpoint, CALLS)
+        for call, (ones, others) in enumerate(zip(short, long, strict=True), 1):
+            assert all(map(same, ones, others)), (schedule, checkpoint, call)
+
+
+def strides_of_gradients(stage: Callable[[], nn.Module], checkpoint: str) -> list[tuple[int, ...]]:
+    """How the gradients are laid out that come to the first stage, in call number 3."""
+    found: list[tuple[int, ...]] = []
+
+    def notes(x: Tensor) -> Tensor:
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda grad: found.append(grad.stride()))
+        return y
+
+    torch.manual_seed(3)
+    pipe = Pipe(nn.Sequential(nn.Sequential(linear(), Apply(notes)), stage()), [1, 1], 2, checkpoint=checkpoint)
+    for _ in range(3):
+        found.clear()
+        pipe.step(torch.randn(6, 4), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+    return found
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by columns": lambda x: x * (torch.ones(4, 4).tril() @ x.t().contiguous()).t().sum(),
+    "expanded": lambda x: x.sum(1, keepdim=True) + x.detach(),
+    "by columns alone": lambda x: (torch.ones(4, 4).tril() @ x.t().contiguous()).t(),
+    "in rows": lambda x: x * x,
+}
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gradient_crosses_the_cut_as_it_is_laid_out(name: str, checkpoint: str, has_hook: bool) -> None:
+    """In another layout the sums over it would round differently. `has_hook`: the layer has one on its input."""
+
+    def stage() -> nn.Module:
+        def compute(x: Tensor) -> Tensor:
+            if has_hook and x.requires_grad:
+                x.register_hook(lambda grad: None)
+            return LAYOUTS[name](x) + (x * x).detach()
+
+        return Apply(compute)
+
+    with mock.patch.object(StageRun, "_is_bare", short_if_it_may):
+        short = strides_of_gradients(stage, checkpoint)
+    with the_long_way():
+        assert strides_of_gradients(stage, checkpoint) == short
+
+
+class WithGaps(torch.autograd.Function):
+    """Identity; its gradient has gaps between the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pragma: no cover
+        return grad.repeat(1, 2)[:, :4]
+
+
+def test_a_gradient_with_gaps_of_an_input_with_gaps_crosses_the_cut_with_them() -> None:
+    """A leaf that has gaps itself would copy it into one without."""
+    found: list[tuple[int, ...]] = []
+
+    def with_gaps(x: Tensor) -> Tensor:
+        y = x.repeat(1, 2)[:, :4]
+        if y.requires_grad:
+            y.register_hook(lambda grad: found.append(grad.stride()))
+        return y
+
+    stages = nn.Sequential(linear(), Apply(with_gaps)), Apply(lambda x: WithGaps.apply(x) + (x * x).detach())
+    pipe = Pipe(nn.Sequential(*stages), [1, 1], 2, checkpoint="always")
+    for _ in range(3):
+        pipe.step(torch.randn(6, 4), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+    assert found == [(8, 1)] * 6
+
+
+def short_if_it_may(self: StageRun, tensor: Tensor, recompute: bool) -> bool:
+    """As if every graph held its input."""
+    return not self.writes_input and not self.recall.compares
+
+
+@contextmanager
+def counting_bare() -> Iterator[list[bool]]:
+    """What `_is_bare` answers."""
+    found: list[bool] = []
+    real = StageRun._is_bare
+
+    def asked(self: StageRun, *arguments: Any) -> bool:
+        found.append(real(self, *arguments))
+        return found[-1]
+
+    with mock.patch.object(StageRun, "_is_bare", asked):
+        yield found
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [("linear", True), ("a gradient in another layout", False), ("dropout", True),
+     ("saves nothing of its input", False), ("writes in place", False), ("detaches in place", False)],
+)
+def test_an_input_is_the_leaf_from_the_third_call_on_where_the_graph_holds_it_anyway(name: str, expected: bool) -> None:
+    torch.manual_seed(1)
+    pipe = Pipe(nn.Sequential(linear(3), STAGES[name]()), [1, 1], 4, checkpoint="never")
+    for call in range(1, CALLS + 1):
+        with counting_bare() as bare:
+            pipe.step(torch.randn(8, 3), loss_fn=lambda out, _: out.mean())
+        assert set(bare) == {expected and call not in (1, 2, 4)}, call
+
+
+@pytest.mark.inline
+@pytest.mark.parametrize("name", [name for name in STAGES if name not in ("writes in place", "batch norm")])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_input_lives_longer_than_on_the_long_way(name: str, schedule: str) -> None:
+    """Counted at each forward of the last layer: which inputs of the middle stage are alive."""
+
+    def alive() -> list[list[int]]:
+        model, counts = model_with(STAGES[name]), []
+        inputs: list[StorageWeakRef] = []
+
+        def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs.append(StorageWeakRef(args[0].untyped_storage()))
+
+        def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(sum(not each.expired() for each in inputs))
+
+        model[0] = nn.Sequential(linear(3), nn.ReLU(), linear())  # saves nothing of what it returns
+        model[1].register_forward_pre_hook(note)
+        model[2].register_forward_pre_hook(count)
+        pipe = Pipe(model, [1, 1, 1], 4, schedule=schedule, checkpoint="never")
+        with no_collector():
+            for _ in range(CALLS):
+                found: list[int] = []
+                pipe.step(torch.randn(8, 3), loss_fn=lambda out, _: out.square().mean())
+                counts.append([*found, sum(not each.expired() for each in inputs)])
+                inputs.clear()
+        return counts
+
+    short = alive()
+    with the_long_way():
+        assert alive() == short
+
+
+def test_a_stage_that_stops_saving_its_input_holds_one_chunks_at_the_most() -> None:
+    """A frozen layer saves nothing of its input."""
+    model = nn.Sequential(nn.Sequential(linear(3), nn.ReLU(), linear()), nn.Sequential(linear(), nn.Tanh(), linear()))
+    inputs: list[StorageWeakRef] = []
+    model[1].register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    pipe = Pipe(model, [1, 1], 4, checkpoint="never", schedule="gpipe")
+    alive = []
+    for call in range(1, 8):
+        model[1][0].requires_grad_(call < 6)
+        inputs.clear()
+        out = pipe(torch.randn(8, 3))
+        alive.append(sum(not each.expired() for each in inputs))
+        out.sum().backward()
+    assert alive == [4, 4, 4, 4, 4, 1, 0]
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_gradient_from_outside_is_refused_in_every_call(checkpoint: str, has_hook: bool) -> None:
+    """What has passed through the input of a stage reaches another, where it would be lost."""
+    kept: list[Tensor] = []
+
+    def keeps(x: Tensor) -> Tensor:
+        kept.append(x)
+        if has_hook and x.requires_grad:
+            x.register_hook(lambda grad: None)
+        return x * x
+
+    pipe = Pipe(nn.Sequential(linear(3), Apply(keeps)), [1, 1], 2, checkpoint=checkpoint)
+    for call in range(CALLS):
+        kept.clear()
+        out = pipe(torch.randn(4, 3))
+        (grad,) = torch.autograd.grad(kept[0].sum(), kept[0])  # asks for no gradient of ours
+        assert torch.equal(grad, torch.ones_like(grad))
+        out.sum().backward()
+        aux = kept[-1].sum()
+        with pytest.raises(RuntimeError, match="a backward from outside reached stage 1"):
+            aux.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_backward_within_a_forward_is_refused_in_every_call(checkpoint: str) -> None:
+    state = {"call": 0, "from": 0}
+
+    def backward_within(x: Tensor) -> Tensor:
+        if state["call"] >= state["from"] and x.requires_grad:
+            (x * 2).sum().backward()
+        return x * x
+
+    for first in range(1, CALLS + 1):
+        state.update({"from": first, "call": 0})
+        pipe = Pipe(nn.Sequential(linear(3), Apply(backward_within)), [1, 1], 2, checkpoint=checkpoint)
+        for state["call"] in range(1, first):
+            pipe(torch.randn(4, 3)).sum().backward()
+        state["call"] = first
+        with pytest.raises(RuntimeError, match="a backward from outside reached stage 1"):
+            pipe(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("what, does", [
+    ("wrote", lambda x: x.mul_(2)), ("wrote", lambda x: x.view(-1).mul_(2)), ("wrote", lambda x: x.detach().mul_(2)),
+    ("detached", lambda x: x.requires_grad_(False)), ("detached", lambda x: x.detach_()),
+])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_stage_that_begins_to_change_its_input_is_named(
+    what: str, does: Callable[[Tensor], Any], checkpoint: str
+) -> None:
+    state = {"call": 0}
+
+    def late(x: Tensor) -> Tensor:
+        y = x * x
+        if state["call"] == 3 and x.requires_grad:
+            does(x)
+        return y
+
+    pipe = Pipe(nn.Sequential(linear(3), Apply(late)), [1, 1], 2, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe(torch.randn(4, 3)).sum().backward()
+    state["call"] = 3
+    with pytest.raises(CheckpointError, match=rf"stage 1 \(layer 1\) {what} its input in place.* did not do before"):
+        pipe(torch.randn(4, 3)).sum().backward()
+
+
+def test_a_layers_own_fault_with_a_leaf_of_its_own_is_shown_as_torch_says_it() -> None:
+    state = {"call": 0}
+    mine = torch.ones(4, requires_grad=True)
+
+    def faulty(x: Tensor) -> Tensor:
+        if state["call"] == 3:
+            mine.mul_(2)
+        return x * x
+
+    pipe = Pipe(nn.Sequential(linear(3), Apply(faulty)), [1, 1], 2, checkpoint="never")
+    for _ in range(2):
+        pipe(torch.randn(4, 3)).sum().backward()
+    state["call"] = 3
+    with pytest.raises(RuntimeError) as caught:
+        pipe(torch.randn(4, 3))
+    shown = caught.value if "leaf Variable" in str(caught.value) else caught.value.__cause__
+    assert "a leaf Variable that requires grad is being used in an in-place operation" in str(shown)
+
+
+def test_a_gradient_that_a_layer_retains_is_there_after_every_call() -> None:
+    kept: list[Tensor] = []
+
+    def retains(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.retain_grad()
+            kept.append(x)
+        return x * x
+
+    pipe = Pipe(nn.Sequential(linear(3), Apply(retains)), [1, 1], 1, checkpoint="never")
+    for _ in range(CALLS):
+        pipe.step(torch.randn(4, 3), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+        x = kept.pop()
+        assert x.grad is not None and torch.equal(x.grad, 2 * x)
+
+
+@pytest.mark.parametrize("name", ["linear", "an expanded gradient", "a captured leaf", "a gradient in another layout"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_second_backward_of_a_retained_graph_gives_the_same_again(name: str, checkpoint: str) -> None:
+    model = model_with(STAGES[name])
+    pipe = Pipe(model, [1, 1, 1], 2, checkpoint=checkpoint)
+    for _ in range(CALLS):
+        x = torch.randn(4, 3, requires_grad=True)
+        out = pipe(x).sum()
+        wanted = [x, *model.parameters()]
+        once = torch.autograd.grad(out, wanted, retain_graph=True)
+        twice = torch.autograd.grad(out, wanted, retain_graph=True)
+        assert all(map(torch.equal, once, twice))
+
+
+def test_second_order_is_the_plain_modules_in_every_call() -> None:
+    model = model_with(STAGES["linear"]).double()
+    pipe = Pipe(model, [1, 1, 1], 2, checkpoint="never")
+    for _ in range(CALLS):
+        x = torch.randn(4, 3).double().requires_grad_()
+        found = []
+        for module in (model, pipe):
+            (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_leaf_that_is_captured_in_a_late_chunk_of_a_late_call_counts() -> None:
+    state = {"seen": 0}
+    leaf = torch.ones((), requires_grad=True)
+
+    def late(x: Tensor) -> Tensor:
+        state["seen"] += 1
+        return x * leaf if state["seen"] % 4 == 3 else x * 1
+
+    model = nn.Sequential(linear(3), nn.Sequential(Apply(late), linear()))
+    pipe = Pipe(model, [1, 1], 4, checkpoint="never")
+    for _ in range(CALLS):
+        x = torch.randn(8, 3)
+        leaf.grad = None
+        pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+        with torch.no_grad():
+            expected = model[1][1].weight.sum(0) @ model[0](x.tensor_split(4)[2]).sum(0)
+        torch.testing.assert_close(leaf.grad, expected, rtol=1e-4, atol=1e-5)
+        (grad,) = torch.autograd.grad(pipe(x).sum(), leaf)
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+class Noisy(Tensor):
+    """Draws wherever it is rectified."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out + torch.rand(()) if func in (torch.relu, torch.nn.functional.relu) else out
+
+
+def noisy_loss(out: Tensor, _: Any) -> Tensor:
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad + torch.randn_like(grad))
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("what", ["a loss that draws in its backward", "an input that draws"])
+@pytest.mark.parametrize("outputs", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_torchs_own_layers_leave_the_numbers_to_others_that_they_had(what: str, outputs: bool, schedule: str) -> None:
+    def gradients() -> list[Any]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.ReLU(), linear(), nn.ReLU(), linear(), nn.Tanh())
+        pipe = Pipe(model, [2, 2, 1], 3, schedule=schedule, checkpoint="always")
+        found = []
+        for _ in range(3):
+            x = torch.randn(6, 4)
+            x = x.as_subclass(Noisy) if what == "an input that draws" else x
+            pipe.step(x, loss_fn=noisy_loss, outputs=outputs)
+            found += [param.grad for param in model.parameters()]
+            pipe.zero_grad(set_to_none=True)
+        return found
+
+    short = gradients()
+    with the_long_way():
+        assert all(map(torch.equal, short, gradients()))
+
+
+def test_a_mode_that_draws_in_the_backward_alone_draws_the_same_again() -> None:
+    class NoisyBackward(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out + torch.rand(()) if func is torch.ops.aten.threshold_backward.default else out
+
+    model = nn.Sequential(linear(), nn.ReLU(), linear())
+    out = Pipe(model, [2, 1], 2, checkpoint="never")(torch.randn(4, 4)).sum()
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with NoisyBackward():
+            found.append(torch.autograd.grad(out, list(model[0].parameters()), retain_graph=True))
+    assert all(map(torch.equal, *found))
