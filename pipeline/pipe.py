@@ -261,7 +261,7 @@ class Pipe(Stateful):
 
     # ------------------------------------------------------------------------------------------------------- doors
 
-    def forward(self, input: Any, output: str = "all") -> Any:
+    def forward(self, input: Any, *, output: str = "all") -> Any:
         """Compute `module(input)`.
 
         Args:

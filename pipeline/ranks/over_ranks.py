@@ -223,7 +223,8 @@ class OverRanks(Peers):
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
         mine = [_MAGIC + 1, reached, kind, _bits(loss), divisor is not None, _bits(divisor)]
         found = self._ranks.exchange(mine)
-        if self._door == "step":
+        reached = any(each[1] for each in found)
+        if self._door == "step" and reached:
             self._call += _AGREED
         _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
         device = self._ranks.device
@@ -231,7 +232,7 @@ class OverRanks(Peers):
             loss = torch.tensor(_number(bits), dtype=_DTYPES[kind], device=device)
         if divisor is None and divides:
             divisor = torch.tensor(_number(divisor_bits), dtype=torch.float64, device=device)
-        return Verdict(loss, divisor, any(each[1] for each in found))
+        return Verdict(loss, divisor, reached)
 
     def share_output(self, output: Output | None) -> Output:
         if output is None:

@@ -454,12 +454,6 @@ class Noisy(Tensor):
         return out + torch.rand(()) if func in (torch.relu, torch.nn.functional.relu) else out
 
 
-def noisy_loss(out: Tensor, _: Any) -> Tensor:
-    if out.requires_grad:
-        out.register_hook(lambda grad: grad + torch.randn_like(grad))
-    return out.square().mean()
-
-
 @pytest.mark.parametrize("what", ["a loss that draws in its backward", "an input that draws"])
 @pytest.mark.parametrize("outputs", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -469,10 +463,16 @@ def test_torchs_own_layers_leave_the_numbers_to_others_that_they_had(what: str, 
         model = nn.Sequential(nn.ReLU(), linear(), nn.ReLU(), linear(), nn.Tanh())
         pipe = Pipe(model, [2, 2, 1], 3, schedule=schedule, checkpoint="always")
         found = []
-        for _ in range(3):
+
+        def loss_fn(out: Tensor, _: Any) -> Tensor:
+            if what.startswith("a loss") and call == 3:  # the first two are compared with the un-pipelined ones
+                out.register_hook(lambda grad: grad + torch.randn_like(grad))
+            return out.square().mean()
+
+        for call in range(1, 4):
             x = torch.randn(6, 4)
             x = x.as_subclass(Noisy) if what == "an input that draws" else x
-            pipe.step(x, loss_fn=noisy_loss, outputs=outputs)
+            pipe.step(x, loss_fn=loss_fn, outputs=outputs)
             found += [param.grad for param in model.parameters()]
             pipe.zero_grad(set_to_none=True)
         return found
