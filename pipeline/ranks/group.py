@@ -247,13 +247,12 @@ class Ranks:
         del self._pairs[self._agreed_pairs :]  # some ranks may not have come to ask for them
         self.close()
         self.watch.leave()
-        if not is_lost and (first == own or not isinstance(error, Exception)):  # Ctrl-C stays what it is
+        found = exception_of(first, self.rank)
+        is_everyones = type(found) is type(error) and str(found) == str(error)  # all make the same mistake
+        if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
             error.add_note(f"this is rank {self.rank}, in {call}")
             raise error
-        found = exception_of(first, self.rank)
         if not is_lost:
-            if type(found) is type(error) and str(found) == str(error):
-                raise error  # everyone makes the same mistake
             found.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
         raise found from found.__cause__ or error
 
