@@ -213,7 +213,7 @@ class Replicated(Peers):
         return next((_number(*each) for each in found if each[0]), None)
 
     def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """The same on all replicas: some had no gradient of their own."""
+        """In the order of the modules, as without replicas, whatever travelled first."""
         order = {id(parameter): index for index, parameter in enumerate(self._layout.parameters)}
         return sorted(pairs, key=lambda pair: order.get(id(pair[0]), len(order)))
 

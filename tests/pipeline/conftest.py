@@ -16,7 +16,6 @@ from torch import nn
 from pipeline import Pipe
 from pipeline.places import Place
 
-
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = (
     "agreement", "codec", "distributed_channels", "elsewhere", "failure_records", "link", "materialize", "meeting",
