@@ -316,7 +316,8 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
     key = (group, heartbeat, timeout)
     found = next((ranks for ranks in _found if (ranks.group, ranks.heartbeat, ranks.timeout) == key), None)
     if found is None:
-        found = Ranks(group, heartbeat, timeout, len(_found))
+        earlier = sum(ranks.group.group_name == group.group_name for ranks in _found)  # as on the group's other ranks
+        found = Ranks(group, heartbeat, timeout, earlier)
         _found.append(found)
     return found
 
