@@ -172,6 +172,17 @@ class Buffers:
         """No recomputation of this chunk will come any more."""
         self._before.pop(chunk, None)
 
+    def put_back(self, chunk: int) -> None:
+        """Give the buffers that change the values that they had before F of `chunk`."""
+        indices, snapshot = self._before.get(chunk, ([], None))
+        for index, copy in zip(indices, [] if snapshot is None else snapshot.copies(), strict=True):
+            slot = self._slots[index]
+            if slot.place.get(slot.name) is not slot.tensor:  # the module replaces it; a graph may have saved it
+                slot.place[slot.name] = copy
+            else:
+                with torch.no_grad():
+                    slot.tensor.copy_(copy)
+
     def roll_back(self) -> None:
         """Make every buffer what it was when the call began: the same tensor with the same values."""
         for place, tensors in self._places:

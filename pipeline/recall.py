@@ -78,7 +78,8 @@ class Recall:
         self._generators = private_generators(modules)
         self._found: States = [(generator, generator.get_state()) for generator in self._generators]
         self._states: dict[int, States] = {}
-        self.draws_from_host = index in known.draws_from_host  # chunk 0 shows
+        self.draws_from_host = index in known.draws_from_host
+        self._looks_at_host = compares and not self.draws_from_host  # at the first chunk that is kept
         self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
         self._host: dict[int, HostStates] = {}
         self._samples: dict[int, list[Tensor]] = {}
@@ -86,7 +87,7 @@ class Recall:
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
-    def before_forward(self, chunk: int, keep: bool, first: bool) -> None:
+    def before_forward(self, chunk: int, keep: bool) -> None:
         """Keep what F of `chunk` is about to change."""
         if not keep:
             return
@@ -94,16 +95,17 @@ class Recall:
             self.buffers.before_forward(chunk)
         if self._generators:
             self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
-        if self.draws_from_host or first and self.compares:
+        if self.draws_from_host or self._looks_at_host:
             self._host[chunk] = host_states()
 
-    def after_forward(self, chunk: int, keep: bool, first: bool, outputs: Sequence[Tensor]) -> None:
+    def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Learn what F changes, and remember what came out."""
         if self.buffers:
             self.buffers.after_forward()
         if not keep:
             return
-        if first and self.compares and not self.draws_from_host:
+        if self._looks_at_host:
+            self._looks_at_host = False
             self.draws_from_host = not same_host_states(self._host[chunk], host_states())
         if self.compares:
             self._sums[chunk] = checksums(outputs)
@@ -135,6 +137,17 @@ class Recall:
             generator.set_state(state)
         if self.draws_from_host and self._host_found is not None:
             put_host_back(self._host_found)
+
+    def put_back(self, chunk: int, first: bool) -> None:
+        """Make everything what it was before F of `chunk`, which is kept to be recomputed, and has failed."""
+        if first:
+            self.roll_back()
+        else:
+            self.buffers.put_back(chunk)
+            for generator, state in self._states.get(chunk, []):
+                generator.set_state(state)
+        if chunk in self._host:
+            put_host_back(self._host[chunk])
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 

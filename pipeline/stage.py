@@ -193,7 +193,7 @@ class StageRun:
         self._first = True  # no chunk has run yet
         # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
         self.writes_input = compares or not grad or self.recall.key not in known.only_reads
-        self._saves_until_the_end = False  # a layer calls autograd within its forward: chunk 0 shows
+        self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
         self._saves_input = not compares and self.recall.key in known.saves_input
         self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
 
@@ -218,13 +218,13 @@ class StageRun:
         read = Bundle.of(tuple([message.tree for message in inbox]))
         needs_grad = inbox[0].needs_grad if len(inbox) == 1 else [need for each in inbox for need in each.needs_grad]
         before = versions(read.tensors)
-        self.recall.before_forward(chunk, keep, first)
-        cut, given, given_before, made = self._first_attempt(chunk, read, needs_grad, recompute, first)
+        self.recall.before_forward(chunk, keep)
+        cut, given, given_before, made = self._attempt(chunk, read, needs_grad, recompute, first)
         self.seeder.settle()
         self._learn_mutation(given, given_before, read, needs_grad, before, first)
         buffers = self.recall.buffers
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
-        self.recall.after_forward(chunk, keep, first, tensors)
+        self.recall.after_forward(chunk, keep, tensors)
         need = tuple([self.grad and tensor.requires_grad for tensor in made.tensors])
         if any(need):
             roots = [tensor for tensor in made.tensors if tensor.requires_grad]
@@ -247,7 +247,7 @@ class StageRun:
             Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
         ]
 
-    def _first_attempt(
+    def _attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
     ) -> tuple[_Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
         """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
@@ -260,11 +260,11 @@ class StageRun:
                 with saving_nothing(self._saves_until_the_end):
                     return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
             except DroppedError:
-                if not first:
+                if self._saves_until_the_end:
                     raise
         self._saves_until_the_end = True
-        self.recall.roll_back()
-        return self._first_attempt(chunk, read, needs_grad, recompute, first=False)
+        self.recall.put_back(chunk, first)
+        return self._attempt(chunk, read, needs_grad, recompute, first)
 
     def _computed_with(
         self, chunk: int, read: Bundle, cut: _Cut, given: Sequence[Tensor], is_first: bool = False

@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--drive"):
         names = {f"test_{name}.py" for name in NO_LANES}
-        config.hook.pytest_deselected([item for item in items if item.path.name in names])
+        config.hook.pytest_deselected(items=[item for item in items if item.path.name in names])
         items[:] = [item for item in items if item.path.name not in names]
         for item in items:
             if "inline" in item.keywords:

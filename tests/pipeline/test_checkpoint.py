@@ -1,5 +1,6 @@
 """Law 3: what is recomputed, and whether modules are told the truth about it."""
 
+import random
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ import pipeline
 from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing
 from pipeline.checkpoint import recomputed
 from pipeline.engine import merged_order
+from pipeline.places import Place
 from pipeline.plan import Plan, plan_forward, plan_step
 from scheduler import Action, Kind, Schedule, by_name
 
@@ -344,37 +346,41 @@ def test_grad_mode_within_the_layers_is_the_callers_in_f_and_on_in_r(door: str) 
 
 
 class Inner(nn.Module):
-    """Differentiates within its own forward; may draw from a generator of its own first."""
+    """Differentiates within its own forward; first it writes buffers and may draw from generators of several kinds."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(2)
         self.draws = draws
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        scale = torch.rand((), generator=self.generator, dtype=x.dtype) if self.draws else 1.0
+        self.replaced = self.replaced * 2
+        scale = torch.rand((), generator=self.generator, dtype=x.dtype) + random.random() if self.draws else 1.0
         (grad,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-        return grad * scale
+        return grad * scale * self.replaced
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("policy", ["always", "except_last", "never", odd])
+@pytest.mark.parametrize("policy", ["always", "except_last", "never", odd, lambda stage, chunk: chunk == 2])
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_layer_that_differentiates_within_its_own_forward_is_right_or_refused(
-    door: str, policy: object, draws: bool
+@pytest.mark.parametrize("devices", [None, [Place(torch.device("cpu"), "0"), Place(torch.device("cpu"), "1")]])
+def test_a_layer_that_differentiates_within_its_own_forward_is_right(
+    door: str, policy: object, draws: bool, devices: list[Place] | None
 ) -> None:
+    random.seed(5)
     plain, inner = probes(1)[0][0], Inner(draws)
     for piece in labelled(3).tensor_split(3):
         inner(plain(piece.requires_grad_())).sum().backward()
+    drawn = random.random()
+    random.seed(5)
     ours, layer = probes(1)[0][0], Inner(draws)
-    try:
-        run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy), labelled(3), door)
-    except CheckpointError:
-        return
+    run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy, devices=devices), labelled(3), door)
     assert torch.allclose(ours.weight.grad, plain.weight.grad, rtol=1e-13, atol=0)
-    assert layer.calls == 3 and torch.equal(layer.generator.get_state(), inner.generator.get_state())
+    assert layer.calls == 3 and layer.replaced == 8 and random.random() == drawn
+    assert torch.equal(layer.generator.get_state(), inner.generator.get_state())
 
 
 # ----------------------------------------------------------------------------------------------------- timelines
