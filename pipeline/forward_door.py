@@ -44,7 +44,7 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
             joined, sizes = gather([message.tree for message in messages], call.batch.rows)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Output(joined, [any(column) for column in columns])
-        _, _, wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad)))
+        wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = call.peers.share_output(output)
         joined, needs_grad = output or Output(Tree((torch.zeros(()),), None), [wanted])
@@ -149,9 +149,9 @@ class Backward:
             )
         what = "is_grads_batched=True" if batched else "create_graph=True"
         raise RuntimeError(
-            f"{what} cannot go through a Pipe over ranks: autograd leaves out what one rank alone does not need, and "
-            "the others would wait. Use the operators of pipeline.curvature (Hessian, GaussNewton, EmpiricalFisher), "
-            "which run over ranks, or devices=[...] in one process."
+            f"{what} cannot go through a Pipe over ranks or with replicas: autograd leaves out what one rank alone "
+            "does not need, and the others would wait. Use the operators of pipeline.curvature (Hessian, GaussNewton, "
+            "EmpiricalFisher), which run over ranks, or devices=[...] in one process."
         )
 
     def _parts(self, grads: Grads) -> list[Grads]:

@@ -1,7 +1,8 @@
 """When do the hooks of a parameter run? Once per backward pass, on the whole gradient, as on the plain module.
 
-    deliver       whole gradients go to their owners through autograd: tensor hooks, `.grad`, post-accumulate hooks
+    deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
     hooked        the tensor hooks alone, touching no `.grad`
+    accumulate    the rest: `.grad`, post-accumulate hooks
     hooks_asleep  while a part of a gradient passes
     skip_none     where a Function must return None for an owner that this loss does not reach
 """
@@ -37,16 +38,26 @@ _delivery: Callable[..., Tensor] = Deliver.apply
 
 def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Add gradients to their owners' `.grad` as one backward pass would. Takes the gradients over: empties `pairs`."""
-    if not pairs:
-        return
     if any(owner._backward_hooks for owner, _ in pairs):
         pairs[:] = hooked(pairs)  # first, and apart: a hook that raises must not leave half of the gradients behind
+    accumulate(pairs)
+
+
+def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients, on which tensor hooks have acted, to their owners' `.grad`. Empties `pairs`."""
+    if not pairs:
+        return
     owners = [owner for owner, _ in pairs]
     grads = [grad for _, grad in pairs]
     pairs.clear()
     with torch.enable_grad(), hooks_asleep(owners):
         root = _delivery(grads, *owners)
         torch.autograd.backward(root)
+
+
+def has_hooks(owner: Tensor) -> bool:
+    """Whether hooks of the user will run when this tensor gets a gradient."""
+    return bool(owner._backward_hooks or owner._post_accumulate_grad_hooks)
 
 
 def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -42,11 +42,13 @@ class Verdict(NamedTuple):
         loss: of the mini-batch. None: where no rank computed one.
         divisor: what the summed gradients are to be divided by. None: nothing.
         reached: whether any process has a gradient.
+        hooks: whether any has hooks that the gradients are to pass: the step has not taken place until they have.
     """
 
     loss: Tensor | None
     divisor: Tensor | None
     reached: bool
+    hooks: bool = False
 
 
 class Peers(ABC):
@@ -126,6 +128,10 @@ class Peers(ABC):
     @abstractmethod
     def agree(self, verdict: Verdict) -> Verdict:
         """Wait until everyone has come this far; what those know who have it is for all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until everyone has made its step: hooks of parameters and optimizers are the user's, and may raise."""
 
     @abstractmethod
     def share_output(self, output: Output | None) -> Output:
@@ -228,6 +234,9 @@ class Alone(Peers):
 
     def agree(self, verdict: Verdict) -> Verdict:
         return verdict
+
+    def close(self) -> None:
+        pass
 
     def share_output(self, output: Output | None) -> Output:
         assert output is not None  # the last stage is here

@@ -48,13 +48,13 @@ from pipeline.places import Place, place_of
 from pipeline.plan import plan_forward, plan_step
 from pipeline.plans import Planner, Plans
 from pipeline.randomness import draw_seed, generators_kept
-from pipeline.ranks.agreement import values_in_words
+from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, values_in_words
 from pipeline.ranks.company import Company, company_of
 from pipeline.ranks.group import Ranks
-from pipeline.ranks.over_ranks import MINI_BATCHES, SETTINGS, OverRanks
+from pipeline.ranks.over_ranks import OverRanks
 from pipeline.ranks.replica_shares import layout_of
 from pipeline.ranks.replicas import Replicas, check_where, find_replicas
-from pipeline.ranks.replicated import OPTIONS, Replicated
+from pipeline.ranks.replicated import Replicated
 from pipeline.ranks.wrapped import check_over_ranks, check_wrapped
 from pipeline.recall import Known
 from pipeline.skip import routes, verify_skippables
@@ -287,8 +287,7 @@ class Pipe(Stateful):
             batch = scatter(input, self.chunks)
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
-            options = [output]
-            call = self._call(batch, plan_forward, grad, True, peers, options=options)
+            call = self._call(batch, plan_forward, grad, True, peers, {"output": output})
             return forward_door.run(call, now, everywhere=output == "all")
 
     def step(
@@ -328,21 +327,24 @@ class Pipe(Stateful):
                 exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
-        options = [loss_reduction, clip_grad_norm, grads, outputs, trace, type(optimizer).__name__, scaler is None]
+        options = {
+            "loss_reduction": loss_reduction, "clip_grad_norm": clip_grad_norm, "grads": grads, "outputs": outputs,
+            "trace": trace, "optimizer": type(optimizer).__name__, "scaler": type(scaler).__name__,
+        }  # fmt: skip
         with turn(), self._peers("step", averages=True) as peers:
             check_step(optimizer, clip_grad_norm, scaler, grads)
             batch = scatter(x, self.chunks, "x")
             self._refuse_transforms(batch)
             recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
             aim = scatter_like(target, batch, "the target")
-            call = self._call(batch, plan_step, True, False, peers, recorder, aim, options)
+            call = self._call(batch, plan_step, True, False, peers, options, recorder, aim)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
             self._run_with_loss(call, loss, aim, outputs, scaler)
             try:
-                pairs, inputs, value = step_door.collect(call, loss)
+                pairs, value, hooks = step_door.collect(call, loss)
                 joined = self._joined(call) if outputs else None
                 call.release()
-                store = step_door.hand_over(pairs, inputs, grads, self.named_parameters())
+                store = step_door.hand_over(pairs, batch.tree.tensors, grads, self.named_parameters())
             except BaseException:
                 call.abandon()
                 raise
@@ -350,6 +352,8 @@ class Pipe(Stateful):
                 self._clip_store(store, clip_grad_norm, peers)
             if optimizer is not None:
                 step_door.optimize(optimizer, scaler, list(self.named_parameters()), clip_grad_norm, peers)
+            if hooks or optimizer is not None or peers.averages:
+                peers.close()
             return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))
 
     def evaluate(
@@ -375,8 +379,8 @@ class Pipe(Stateful):
             try:
                 with torch.no_grad():
                     recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
-                    options = [loss_reduction, outputs, trace]
-                    call = self._call(batch, plan_forward, False, False, peers, recorder, aim, options)
+                    options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
+                    call = self._call(batch, plan_forward, False, False, peers, options, recorder, aim)
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
                     self._run_with_loss(call, loss, aim, outputs, None)
                     try:
@@ -478,9 +482,9 @@ class Pipe(Stateful):
         grad: bool,
         keep: bool,
         peers: Peers,
+        options: Mapping[str, object],
         trace: Trace | None = None,
         aim: Batch | None = None,
-        options: Sequence[object] = (),
     ) -> Call:
         seed = peers.open(lambda values: self._words(batch, aim, grad, options, values))
         if grad and not torch.is_grad_enabled():
@@ -501,15 +505,16 @@ class Pipe(Stateful):
         return Call(setup, batch)
 
     def _words(
-        self, batch: Batch, aim: Batch | None, grad: bool, options: Sequence[object], values: bool
+        self, batch: Batch, aim: Batch | None, grad: bool, options: Mapping[str, object], values: bool
     ) -> dict[str, str]:
         """What all ranks must agree on."""
         given = {"x": batch} if aim is None else {"x": batch, "the target": aim}
         shapes = [f"{name} {described(each)}" for name, each in given.items()]
-        more = f"gradients {'on' if grad and torch.is_grad_enabled() else 'off'}, options {list(options)}"
-        words = {SETTINGS: self._settings(), "the modes": self._modes(), MINI_BATCHES: ", ".join([*shapes, more])}
-        if self._replicas is not None:  # whose mini-batches differ
-            words[OPTIONS] = more
+        more = {"gradients": "on" if grad and torch.is_grad_enabled() else "off", **options}
+        words = {
+            SETTINGS: self._settings(), MODES: self._modes(),
+            OPTIONS: "\n".join([f"{name}={value}" for name, value in more.items()]), MINI_BATCHES: ", ".join(shapes),
+        }  # fmt: skip
         if values:
             tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
             words["the values of the mini-batches"] = values_in_words(tensors)

@@ -22,10 +22,10 @@ from pipeline.ambient import without_function_modes
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
 from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
-from pipeline.hooks import deliver, hooked, hooks_asleep
+from pipeline.hooks import accumulate, has_hooks, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
-from pipeline.peers import Peers, Verdict
+from pipeline.peers import Pair, Peers, Verdict
 from pipeline.trees import Grads, Tree
 from scheduler import Timeline
 
@@ -161,18 +161,21 @@ class Collected(NamedTuple):
     """What a step has found, before anyone gets it.
 
     Attributes:
-        pairs: (owner, whole gradient) of the parameters.
-        inputs: of the input's tensors.
+        pairs: (owner, whole gradient) of the parameters and of the input's tensors, each once; hooks have run.
         loss: of the mini-batch.
+        hooks: whether any process has hooks of its own on these.
     """
 
-    pairs: list[tuple[Tensor, Tensor]]
-    inputs: list[tuple[Tensor, Tensor]]
+    pairs: list[Pair]
     loss: Tensor
+    hooks: bool
 
 
 def collect(call: Call, loss: Loss) -> Collected:
-    """After the run: whole gradients, and the loss, on which all processes agree."""
+    """After the run: whole gradients, and the loss, on which all processes agree.
+
+    Tensor hooks are the user's: where any process has some, all of them agree once more when these have run.
+    """
     inputs = [
         (tensor, grad)
         for tensor, grad in zip(call.batch.tree.tensors, call.input_grads(), strict=True)
@@ -182,7 +185,8 @@ def collect(call: Call, loss: Loss) -> Collected:
     reached, has_loss = bool(pairs or inputs), call.last is not None
     own = loss.divisor if has_loss else None
     pairs = call.peers.average(pairs, own)
-    value, divisor, reached = call.peers.agree(Verdict(loss.value if has_loss else None, own, reached))
+    hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
+    value, divisor, reached, hooks = call.peers.agree(Verdict(loss.value if has_loss else None, own, reached, hooks))
     assert value is not None  # the last stage's process has it
     if not reached:
         raise RuntimeError(
@@ -193,35 +197,37 @@ def collect(call: Call, loss: Loss) -> Collected:
         for _, grad in [] if call.peers.averages else pairs:  # means are of divided ones
             grad.div_(divisor.to(grad.device))
         inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
-    return Collected(pairs, inputs, value)
+    found = _summed([*inputs, *pairs])
+    if hooks:
+        if any(owner._backward_hooks for owner, _ in found):
+            found = hooked(found)
+        call.peers.agree(Verdict(None, None, True))
+    return Collected(found, value, hooks)
 
 
 def hand_over(
-    pairs: list[tuple[Tensor, Tensor]],
-    inputs: list[tuple[Tensor, Tensor]],
-    to: str,
-    named: Iterable[tuple[str, Tensor]],
+    pairs: list[Pair], inputs: Sequence[Tensor], to: str, named: Iterable[tuple[str, Tensor]]
 ) -> GradStore | None:
-    """Give the gradients to `.grad`, or to a store; those of the input always to autograd."""
+    """Give the gradients to `.grad`, or to a store; those of the input always to `.grad`. Empties `pairs`."""
     if to == "param":
-        inputs.extend(pairs)
-        pairs.clear()
-        deliver(inputs)
+        accumulate(pairs)
         return None
     known = {id(param): (name, param) for name, param in named}
-    pairs.extend(pair for pair in inputs if id(pair[0]) in known)  # a parameter that was given as input too
-    deliver([pair for pair in inputs if id(pair[0]) not in known])
-    found = hooked(_summed(pairs))
-    known.update({id(owner): ("", owner) for owner, _ in found if id(owner) not in known})
+    only_inputs = {id(tensor) for tensor in inputs} - known.keys()
+    of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
+    others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
+    pairs.clear()
+    accumulate(of_inputs)
+    known.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in known})
     store = GradStore([param if not name else (name, param) for name, param in known.values()])
-    for owner, grad in found:
+    for owner, grad in others:
         store.add_(owner, grad)
     return store
 
 
-def _summed(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Each owner once."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+def _summed(pairs: list[Pair]) -> list[Pair]:
+    """Each owner once: a parameter may be given as input too."""
+    found: dict[int, Pair] = {}
     for owner, grad in pairs:
         earlier = found.get(id(owner))
         found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)

@@ -16,6 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
+
 
 class MismatchError(RuntimeError):
     """The ranks do not make the same call."""

@@ -21,7 +21,15 @@ from pipeline.mailbox import Post
 from pipeline.peers import Output, Part, Peers, Verdict, joined
 from pipeline.places import Place
 from pipeline.randomness import draw_seed
-from pipeline.ranks.agreement import MismatchError, difference, digest, encoded, values_in_words
+from pipeline.ranks.agreement import (
+    MINI_BATCHES,
+    OPTIONS,
+    MismatchError,
+    difference,
+    digest,
+    encoded,
+    values_in_words,
+)
 from pipeline.ranks.company import Company
 from pipeline.ranks.rank_mailbox import RankMailbox
 from pipeline.ranks.traffic import Traffic
@@ -31,8 +39,6 @@ from pipeline.trees import Grads, Tree, add_grads, flatten
 from pipeline.values import Values
 from scheduler import Action, Event
 
-SETTINGS = "the settings"
-MINI_BATCHES = "the mini-batches"
 _MAGIC = 0x70656E73746F636B  # "penstock"
 _AGREED = (
     ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
@@ -110,7 +116,8 @@ class OverRanks(Peers):
         if values:
             self._check_ties()
         if not self._series:
-            self._series = f"{self._company.number}/{self._door}/{digest(mine.get(MINI_BATCHES, ''))}"
+            of = digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
+            self._series = f"{self._company.number}/{self._door}/{of}"
         return found[0][1]
 
     def _check_ties(self) -> None:
@@ -219,20 +226,23 @@ class OverRanks(Peers):
     # ------------------------------------------------------------------------------------------------------ together
 
     def agree(self, verdict: Verdict) -> Verdict:
-        loss, divisor, reached = verdict
+        loss, divisor, reached, hooks = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
-        mine = [_MAGIC + 1, reached, kind, _bits(loss), divisor is not None, _bits(divisor)]
+        mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor)]
         found = self._ranks.exchange(mine)
-        reached = any(each[1] for each in found)
-        if self._door == "step" and reached:
+        reached, hooks = any(each[1] for each in found), any(each[2] for each in found)
+        if self._door == "step" and reached and not hooks:
             self._call += _AGREED
-        _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
+        _, _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
             loss = torch.tensor(_number(bits), dtype=_DTYPES[kind], device=device)
         if divisor is None and divides:
             divisor = torch.tensor(_number(divisor_bits), dtype=torch.float64, device=device)
-        return Verdict(loss, divisor, reached)
+        return Verdict(loss, divisor, reached, hooks)
+
+    def close(self) -> None:
+        self._ranks.exchange([_MAGIC + 2])
 
     def share_output(self, output: Output | None) -> Output:
         if output is None:

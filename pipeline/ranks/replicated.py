@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.mailbox import Post
 from pipeline.peers import Output, Pair, Part, Peers, Verdict
 from pipeline.places import Place
-from pipeline.ranks.agreement import digest
+from pipeline.ranks.agreement import MODES, OPTIONS, SETTINGS, digest
 from pipeline.ranks.failure import Failure, RankError, silence
 from pipeline.ranks.group import Ranks, in_words
 from pipeline.ranks.replica_means import Means, ReplicaLostError, lost
@@ -33,8 +33,7 @@ from pipeline.trees import Grads
 from pipeline.values import Values
 from scheduler import Action, Event
 
-OPTIONS = "the options"
-_ALIKE = ("the settings", "the modes", OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
+_ALIKE = (SETTINGS, MODES, OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
 _WHERE = ("replica ", "the replicas ")
 _AGREED = (
     ", after all replicas had agreed that it took place: parameters and buffers may be changed in some and not in "
@@ -276,6 +275,11 @@ class Replicated(Peers):
 
     def agree(self, verdict: Verdict) -> Verdict:
         return self._inner.agree(verdict)
+
+    def close(self) -> None:
+        self._inner.close()
+        with lost():
+            self._ranks.exchange([self._replicas.number])
 
     def share_output(self, output: Output | None) -> Output:
         return self._inner.share_output(output)

@@ -398,3 +398,32 @@ def test_a_parameter_hook_that_raises_leaves_everything_as_before(door):
         assert same(tensor, before[name]), name
     for param, grad in zip(pipe.parameters(), grads, strict=True):
         assert same(param.grad, grad)
+
+
+class Squares(nn.Module):
+    """A weight that may be given as the input too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_parameter_that_is_the_input_too_has_one_gradient_and_its_hook_runs_once(door, has_hook):
+    model = nn.Sequential(Squares(), nn.Linear(WIDE, 2)).double()
+    weight = model[0].weight
+    target = torch.randn(WIDE, 2, dtype=torch.float64)
+    seen = []
+    if has_hook:
+        weight.register_hook(lambda grad: seen.append(grad.clone()) or clipped(grad))
+    mse(model(weight), target).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    got = run(door, Pipe(model, [1, 1], CHUNKS), weight, target)
+    assert len(seen) == 2 * has_hook
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-12, atol=1e-14)

@@ -24,10 +24,10 @@ SCHEDULES = ("1f1b", "zb-h1", "interleaved", "gpipe", "zb-v", "1f1b")
 ENDINGS = (
     "killed in an action", "killed between calls", "killed before its Pipe", "stopped in an action",
     "stopped between calls", "stopped for a while", "too long in a layer", "left the script", "raised in its script",
-    "raised before its Pipe", "raised in a hook", "raised in the optimizer", "killed in the optimizer",
+    "raised before its Pipe", "raised in a post hook", "raised in the optimizer", "killed in the optimizer",
 )  # fmt: skip
 
-LATE = ("raised in a hook", "raised in the optimizer")  # when all ranks have agreed that the step takes place
+LATE = ("raised in a post hook", "raised in the optimizer")  # when all ranks have agreed that the step takes place
 
 Round = tuple[str, Fault | None]
 
@@ -43,7 +43,6 @@ class Case:
         first: what fails before there is a Pipe.
         also: what fails on another rank in each round in which one fails.
         goes_on: whether the next call after a fault must work.
-        again: whether a call that fails unexpectedly is made once more.
         rest: seconds that the others wait after a fault before they go on.
         resume_after: seconds after which a stopped rank goes on.
         timeout, heartbeat: of the Pipe. A small one may be over on a busy machine though all is well.
@@ -59,7 +58,6 @@ class Case:
     first: Fault | None = None
     also: Fault | None = None
     goes_on: bool = True
-    again: bool = False
     rest: float = 0.0
     resume_after: float | None = None
     timeout: float = 60.0
@@ -119,7 +117,7 @@ def ending(random: Random, kind: str, size: int) -> Case:
         "too long in a layer": Fault(rank_there, site, "sleep", action, 5.0),
         "left the script": Fault(rank, "script", "leave"),
         "raised in its script": Fault(rank, "script", "crash"),
-        "raised in a hook": Fault(rank, random.choice(("hook", "post hook")), "MainError"),
+        "raised in a post hook": Fault(rank, "post hook", "MainError"),
         "raised in the optimizer": Fault(rank, "optimizer", "ScriptError"),
         "killed in the optimizer": Fault(rank, "optimizer", "kill"),
     }
@@ -130,7 +128,6 @@ def ending(random: Random, kind: str, size: int) -> Case:
     goes_on = kind in ("stopped for a while", "too long in a layer")
     return _replaced(
         found, rounds=(rounds[0], (door, with_fault[kind]), rounds[2]), goes_on=goes_on, kind=kind,
-        again=kind in LATE,
         rest=4.0 if goes_on else 0.0, resume_after=2.5 if kind == "stopped for a while" else None,
         timeout=TIMEOUT if kind == "too long in a layer" else 60.0,
         heartbeat=HEARTBEAT if kind.startswith(("killed", "stopped")) else 10.0,
@@ -169,7 +166,10 @@ def _fault(random: Random, case: Case, door: str) -> Fault:
     if door != "evaluate":
         sites += ["gradient"] + ["recompute"] * (case.checkpoint == "always")
     sites += ["target", "loss"] if door != "forward" else ["gap"]
+    sites += ["hook"] if door in ("step", "gradients") else []
     site = random.choice(sites)
+    if site == "hook":
+        return Fault(random.randrange(case.size), site, manner)
     if site in ("cut", "target", "gap"):
         return Fault(random.randrange(case.size), site, "ScriptError" if site == "gap" else "refused")
     if site == "loss":

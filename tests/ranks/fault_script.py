@@ -182,9 +182,7 @@ def main(job: Job) -> None:
         if fault is not None:
             failing_round(training, job, number, fault, rank)
         if fault is None or job["goes_on"]:
-            right = right_round(training, number, door, expected[number])
-            if not right and job["again"]:
-                right_round(training, number, door, expected[number])
+            right_round(training, number, door, expected[number])
     tell("end")
 
 
@@ -245,18 +243,17 @@ def attempt(training: Training, number: int, door: str, spoiled: str = "") -> No
         tell("passed", number=number)
 
 
-def right_round(training: Training, number: int, door: str, expected: tuple[float, State]) -> bool:
-    """A round that is to go well, and to give what it gives in one process; whether it went well."""
+def right_round(training: Training, number: int, door: str, expected: tuple[float, State]) -> None:
+    """A round that is to go well, and to give what it gives in one process."""
     loss, theirs = expected
     try:
         found = training.round(number, door)
     except BaseException as error:
         tell("lost", number=number, **described(error))
-        return False
+        return
     here = {name: value for name, value in training.state().items() if not name.startswith("optimizer")}
     wrong = differences(here, {name: theirs[name] for name in here})
     tell("went on", number=number, wrong=[f"loss {found} instead of {loss}"] * (found != loss) + wrong)
-    return True
 
 
 def described(error: BaseException) -> Job:

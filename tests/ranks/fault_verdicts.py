@@ -20,7 +20,7 @@ KINDS = {
     "before": "raised in an action", "after": "raised in an action", "layer": "raised in a layer's forward",
     "recompute": "raised in a recomputation", "gradient": "raised in a layer's backward", "loss": "raised in the loss",
     "cut": "an input that cannot be cut", "target": "a target that does not fit", "call": "made another call",
-    "gap": "left a call out", "materialize": "raised while a Pipe was built",
+    "gap": "left a call out", "materialize": "raised while a Pipe was built", "hook": "raised in a parameter's hook",
 }  # fmt: skip
 TORN = "after all ranks had agreed that it took place"
 SILENCES = {
@@ -244,14 +244,14 @@ def _of_survivor(case: Case, ran: Ran, errors: Sequence[dict[str, Any]]) -> Iter
 
 
 def _of_late(case: Case, ran: Ran, error: dict[str, Any]) -> Iterator[str]:
-    """The step took place here: the next call tells of the rank where it did not."""
+    """The step may have taken place here: it tells of the rank where it did not."""
     fault = _only_fault(case)
     assert fault is not None
     yield from _of_error("step", fault, ran.rank, error)
     if TORN not in str(error["notes"]):
         yield f"does not tell that the step is torn: {error['notes']}"
-    if not ran.find("passed") or error["what"] != "lost":
-        yield f"did not take the step: {error}"
+    if error["what"] != "raised" or error["number"] != 1:
+        yield f"did not raise in that step: {error}"
 
 
 def _before_pipe(case: Case, what: str, begun: float, others: Sequence[Ran]) -> Verdict:

@@ -59,7 +59,9 @@ def end(agent: subprocess.Popen[bytes], grace: float = 5.0) -> None:
     if agent.poll() is not None:
         return
     family = descendants(agent.pid)
-    _signal(family, signal.SIGABRT)
+    for pid in family:  # one after another: their stacks would be written into one another
+        _signal([pid], signal.SIGABRT)
+        time.sleep(0.3)
     until = time.monotonic() + grace
     while agent.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
