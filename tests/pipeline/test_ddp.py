@@ -4,6 +4,8 @@ Both ranks are started once; each runs all configurations and writes what it fou
 sees the whole batch, of which each rank has half: a mean over equal halves is the mean of their means.
 """
 
+import faulthandler
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +75,7 @@ def train(module, model, config, cut, no_sync=None):
 
 
 def rank_main(rank, init_method, folder):
+    faulthandler.dump_traceback_later(100, exit=True)  # with the stacks of all threads
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
     results = {}

@@ -54,17 +54,15 @@ def torchrun(
         return Ran(code, stdout.read(), stderr.read())
 
 
-def end(agent: subprocess.Popen[bytes], grace: float = 5.0) -> None:
-    """End a process and all that it began: first a chance to tell where it is, then SIGKILL."""
+def end(agent: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it began: first each may tell where it is."""
     if agent.poll() is not None:
         return
+    _signal([agent.pid], signal.SIGSTOP)  # or it would end all others when it sees the first one end
     family = descendants(agent.pid)
     for pid in family:  # one after another: their stacks would be written into one another
         _signal([pid], signal.SIGABRT)
         time.sleep(0.3)
-    until = time.monotonic() + grace
-    while agent.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
     _signal([*descendants(agent.pid), *family, agent.pid], signal.SIGKILL)
     agent.wait()
 
