@@ -26,6 +26,7 @@ check: $(READY)
 
 soak: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 -m soak
+	$(ONE) $(BIN)/python tests/ranks/fault_soak.py --count 200
 
 bench: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[bench]"
@@ -33,6 +34,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)

@@ -31,6 +31,7 @@ import time
 from collections.abc import Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, before torch looks
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # or reverse lookups by the store may hold up a start for seconds
 
 from ranks_contenders import PEERS, Shape, contenders, prepared, zero_grad  # noqa: E402
 from ranks_launch import Failed, Pair, machine, start_together  # noqa: E402
