@@ -7,6 +7,8 @@
 __version__ = "0.1.0"
 
 from pipeline.checkpoint import is_checkpointing, is_recomputing
+from pipeline.eager import EagerUpdate
+from pipeline.eager_backward import eager_backward
 from pipeline.errors import CheckpointError, StuckError
 from pipeline.gradstore import GradStore
 from pipeline.microbatch import NoChunk
@@ -18,6 +20,7 @@ from pipeline.step_door import Step
 
 __all__ = [
     "CheckpointError",
+    "EagerUpdate",
     "GradStore",
     "MismatchError",
     "NoChunk",
@@ -25,6 +28,7 @@ __all__ = [
     "RankError",
     "Step",
     "StuckError",
+    "eager_backward",
     "is_checkpointing",
     "is_recomputing",
     "layer_seed",

@@ -92,6 +92,11 @@ class Aliases:
         return id(leaf) in self._trained and not leaf._backward_hooks and _hooks_after(leaf) == 1
 
     @property
+    def owners(self) -> set[int]:
+        """The ids of the real parameters."""
+        return {id(slot.real) for slot in self._slots}
+
+    @property
     def used(self) -> list[Tensor]:
         """The aliases that an output depends on."""
         return [slot.alias for key, slot in self._trained.items() if key in self._used]

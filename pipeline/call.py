@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
 
 LossEnd = Callable[[int, Tree], Roots]
+Listener: TypeAlias = Callable[[StageRun, list[tuple[Tensor, Tensor]]], None]
 
 
 class Setup(NamedTuple):
@@ -93,11 +94,11 @@ class Call:
         self.batch = batch
         self.grad = setup.grad
         self._setup = setup
-        self._devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
+        self.devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
         self.peers = setup.peers
         self._live = [setup.grad and tensor.requires_grad for tensor in batch.tree.tensors]
-        self.seeder = Seeder(setup.seed, self._devices)
-        self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
+        self.seeder = Seeder(setup.seed, self.devices)
+        self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
         self._homes = _homes(setup)
@@ -127,6 +128,8 @@ class Call:
         self._retain = False
         self._last_of: frozenset[Action] = frozenset()  # the last backwards of stages, where someone waits for them
         self._settled: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by stage: sums that are final
+        self._listener: Listener | None = None  # gets them instead
+        self._is_checked = False
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor of the caller's (a part of the target), on a device of ours."""
@@ -170,12 +173,35 @@ class Call:
         if self.last is not None:
             self.last.ends_in_loss = True
 
+    def listen(self, listener: Listener | None) -> None:
+        """From now on `listener` gets the sums of each stage as soon as its last backward has run.
+
+        What it does with them cannot be undone, so this call runs no phase twice: all stages get their seeds.
+        """
+        self._listener = listener
+        for stage in self.stages if listener is not None else ():
+            stage.learn_draws()
+
+    def once_more(self) -> Call:
+        """The same call, from its beginning. This one must be abandoned first."""
+        return Call(self._setup._replace(compares=False), self.batch)
+
+    @property
+    def is_driven_by_threads(self) -> bool:
+        """Whether lanes have threads."""
+        return self._driver.has_threads
+
+    @property
+    def compares(self) -> bool:
+        """Whether this call looks at more than others."""
+        return self._setup.compares
+
     # ------------------------------------------------------------------------------------------------------ phases
 
     def run_forward(self) -> None:
         """Run the first phase. A failure leaves the buffers as they were."""
         try:
-            with generators_kept(self._devices), weights_cast_anew(self.grad):
+            with generators_kept(self.devices), weights_cast_anew(self.grad):
                 recorded = [len(trace) for trace in self._setup.traces]
                 try:
                     self._begin()
@@ -186,18 +212,30 @@ class Call:
                         trace.forget_from(number)
                     self._begin()
                     self._drive(0)
-                for stage in self.stages:
-                    stage.aliases.check_memory()
-                    self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
-                self._check_shared_state()
-                for stage in self.stages:
-                    if self.batch.chunks > 1:
-                        stage.recall.buffers.check_unseen(stage.name)
+                self.check_forwards(memory=self._listener is None)
                 for stage in self.stages:
                     stage.commit()
         except BaseException:
             self.abandon()
             raise
+
+    def check_forwards(self, memory: bool = True) -> None:
+        """All forwards have run: raise if one did what would make numbers depend on the order of the chunks.
+
+        Args:
+            memory: look at the parameters too. Their stages' listener has done so if there is one.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for stage in self.stages:
+            if memory:
+                stage.aliases.check_memory()
+            self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
+        self._check_shared_state()
+        for stage in self.stages:
+            if self.batch.chunks > 1:
+                stage.recall.buffers.check_unseen(stage.name)
 
     def _rewind(self) -> None:
         """As before the first action; from now on every stage holds the CPU's generator."""
@@ -238,7 +276,7 @@ class Call:
             for chunk, chunk_grads in enumerate(grads):
                 self._mailbox.put_grads(CALLER, chunk, [chunk_grads])
         try:
-            with generators_kept(self._devices), weights_cast_anew(self.grad):
+            with generators_kept(self.devices), weights_cast_anew(self.grad):
                 self._drive(1)
         except DrewError:
             self._drop()
@@ -284,7 +322,9 @@ class Call:
         )
         draws = any([stage.may_draw for stage in self.stages])
         before = None if draws else torch.default_generator.get_state()
-        if self.peers.averages and not self._driver.has_threads:  # which may have to run a phase once more
+        runs_once = not self._driver.has_threads  # without threads no stage is found to draw when it is too late
+        self._last_of = frozenset()
+        if self._listener is not None or (self.peers.averages and runs_once):
             self._last_of = _last_backwards(phase.orders)
         self.peers.begin(number)
         try:
@@ -320,10 +360,17 @@ class Call:
         for trace in self._setup.traces:
             trace.record(action, self._lane_of[action.stage], start)
         if action in self._last_of:
+            start = perf_counter()
             self._settle(action.stage)
+            if self._listener is not None:
+                for trace in self._setup.traces:
+                    trace.record(Action(action.stage, Kind.U, action.chunk), self._lane_of[action.stage], start)
 
     def _settle(self, stage: int) -> None:
         """A stage's sums are final. Not said of one whose parameters the loss reads too."""
+        if self._listener is not None:
+            self._listener(self._run[stage], self._taken(self._run[stage]))
+            return
         self._settled[stage] = pairs = self._taken(self._run[stage])
         if not any([id(owner) in self.loss_sums for owner, _ in pairs]):
             self.peers.settled(stage, pairs)
@@ -439,7 +486,7 @@ class Call:
         totals: list[Tensor | None] = [None] * len(owners)
         inputs: list[Grads] = []
         for chunk, chunk_grads in enumerate(grads):
-            with generators_kept(self._devices), torch.enable_grad():
+            with generators_kept(self.devices), torch.enable_grad():
                 pieces, tree = self._compose(chunk, views, gate)
             given = zip(tree.tensors, chunk_grads, strict=True)
             pairs = [(tensor, grad) for tensor, grad in given if grad is not None and tensor.requires_grad]
@@ -466,7 +513,7 @@ class Call:
             for piece, live in zip(self.batch.pieces, self._live, strict=True)
         ]
         under_way: dict[Key | str, Tree] = {"x": Tree(tuple(pieces), self.batch.tree.skeleton)}
-        for stage, device in zip(self.stages, self._devices, strict=True):
+        for stage, device in zip(self.stages, self.devices, strict=True):
             stage.check_unchanged(chunk)
             values = self._setup.values
             trees = [under_way.pop(row.name) for row in values.read_by[stage.index]]

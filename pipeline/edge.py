@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.splitting import check_balance
+from pipeline.eager import EagerUpdate
 from pipeline.materialize import How, materialize
 from pipeline.places import Place, place_of
 from pipeline.ranks.elsewhere import Elsewhere
@@ -220,7 +221,10 @@ def settle(
 
 
 def check_step(
-    optimizer: torch.optim.Optimizer | None, clip: float | None, scaler: torch.amp.GradScaler | None, grads: str
+    optimizer: torch.optim.Optimizer | EagerUpdate | None,
+    clip: float | None,
+    scaler: torch.amp.GradScaler | None,
+    grads: str,
 ) -> None:
     if grads not in ("param", "store"):
         raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
@@ -228,6 +232,8 @@ def check_step(
         raise ValueError(
             "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
         )
+    if isinstance(optimizer, EagerUpdate):
+        _check_eager(optimizer, clip, scaler)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
@@ -239,3 +245,16 @@ def check_step(
         )
     if scaler is not None and optimizer is None and clip is not None:
         raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
+
+
+def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.GradScaler | None) -> None:
+    if clip is not None:
+        raise ValueError(
+            "clip_grad_norm clips by the norm over all gradients, which an EagerUpdate does not know before its first "
+            f"update. Use EagerUpdate(..., clip='two_pass', max_norm={clip}), or 'optimistic'."
+        )
+    if scaler is not None:
+        raise ValueError(
+            "a GradScaler leaves the whole step out where one gradient overflows, and an EagerUpdate has used the "
+            "others by then. Use bfloat16, which needs no scaler, or the optimizer itself."
+        )

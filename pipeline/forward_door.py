@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.call import Call
 from pipeline.errors import CheckpointError
+from pipeline.final_sums import FinalSums
 from pipeline.graph import refuse_tangents
 from pipeline.hooks import deliver, skip_none
 from pipeline.microbatch import gather
-from pipeline.peers import Output, Verdict
+from pipeline.peers import Output, Verdict, joined
 from pipeline.trees import Grads, Tree, versions
 from pipeline.turns import Turn, turn
 
@@ -75,6 +76,18 @@ def _attach(
     return outputs
 
 
+class GiveAway(NamedTuple):
+    """Whole gradients that someone takes before the backward ends.
+
+    Attributes:
+        keys: the ids of the parameters.
+        take: gets (parameter, whole gradient), once for each.
+    """
+
+    keys: set[int]
+    take: Callable[[Tensor, Tensor], None]
+
+
 class Backward:
     """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
 
@@ -88,6 +101,7 @@ class Backward:
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
         self._is_spent = False  # a backward failed part-way
+        self.give_away: GiveAway | None = None  # of the backward under way
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
@@ -123,6 +137,7 @@ class Backward:
             if not retain:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
+        given = self._given_away()
         try:
             self._call.run_backward(parts, retain)
         except BaseException:
@@ -131,12 +146,25 @@ class Backward:
                 self._call.release()
             raise
         inputs = self._call.input_grads()
-        sums = self._call.sums()
+        sums = self._call.sums() if given is None else joined(given.rest())
+        self._call.listen(None)
         if not retain:
             self._call.release()
         found = [sums.pop(id(owner), None) for owner in self.owners]
         deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+
+    def _given_away(self) -> FinalSums | None:
+        """Who takes whole gradients while the backward runs; over ranks only when all have agreed that it went well."""
+        wanted = self.give_away
+        if wanted is None or not self._call.peers.is_alone:
+            return None
+        call = self._call
+
+        def late() -> set[int]:
+            return {key for stage in call.stages for key in stage.reads} - wanted.keys
+
+        return FinalSums(call, wanted.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Second derivatives would need every stage in this process."""

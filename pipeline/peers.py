@@ -151,6 +151,14 @@ class Peers(ABC):
         """
 
     @abstractmethod
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        """The same, of each gradient's own norm."""
+
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        """The divisor of a step, which the process of the last stage knows."""
+        return divisor
+
+    @abstractmethod
     def any(self, here: bool) -> bool:
         """Whether something is so in any process."""
 
@@ -248,6 +256,13 @@ class Alone(Peers):
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         return torch.nn.utils.get_total_norm([grad for _, grad in named], norm_type)
+
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        if not norms:
+            return torch.zeros(())
+        device = norms[0][1].device
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for _, norm in norms]), norm_type)
+        return total
 
     def any(self, here: bool) -> bool:
         return here

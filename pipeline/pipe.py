@@ -10,8 +10,9 @@ Everything about one call lives in a `Call` and goes with it; a Pipe holds setti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from torch import nn
 from partition import split
 from partition.contiguous import whole
 from partition.splitting import check_module
-from pipeline import forward_door, step_door
+from pipeline import eager_door, forward_door, step_door
 from pipeline.ambient import eagerly
 from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
 from pipeline.driver import check_workers
+from pipeline.eager import EagerUpdate
 from pipeline.edge import (
     StageView,
     cannot_move,
@@ -47,7 +49,7 @@ from pipeline.peers import Alone, Output, Peers, Verdict
 from pipeline.places import Place, place_of
 from pipeline.plan import plan_forward, plan_step
 from pipeline.plans import Planner, Plans
-from pipeline.randomness import draw_seed, generators_kept
+from pipeline.randomness import draw_seed
 from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, values_in_words
 from pipeline.ranks.company import Company, company_of
 from pipeline.ranks.group import Ranks
@@ -296,7 +298,7 @@ class Pipe(Stateful):
         target: Any = None,
         *,
         loss_fn: LossFn,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | EagerUpdate | None = None,
         outputs: bool = False,
         trace: bool = False,
         loss_reduction: str | None = None,
@@ -313,8 +315,8 @@ class Pipe(Stateful):
             x: the input, as for `forward`.
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
             loss_fn: (output, target) -> a loss of one number, or (sum, count).
-            optimizer: makes one step with the gradients; every `.grad` is None afterwards. None: the gradients are
-                added to `.grad`, as backward() would.
+            optimizer: makes one step with the gradients; every `.grad` is None afterwards. An EagerUpdate updates each
+                parameter while the backward still runs. None: the gradients are added to `.grad`, as backward() would.
             outputs: also return the joined outputs, detached.
             trace: also return when each action ran.
             loss_reduction: whether loss_fn is a "mean" or a "sum" over rows. None: its own `.reduction`, else "mean".
@@ -338,6 +340,10 @@ class Pipe(Stateful):
             recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
             aim = scatter_like(target, batch, "the target")
             call = self._call(batch, plan_step, True, False, peers, options, recorder, aim)
+            if isinstance(optimizer, EagerUpdate):
+                new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
+                value, joined = self._eager_step(optimizer, call, new_loss, aim, outputs)
+                return Step(value, None, joined, None if recorder is None else self._timeline(recorder, peers))
             loss = Loss(loss_fn, loss_reduction, batch.rows)
             self._run_with_loss(call, loss, aim, outputs, scaler)
             try:
@@ -556,8 +562,32 @@ class Pipe(Stateful):
         ends = [sum(self.balance[: stage + 1]) for stage in range(len(self.balance))]
         return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
+    def _eager_step(
+        self, update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], aim: Batch, outputs: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss, and the joined outputs if they are wanted; the parameters are updated."""
+
+        def play(call: Call, loss: Loss, begin: Callable[[LossEnd], None]) -> None:
+            self._run_with_loss(call, loss, aim, outputs, None, begin)
+
+        try:
+            call, value = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
+            joined = self._joined(call) if outputs else None
+        except BaseException:
+            call.abandon()
+            raise
+        call.release()
+        call.peers.close()
+        return value, joined
+
     def _run_with_loss(
-        self, call: Call, loss: Loss, aim: Batch, outputs: bool, scaler: torch.amp.GradScaler | None
+        self,
+        call: Call,
+        loss: Loss,
+        aim: Batch,
+        outputs: bool,
+        scaler: torch.amp.GradScaler | None,
+        begin: Callable[[LossEnd], None] | None = None,
     ) -> None:
         """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
         number = self._losses.get(loss.key, 0) + (call.batch.chunks > 1)
@@ -568,10 +598,10 @@ class Pipe(Stateful):
         call.end_in(end)
         call.keep_outputs = outputs or compare
         try:
+            if begin is not None:
+                begin(end)
             call.run_forward()
-            if compare and call.last is not None:
-                with generators_kept(self.devices):
-                    end.check()
+            end.check()
         except BaseException:  # not counted: the next call compares in its place
             call.abandon()
             raise

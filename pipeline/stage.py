@@ -203,6 +203,11 @@ class StageRun:
         first, last = self._layers[0][0], self._layers[-1][0]
         return f"layer {first}" if first == last else f"layers {first}..{last}"
 
+    @property
+    def reads(self) -> set[int]:
+        """The ids of the parameters and other leaves that its layers read, now that its forwards have run."""
+        return {*self.aliases.owners, *self.foreign}
+
     # ------------------------------------------------------------------------------------------------------- F
 
     def forward(self, chunk: int, inbox: Sequence[Message], recompute: bool, keep: bool) -> list[Message]:

@@ -26,6 +26,7 @@ from pipeline.hooks import accumulate, has_hooks, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
 from pipeline.peers import Pair, Peers, Verdict
+from pipeline.randomness import generators_kept
 from pipeline.trees import Grads, Tree
 from scheduler import Timeline
 
@@ -64,11 +65,13 @@ class LossEnd:
         compares: bool,
     ) -> None:
         self._call = call
-        self._compares = compares
+        self.compares = compares
+        self._is_checked = False
         self._loss = loss
         self._target = target
         self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
+        self.reads: set[int] = set()  # the ids of leaves that the loss computes with
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
 
@@ -87,6 +90,7 @@ class LossEnd:
             loss, weight = self._scaler.scale(loss * weight), 1.0
         foreign = explore([loss], until=own).leaves
         if foreign:
+            self.reads.update(foreign)
             self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
             for leaf in foreign.values():
                 _refuse_ours(leaf)
@@ -118,16 +122,23 @@ class LossEnd:
                 self._call.loss_sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
         grads = iter(found)
         of_outputs = tuple([next(grads) if tensor.requires_grad else None for tensor in tree.tensors])
-        if self._compares:
+        if self.compares:
             self._grads[chunk] = of_outputs
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
     def check(self) -> None:
-        """Compare loss and gradient with the un-pipelined ones, on the joined output.
+        """Compare loss and gradient with the un-pipelined ones, on the joined output, once; if this call compares.
 
         The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction.
         """
         call = self._call
+        if not self.compares or self._is_checked or call.last is None:
+            return
+        self._is_checked = True
+        with generators_kept(call.devices):
+            self._check_joined(call)
+
+    def _check_joined(self, call: Call) -> None:
         joined, _ = gather([message.tree for message in call.outputs], call.batch.rows)
         target = self._target.tree.build(self._target.tree.tensors)
         device = joined.tensors[0].device if joined.tensors else None
@@ -188,21 +199,26 @@ def collect(call: Call, loss: Loss) -> Collected:
     hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
     value, divisor, reached, hooks = call.peers.agree(Verdict(loss.value if has_loss else None, own, reached, hooks))
     assert value is not None  # the last stage's process has it
-    if not reached:
-        raise RuntimeError(
-            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is "
-            "detached. Use pipe.evaluate(...) for a loss without gradients."
-        )
+    check_reached(reached)
     if divisor is not None:
         for _, grad in [] if call.peers.averages else pairs:  # means are of divided ones
             grad.div_(divisor.to(grad.device))
         inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
-    found = _summed([*inputs, *pairs])
+    found = summed([*inputs, *pairs])
     if hooks:
         if any(owner._backward_hooks for owner, _ in found):
             found = hooked(found)
         call.peers.agree(Verdict(None, None, True))
     return Collected(found, value, hooks)
+
+
+def check_reached(reached: bool) -> None:
+    """Raise if no process has a gradient."""
+    if not reached:
+        raise RuntimeError(
+            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is "
+            "detached. Use pipe.evaluate(...) for a loss without gradients."
+        )
 
 
 def hand_over(
@@ -225,7 +241,7 @@ def hand_over(
     return store
 
 
-def _summed(pairs: list[Pair]) -> list[Pair]:
+def summed(pairs: list[Pair]) -> list[Pair]:
     """Each owner once: a parameter may be given as input too."""
     found: dict[int, Pair] = {}
     for owner, grad in pairs:

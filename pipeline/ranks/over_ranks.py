@@ -75,6 +75,7 @@ class OverRanks(Peers):
         self._now: Traffic | None = None
         self._action: Action | None = None  # under way
         self._phase = 0
+        self._unfinished: list[int] = []  # ranks that have a letter on its way
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -226,6 +227,7 @@ class OverRanks(Peers):
     # ------------------------------------------------------------------------------------------------------ together
 
     def agree(self, verdict: Verdict) -> Verdict:
+        self._finish_all()
         loss, divisor, reached, hooks = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
         mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor)]
@@ -243,6 +245,21 @@ class OverRanks(Peers):
 
     def close(self) -> None:
         self._ranks.exchange([_MAGIC + 2])
+
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        """From the last rank, which does not wait until the others have it: they have more to do."""
+        what = "the divisor"
+        if self._hosting.rank != self._hosting.last:
+            return self._from(self._hosting.last, what).tensors[0]
+        self._unfinished = [rank for rank in range(self._ranks.size) if rank != self._hosting.rank]
+        for rank in self._unfinished:
+            self._ranks.send_one(rank, f"{self._series}/{what}", what, Letter((divisor,)))
+        return divisor
+
+    def _finish_all(self) -> None:
+        """Wait until others have what they were sent without waiting."""
+        while self._unfinished:
+            self._finish(self._unfinished.pop())
 
     def share_output(self, output: Output | None) -> Output:
         if output is None:
@@ -296,7 +313,11 @@ class OverRanks(Peers):
         return [Event(Action.parse(action), lane, start, end) for each in found for action, lane, start, end in each]
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        mine = [[name, *_norm(grad, norm_type)] for name, grad in named]
+        norms = [(name, torch.linalg.vector_norm(_values(grad), norm_type)) for name, grad in named]
+        return self.joined_norm(norms, norm_type)
+
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        mine = [[name, str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()] for name, norm in norms]
         names = self._company.first_names
         found: dict[str, tuple[str, str]] = {}
         more = []
@@ -307,10 +328,10 @@ class OverRanks(Peers):
                 elif rank == self._hosting.last:
                     more.append((dtype, value))
         in_order = [found[name] for name in dict.fromkeys(names.values()) if name in found]
-        norms = [torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype)) for dtype, value in [*in_order, *more]]
-        if not norms:
+        told = [torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype)) for dtype, value in [*in_order, *more]]
+        if not told:
             return torch.zeros(())
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(told), norm_type)
         return total.to(self._ranks.device)
 
     def any(self, here: bool) -> bool:
@@ -365,6 +386,7 @@ class OverRanks(Peers):
 
     def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
         """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
+        self._finish_all()
         tie = self._hosting.ties[index]
         here, rank_of = self._hosting.rank, self._hosting.rank_of
         stages = (-1, *[stage for stage, _ in tie.readers])  # -1: the loss, if it reads the parameter, on the last rank
@@ -396,7 +418,5 @@ def _number(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-def _norm(grad: Tensor, norm_type: float) -> tuple[str, str]:
-    """The norm of a gradient: its dtype, and its value to the last bit."""
-    norm = torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad, norm_type)
-    return str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad

@@ -290,6 +290,12 @@ class Replicated(Peers):
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         return self._inner.total_norm(named, norm_type)
 
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        return self._inner.joined_norm(norms, norm_type)
+
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        return self._inner.share_divisor(divisor)
+
     def any(self, here: bool) -> bool:
         return self._inner.any(here)
 

@@ -9,10 +9,11 @@ The errors say what does the same around a Pipe, or instead.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -77,3 +78,23 @@ def _imported(module: str, *names: str) -> Iterator[type]:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None:
             yield found
+
+
+def refuse_reduced(params: Iterable[Tensor], who: str) -> None:
+    """Raise if a DistributedDataParallel waits for the gradients of these parameters, to average them.
+
+    It hangs on autograd's nodes, where nobody sees it, so all that Python holds is looked through.
+
+    Raises:
+        RuntimeError: one does.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    wanted = {id(param) for param in params}
+    for each in gc.get_objects():
+        if issubclass(type(each), DistributedDataParallel):
+            if any(id(param) in wanted for param in each.parameters()):
+                raise RuntimeError(
+                    f"{who} would update parameters of a DistributedDataParallel before their gradients are averaged. "
+                    "Use Pipe(..., replicas=group), whose steps average first, or the optimizer itself."
+                )

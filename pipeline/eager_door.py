@@ -1,0 +1,187 @@
+"""`pipe.step(x, y, loss_fn=f, optimizer=EagerUpdate(...))`: parameters are updated while the backward still runs.
+
+    one process    stage s settled --FinalSums--> whole gradient / divisor --hooks--> EagerStep.take
+    over ranks     this rank's actions have run --> the divisor, from the last rank --> take; then all agree
+    two runs       norms only --> factor --> everything put back --> once more, with the same seed
+
+Nothing that can refuse the step is left for after the first update, but for what other ranks may find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from pipeline.call import Call
+from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.final_sums import FinalSums
+from pipeline.hooks import accumulate, hooked
+from pipeline.loss import Loss
+from pipeline.peers import Pair, Verdict, joined
+from pipeline.step_door import LossEnd, check_reached, summed
+
+Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # runs a call; first tells of the loss's end
+
+
+class Ended(NamedTuple):
+    """A run that went well: the call, whose outputs are still there, and the loss of the mini-batch."""
+
+    call: Call
+    loss: Tensor
+
+
+def run(
+    update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
+) -> Ended:
+    """A step; with a norm over all gradients, of two runs where it must be."""
+    update.get_ready()
+    check_free([(f"'{name}'", param) for name, param in named.items() if update.holds(param)])
+    factor: Tensor | None = None
+    if update.needs_two_runs:
+        first = _Run(update, update.run(only_norms=True), named)
+        first.play(call, new_loss(), play)
+        factor = _factor(update, first.step, call, named)
+        call = _again(call)
+    step = update.run(factor)
+    with update.guarded(step, call.peers.is_alone):
+        ended = _undoing(update, step, call, new_loss, play, named)
+        if ended is None:
+            factor = _factor(update, step, call, named)
+            step.undo()
+            step = update.run(factor)
+    if ended is None:
+        with update.guarded(step, call.peers.is_alone):
+            ended = _Run(update, step, named).play(_again(call), new_loss(), play)
+            step.finish()
+    return ended
+
+
+def _undoing(
+    update: EagerUpdate,
+    step: EagerStep,
+    call: Call,
+    new_loss: Callable[[], Loss],
+    play: Play,
+    named: Mapping[str, Tensor],
+) -> Ended | None:
+    """The run that updates. None: the norm came out too large for what it has done."""
+    try:
+        ended = _Run(update, step, named).play(call, new_loss(), play)
+        if step.can_undo and bool(_factor(update, step, call, named) < 1.0):
+            return None
+    except BaseException:
+        step.undo()
+        raise
+    step.finish()
+    return ended
+
+
+def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
+    """What all gradients are to be multiplied by, as torch.nn.utils.clip_grad_norm_ computes it."""
+    names = {id(param): name for name, param in reversed(list(named.items()))}
+    order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
+    found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
+    norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
+    return factor_of(update, call.peers.joined_norm(norms, 2.0))
+
+
+def _again(call: Call) -> Call:
+    call.abandon()
+    return call.once_more()
+
+
+class _Run:
+    """One run of forward and backward whose gradients go to an EagerStep."""
+
+    def __init__(self, update: EagerUpdate, step: EagerStep, named: Mapping[str, Tensor]) -> None:
+        self.step = step
+        self._update = update
+        self._names = {id(param): name for name, param in named.items()}
+        self._strangers: list[Pair] = []  # whose gradients are for `.grad`: leaves of the caller
+        self._divisor: Callable[[], Tensor | None] = lambda: None
+        self._divided: list[Tensor | None] = []
+
+    def play(self, call: Call, loss: Loss, play: Play) -> Ended:
+        """Run it all; the whole gradients of this process have been taken when it ends."""
+        self._divisor = lambda: loss.divisor
+        sums: list[FinalSums] = []
+        peers = call.peers
+        if peers.is_alone:
+            play(call, loss, lambda end: sums.append(self._listening(call, end)))
+        else:
+            play(call, loss, lambda end: None)
+        inputs = self._of_inputs(call)
+        own = loss.divisor if call.last is not None else None
+        if sums:
+            pairs = self._rest(call, sums[0])
+        else:
+            pairs, own = self._joined(call, own)
+        reached = bool(pairs or inputs or self.step.updated or self.step.norms)
+        self._take_all(summed([*self._over(inputs, own), *pairs]), call)
+        is_trial = self.step.only_norms
+        verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
+        value, _, reached, _ = peers.agree(verdict)
+        check_reached(reached)
+        if not is_trial:
+            accumulate(self._strangers)
+        assert value is not None  # the last stage's process has it
+        return Ended(call, value)
+
+    def _listening(self, call: Call, end: LossEnd) -> FinalSums:
+        """Take gradients from now on while the backward runs."""
+        by_threads = call.is_driven_by_threads
+        compares = call.compares or end.compares
+
+        def ready() -> None:
+            if not by_threads:  # whose stages' buffers are swapped while they recompute
+                call.check_forwards(memory=False)
+                end.check()
+
+        def late() -> set[int]:
+            """What others than stages have a part in."""
+            return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
+
+        return FinalSums(call, self._take_divided, ready, late, waits=by_threads and compares)
+
+    def _take_divided(self, owner: Tensor, grad: Tensor) -> None:
+        if not self._divided:  # all losses are known by now
+            self._divided.append(self._divisor())
+        (divisor,) = self._divided
+        self._take(owner, grad if divisor is None else grad.div_(divisor.to(grad.device)))
+
+    def _take(self, owner: Tensor, grad: Tensor) -> None:
+        if owner._backward_hooks:
+            ((owner, grad),) = hooked([(owner, grad)])
+        if self._update.holds(owner):
+            name = self._names.get(id(owner))
+            self.step.take(owner, grad, "" if name is None else f"'{name}'")
+        elif id(owner) not in self._names:
+            self._strangers.append((owner, grad))
+
+    def _take_all(self, pairs: list[Pair], call: Call) -> None:
+        while pairs:
+            self._take(*pairs.pop(0))
+
+    def _rest(self, call: Call, sums: FinalSums) -> list[Pair]:
+        of_loss, call.loss_sums = call.loss_sums, {}
+        parts = [*((-1, owner, grad) for owner, grad in of_loss.values()), *sums.rest()]
+        return self._over(list(joined(parts).values()), self._divisor())
+
+    def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:
+        """Whole gradients over all processes, divided; and the divisor."""
+        divisor = call.peers.share_divisor(own)
+        pairs = list(call.sums().values())
+        if call.peers.averages:
+            return call.peers.average(pairs, own), divisor
+        return self._over(pairs, divisor), divisor
+
+    def _of_inputs(self, call: Call) -> list[Pair]:
+        found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
+        return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
+
+    def _over(self, pairs: Sequence[Pair], divisor: Tensor | None) -> list[Pair]:
+        if divisor is None:
+            return list(pairs)
+        return [(owner, grad / divisor.to(grad.device)) for owner, grad in pairs]
