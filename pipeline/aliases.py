@@ -2,7 +2,8 @@
 
     module._parameters["weight"] = p      found; for as long as the stage computes, an alias stands in its place:
     nn.Parameter(p.detach())              a leaf of its own on p's memory, version counter shared
-    alias.grad                            the stage's sum over chunks, added to as each gradient is computed
+    alias.grad                            the stage's sum over chunks, added to as each gradient is computed; float32
+                                          for parameters of half precision, whose sums would round at every chunk
 
 So the parameters themselves see one whole gradient per backward pass. They are read from the modules at each call; a
 swap puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
@@ -17,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
-from pipeline.graph import Watch, mark
+from pipeline.graph import Watch, mark, owned
 from pipeline.trees import checksums, same_checksums, versions
 
+HALF = (torch.float16, torch.bfloat16)
 Table: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
 
 
@@ -127,6 +130,12 @@ class Aliases:
                 grad, slot.alias.grad = slot.alias.grad, None
                 yield slot.real, grad
 
+    @staticmethod
+    def add(alias: Tensor, grad: Tensor) -> None:
+        """Add to an alias's sum a gradient that did not come through autograd."""
+        grad = grad.float() if alias.dtype in HALF else grad
+        alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
+
     def drop_sums(self) -> None:
         """Forget what was summed."""
         for slot in self._trained.values():
@@ -221,6 +230,8 @@ def _hooks_after(leaf: Tensor) -> int:
 def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch) -> Tensor:
     if real.requires_grad:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
+        if real.dtype in HALF:
+            alias.grad_dtype = torch.float32  # the sum over chunks is rounded once, at its end
         alias.register_post_accumulate_grad_hook(watch)
     noted = vars(real)
     if noted:

@@ -198,6 +198,7 @@ class EagerStep:
 
     def _take(self, param: Tensor, grad: Tensor) -> None:
         update = self._update
+        grad = grad.to(param.dtype)
         is_optimistic = update.clip == "optimistic" and self._factor is None
         if self.only_norms or is_optimistic:
             self.norms[id(param)] = param, _norm(grad)

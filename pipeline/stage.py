@@ -532,7 +532,7 @@ class StageRun:
             cut.arrived[:] = found[: len(own)]
         for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
-                alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
+                self.aliases.add(alias, grad)
         for leaf, grad in zip(foreign, found[len(own) + len(aliases) :], strict=True):
             if grad is not None:
                 _, total = self._foreign_sums.get(id(leaf), (leaf, None))

@@ -1,7 +1,7 @@
 """What would the plain module compute, chunk by chunk? The numbers that a Pipe has to give, bit for bit.
 
     x --tensor_split--> x_i --layers, each seeded by layer_seed--> out_i --cat--> out (a leaf) --loss--> g = dloss/dout
-    out_i.backward(g_i), i ascending, into empty `.grad`                            reference(...): the forward door
+    out_i.backward(g_i), i ascending, into empty `.grad`, of float32 for halves     reference(...): the forward door
     part_i = loss_fn(out_i, target_i) * weight;  part_i.backward(), i ascending     reference_step(...): pipe.step
 
 Nothing is imported from pipeline but `layer_seed`, the public rule for random numbers.
@@ -58,6 +58,7 @@ def reference(
     model: nn.Sequential, x: Any, chunks: int, seed: int, loss: Callable[[Any], Tensor], extras: Sequence[Tensor] = ()
 ) -> Result:
     """The forward door: a loss of the joined output. Writes the model's `.grad` and buffers, never x."""
+    sum_in_float32(model)
     parts = _Parts(x, chunks)
     with torch.random.fork_rng(devices=()):
         outs = [_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)]
@@ -93,6 +94,7 @@ def reference_step(
     extras: Sequence[Tensor] = (),
 ) -> Result:
     """`pipe.step`: each chunk's weighted loss, backward ascending. The loss draws random numbers as one more layer."""
+    sum_in_float32(model)
     parts = _Parts(x, chunks)
     targets = torch.tensor_split(target, parts.count) if isinstance(target, Tensor) else [target] * parts.count
     total: Any = None
@@ -106,6 +108,13 @@ def reference_step(
                 part.backward()
             total = part.detach() if total is None else total + part.detach()
     return _result(model, join(outs), total, parts, extras)
+
+
+def sum_in_float32(model: nn.Module) -> None:
+    """Sums of half precision are rounded once, at their end, not at every chunk."""
+    for param in model.parameters():
+        if param.dtype in (torch.float16, torch.bfloat16):
+            param.grad_dtype = torch.float32
 
 
 def forward_only(model: nn.Sequential, x: Any, chunks: int, seed: int) -> Any:
@@ -182,7 +191,9 @@ def _result(model: nn.Sequential, joined: Any, loss: Tensor | None, parts: _Part
         outputs=pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), joined),
         loss=None if loss is None else loss.detach(),
         input_grads=parts.grads(),
-        grads={name: param.grad for name, param in model.named_parameters()},
+        grads={
+            name: None if param.grad is None else param.grad.to(param.dtype) for name, param in model.named_parameters()
+        },
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
         extra_grads=[leaf.grad for leaf in extras],
     )
