@@ -153,7 +153,7 @@ def catch_up(parts: Sequence[Part], stage: str) -> None:
                 sums[id(weight)] = weight, grad if earlier is None else earlier[1] + grad
         for weight, grad in sums.values():
             if weight.grad is None:
-                grad = grad.to(weight.grad_dtype or grad.dtype)
+                grad = grad.to(getattr(weight, "grad_dtype", None) or grad.dtype)
                 weight.grad = grad if grad.stride() == weight.stride() else owned(grad, weight)
             else:
                 weight.grad.add_(grad)

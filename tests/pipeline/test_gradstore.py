@@ -281,10 +281,10 @@ def test_one_tensor_is_no_list_of_parameters():
         (torch.ones(3, dtype=torch.bool), TypeError, "floating-point tensor.*bool"),
         (torch.ones(3, requires_grad=True), TypeError, r"requires_grad=True. Give grad.detach\(\)"),
         (torch.ones(3, dtype=torch.complex64), TypeError, "complex64 but the parameter .*float32. Give grad.real"),
-        (torch.ones(1), ValueError, r"has shape \[1\] .*, the parameter \[3\]"),  # would broadcast
+        (torch.ones(1), ValueError, r"has shape \[1\], the parameter \[3\]"),  # would broadcast
         (torch.ones(3, 1), ValueError, r"has shape \[3, 1\]"),
         (torch.ones(()), ValueError, r"has shape \[\]"),
-        (torch.ones(3, device="meta"), ValueError, "on meta, the parameter .* on cpu"),
+        (torch.ones(3, device="meta"), ValueError, "on meta, the parameter on cpu. Move the gradient there"),
     ],
 )
 @pytest.mark.parametrize("filled_before", [False, True])
@@ -316,6 +316,8 @@ def test_merging_names_a_parameter_that_had_no_name():
     named.add_("bias", torch.ones(3))
     store.merge_(named)
     assert store.get("bias") is store.get(module.bias)
+    store.insert("bias", torch.zeros(3))
+    assert torch.equal(store.get(module.bias), torch.zeros(3))
 
 
 def test_a_store_cannot_be_merged_with_itself():
@@ -364,6 +366,18 @@ def test_a_merge_that_is_refused_changes_neither_store():
     other.pop(unknown)
     store.merge_(other)  # not used up
     assert torch.equal(store.get(known), grad + grads[0])
+
+
+def test_merging_refuses_a_gradient_of_another_shape():
+    param = parameter(3)
+    store, _ = filled(param)
+    other = GradStore([param])
+    param.data = torch.zeros(1, dtype=torch.float64)
+    other.add_(param, torch.ones(1, dtype=torch.float64))
+    param.data = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"the gradient has shape \[1\], the parameter \[3\]"):  # would broadcast
+        store.merge_(other)
+    assert len(other) == 1
 
 
 def test_merging_in_a_fixed_order_is_bitwise_that_order_of_addition():

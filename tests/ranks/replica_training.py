@@ -187,17 +187,27 @@ def by_hand(
         for replica, (pipe, loss_fn) in enumerate(zip(pipes, losses, strict=True)):
             torch.set_rng_state(states[replica])
             x, y = batch(replica, step, counts[replica] + step, dtype_of(pipe))
+            keep_full(pipe, True)
             found[replica][f"loss {step}"] = gradients(pipe, x, y, door, loss_fn)
             states[replica] = torch.get_rng_state()
         everything = [[*trained(pipe, loss_fn)] for pipe, loss_fn in zip(pipes, losses, strict=True)]
         for same in zip(*everything, strict=True):
             mean = mean_of([parameter.grad for _, parameter in same])
             for _, parameter in same:
-                parameter.grad = None if mean is None else mean.clone()
+                parameter.grad = None
+                keep_full(parameter, False)
+                parameter.grad = None if mean is None else mean.to(parameter.dtype, copy=True)
         for replica, optimizer in enumerate(optimizers):
             note(found[replica], step, pipes[replica], losses[replica])
             finish(optimizer, pipes[replica])
     return found
+
+
+def keep_full(of: Pipe | Tensor, full: bool) -> None:
+    """Whether gradients of half precision come as float32: they are rounded once, when they are means."""
+    for parameter in [of] if isinstance(of, Tensor) else of.parameters():
+        if parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32 if full else None
 
 
 def over_ranks(build: Sequential, balance: Sequence[int], door: str, count: int, loss: str, **settings: Any) -> Found:
