@@ -6,6 +6,7 @@
 
 __version__ = "0.1.0"
 
+from pipeline.blocks import CheckpointedBlocks, checkpoint_blocks
 from pipeline.checkpoint import is_checkpointing, is_recomputing
 from pipeline.eager import EagerUpdate
 from pipeline.eager_backward import eager_backward
@@ -20,6 +21,7 @@ from pipeline.step_door import Step
 
 __all__ = [
     "CheckpointError",
+    "CheckpointedBlocks",
     "EagerUpdate",
     "GradStore",
     "MismatchError",
@@ -28,6 +30,7 @@ __all__ = [
     "RankError",
     "Step",
     "StuckError",
+    "checkpoint_blocks",
     "eager_backward",
     "is_checkpointing",
     "is_recomputing",

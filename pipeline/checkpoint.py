@@ -95,6 +95,16 @@ def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
+def checkpointing(whether: bool) -> Iterator[None]:
+    """Within: `is_checkpointing()` says so."""
+    token = _checkpointing.set(whether)
+    try:
+        yield
+    finally:
+        _checkpointing.reset(token)
+
+
+@contextmanager
 def saving_nothing(until_the_end: bool) -> Iterator[None]:
     """F of a chunk that will be recomputed: autograd builds its graph, and what it would save is dropped.
 
@@ -104,7 +114,6 @@ def saving_nothing(until_the_end: bool) -> Iterator[None]:
     Raises:
         DroppedError: a layer called autograd within its forward, and what it needs was dropped at once.
     """
-    token = _checkpointing.set(True)
     boxes: list[list[Tensor]] = []
 
     def box(tensor: Tensor) -> list[Tensor]:
@@ -112,10 +121,10 @@ def saving_nothing(until_the_end: bool) -> Iterator[None]:
         return boxes[-1]
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(*((box, _open) if until_the_end else (_drop, _miss))):
+        hooks = (box, _open) if until_the_end else (_drop, _miss)
+        with checkpointing(True), torch.autograd.graph.saved_tensors_hooks(*hooks):
             yield
     finally:
-        _checkpointing.reset(token)
         for each in boxes:
             each.clear()
 

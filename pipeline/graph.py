@@ -201,7 +201,9 @@ def attend(leaf: Tensor, watch: Watch, found: list[Tensor | None]) -> None:
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:
     """A gradient that shares memory with nothing, in its owner's layout: autograd may hand one tensor to several."""
-    return grad.clone() if grad.is_sparse else torch.empty_like(owner, dtype=grad.dtype, requires_grad=False).copy_(grad)
+    if grad.is_sparse:
+        return grad.clone()
+    return torch.empty_like(owner, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 class Gate:
