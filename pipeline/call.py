@@ -363,8 +363,12 @@ class Call:
             start = perf_counter()
             self._settle(action.stage)
             if self._listener is not None:
-                for trace in self._setup.traces:
-                    trace.record(Action(action.stage, Kind.U, action.chunk), self._lane_of[action.stage], start)
+                self.note_update(action.stage, start)
+
+    def note_update(self, stage: int, start: float) -> None:
+        """From `start` until now parameters were updated, since this stage was done."""
+        for trace in self._setup.traces:
+            trace.record(Action(stage, Kind.U, self.batch.chunks - 1), self._lane_of[stage], start)
 
     def _settle(self, stage: int) -> None:
         """A stage's sums are final. Not said of one whose parameters the loss reads too."""

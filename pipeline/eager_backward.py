@@ -24,7 +24,9 @@ from pipeline.peers import Alone
 from pipeline.ranks.wrapped import refuse_reduced
 
 
-def eager_backward(loss: Tensor, update: EagerUpdate) -> None:
+def eager_backward(
+    loss: Tensor, update: EagerUpdate, *, retain_graph: bool = False, create_graph: bool = False
+) -> None:
     """`loss.backward()` and the optimizer's step in one: each parameter is updated as soon as its gradient is whole.
 
     For a plain module, with checkpoint_blocks or without, and for a loss computed from `pipe(x)`. Every parameter of
@@ -34,11 +36,13 @@ def eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     Args:
         loss: of one number.
         update: says how.
+        retain_graph, create_graph: refused, with the reason: a graph cannot be used on weights written since.
 
     Raises:
         RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks wait for one;
             an earlier step is torn; a parameter was updated and then got another part of its gradient.
-        ValueError: clip="optimistic": the graph cannot run again on parameters that were put back. Use "two_pass".
+        ValueError: retain_graph or create_graph; clip="optimistic": the graph cannot run again on parameters that
+            were put back. Use "two_pass".
 
     Example:
         >>> from torch import nn
@@ -49,6 +53,11 @@ def eager_backward(loss: Tensor, update: EagerUpdate) -> None:
         >>> [parameter.grad for parameter in module.parameters()]
         [None, None, None, None]
     """
+    if retain_graph or create_graph:
+        raise ValueError(
+            f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "
+            "EagerUpdate writes the weights that it was computed with. Use loss.backward(...) and the optimizer."
+        )
     if update.clip == "optimistic":
         raise ValueError(
             "clip='optimistic' would run the same graph again on parameters that were written since. Use 'two_pass', "

@@ -10,6 +10,7 @@ Nothing that can refuse the step is left for after the first update, but for wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -69,7 +70,7 @@ def _undoing(
     """The run that updates. None: the norm came out too large for what it has done."""
     try:
         ended = _Run(update, step, named).play(call, new_loss(), play)
-        if step.can_undo and bool(_factor(update, step, call, named) < 1.0):
+        if update.clip == "optimistic" and bool(_factor(update, step, call, named) != 1.0):  # not a number: too large
             return None
     except BaseException:
         step.undo()
@@ -119,7 +120,7 @@ class _Run:
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        self._take_all(summed([*self._over(inputs, own), *pairs]), call)
+        self._take_all(summed([*self._over(inputs, own), *pairs]), call, is_all=not sums)
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
         value, _, reached, _ = peers.agree(verdict)
@@ -160,9 +161,13 @@ class _Run:
         elif id(owner) not in self._names:
             self._strangers.append((owner, grad))
 
-    def _take_all(self, pairs: list[Pair], call: Call) -> None:
+    def _take_all(self, pairs: list[Pair], call: Call, is_all: bool) -> None:
+        """`is_all`: nothing was taken while the backward ran."""
+        start = perf_counter()
         while pairs:
             self._take(*pairs.pop(0))
+        if is_all and call.stages:
+            call.note_update(call.stages[-1].index, start)
 
     def _rest(self, call: Call, sums: FinalSums) -> list[Pair]:
         of_loss, call.loss_sums = call.loss_sums, {}
