@@ -86,6 +86,11 @@ class EagerUpdate:
         if self._one_by_one is not None:
             self._one_by_one.optimizer.register_load_state_dict_post_hook(lambda _: self.acknowledge_torn_step())
 
+    def __repr__(self) -> str:
+        what = "a rule" if self.optimizer is None else type(self.optimizer).__name__
+        limit = self.clip_value if self.clip == "value" else self.max_norm
+        return f"EagerUpdate({what}, clip={self.clip!r}{'' if self.clip is None else f' to {limit}'})"
+
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer; None for a rule."""
@@ -222,13 +227,10 @@ class EagerStep:
             return _scaled(grad, factor_of(update, _norm(grad)))
         return grad
 
-    @property
-    def can_undo(self) -> bool:
-        """Whether it remembers what was."""
-        return bool(self._undo)
-
     def undo(self) -> None:
-        """Put all parameters and their state back."""
+        """Put all parameters and their state back, where they are remembered; elsewhere what was updated stays so."""
+        if not self._undo:
+            return
         for put_back in reversed(self._undo):
             put_back()
         self._undo.clear()

@@ -64,8 +64,9 @@ def eager_backward(
             "or pipe.step(..., optimizer=update)."
         )
     update.get_ready()
-    leaves = [leaf for leaf in _leaves(loss, update) if update.holds(leaf.tensor)]
-    _check(loss, leaves, update)
+    found, pipes = _explored(loss, update)
+    leaves = [leaf for leaf in found if update.holds(leaf.tensor)]
+    _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
     factor: Tensor | None = None
     if update.needs_two_runs:
         trial = update.run(only_norms=True)
@@ -89,13 +90,18 @@ class _Leaf(NamedTuple):
     parents: list[Any]
 
 
-def _leaves(loss: Tensor, update: EagerUpdate) -> list[_Leaf]:
+def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_Leaf], list[Backward]]:
+    """The leaves of the loss's graph, and the calls of Pipes in it."""
     found: dict[int, _Leaf] = {}
+    pipes: list[Backward] = []
     if loss.grad_fn is None:
-        return []
+        return [], []
     seen, stack = {loss.grad_fn}, [loss.grad_fn]
     while stack:
         node = stack.pop()
+        pipe = getattr(node, "backward_call", None)
+        if isinstance(pipe, Backward):
+            pipes.append(pipe)
         for nearer, _ in node.next_functions:
             if nearer is None:
                 continue
@@ -111,11 +117,17 @@ def _leaves(loss: Tensor, update: EagerUpdate) -> list[_Leaf]:
                     )
                 seen.add(nearer)
                 stack.append(nearer)
-    return list(found.values())
+    return list(found.values()), pipes
 
 
-def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> None:
-    if not leaves:
+def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone: bool) -> None:
+    if update.needs_two_runs and not is_alone:
+        raise ValueError(
+            "clip='two_pass' in eager_backward would clip each rank's gradients by a norm of its own. Use "
+            "pipe.step(..., optimizer=update), which knows all, or loss.backward(), pipe.clip_grad_norm_ and the "
+            "optimizer."
+        )
+    if not leaves and is_alone:  # over ranks others may have some, and wait for this one
         raise RuntimeError(
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."

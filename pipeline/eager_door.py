@@ -9,7 +9,7 @@ Nothing that can refuse the step is left for after the first update, but for wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
@@ -120,7 +120,8 @@ class _Run:
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        self._take_all(summed([*self._over(inputs, own), *pairs]), call, is_all=not sums)
+        inputs = inputs if own is None else [(each, grad / own.to(grad.device)) for each, grad in inputs]
+        self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
         value, _, reached, _ = peers.agree(verdict)
@@ -186,7 +187,7 @@ class _Run:
         found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
         return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
 
-    def _over(self, pairs: Sequence[Pair], divisor: Tensor | None) -> list[Pair]:
-        if divisor is None:
-            return list(pairs)
-        return [(owner, grad / divisor.to(grad.device)) for owner, grad in pairs]
+    def _over(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
+        for _, grad in pairs if divisor is not None else ():
+            grad.div_(divisor.to(grad.device))
+        return pairs

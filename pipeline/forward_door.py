@@ -103,6 +103,11 @@ class Backward:
         self._is_spent = False  # a backward failed part-way
         self.give_away: GiveAway | None = None  # of the backward under way
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process runs every stage."""
+        return self._call.peers.is_alone
+
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
         with turn(self._then, may_wait=not self._call.is_accelerated), self._call.peers.again() as peers:

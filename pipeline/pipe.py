@@ -329,9 +329,10 @@ class Pipe(Stateful):
                 exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
+        stepper = optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__
         options = {
             "loss_reduction": loss_reduction, "clip_grad_norm": clip_grad_norm, "grads": grads, "outputs": outputs,
-            "trace": trace, "optimizer": type(optimizer).__name__, "scaler": type(scaler).__name__,
+            "trace": trace, "optimizer": stepper, "scaler": type(scaler).__name__,
         }  # fmt: skip
         with turn(), self._peers("step", averages=True) as peers:
             check_step(optimizer, clip_grad_norm, scaler, grads)

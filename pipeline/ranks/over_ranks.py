@@ -123,7 +123,7 @@ class OverRanks(Peers):
 
     def _check_ties(self) -> None:
         """Raise if copies of a tied parameter are no longer the same."""
-        if not any(copy is not None for copy in self._tied) and not self._hosting.ties:
+        if not self._tied:  # there are none, or they are not built yet
             return
         mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self._tied]
         found = self._ranks.exchange([digest(text) for text in mine])
