@@ -130,6 +130,7 @@ class Call:
         self._settled: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by stage: sums that are final
         self._listener: Listener | None = None  # gets them instead
         self._is_checked = False
+        self._recorded = [len(trace) for trace in setup.traces]
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor of the caller's (a part of the target), on a device of ours."""
@@ -183,7 +184,9 @@ class Call:
             stage.learn_draws()
 
     def once_more(self) -> Call:
-        """The same call, from its beginning. This one must be abandoned first."""
+        """The same call, from its beginning; of this one, which must be abandoned first, no trace is left."""
+        for trace, number in zip(self._setup.traces, self._recorded, strict=True):
+            trace.forget_from(number)
         return Call(self._setup._replace(compares=False), self.batch)
 
     @property

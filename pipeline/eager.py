@@ -143,7 +143,7 @@ class EagerUpdate:
         except BaseException as error:
             if step.updated or not (alone or step.only_norms):
                 counts = f"{len(step.updated)} were updated here" + ("" if alone else ", others perhaps on other ranks")
-                self._torn = f"{counts}; then {type(error).__name__}: {str(error).splitlines()[:1]}"
+                self._torn = f"{counts}; then {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise
 
     def holds(self, param: Tensor) -> bool:
@@ -201,15 +201,23 @@ class EagerStep:
                 )
             self._take(param, grad)
 
+    @property
+    def takes_norms(self) -> bool:
+        """Whether the norm over all gradients is wanted, and not known."""
+        return self.only_norms or (self._update.clip == "optimistic" and self._factor is None)
+
+    def note(self, param: Tensor, grad: Tensor) -> None:
+        """Count a gradient in the norm, if one is wanted."""
+        if self.takes_norms:
+            self.norms[id(param)] = param, _norm(grad.to(param.dtype))
+
     def _take(self, param: Tensor, grad: Tensor) -> None:
         update = self._update
         grad = grad.to(param.dtype)
-        is_optimistic = update.clip == "optimistic" and self._factor is None
-        if self.only_norms or is_optimistic:
-            self.norms[id(param)] = param, _norm(grad)
-            if self.only_norms:
-                return
-        if is_optimistic:
+        self.note(param, grad)
+        if self.only_norms:
+            return
+        if self.takes_norms:
             self._undo.append(update.kept(param))
         self.updated.add(id(param))
         update.apply(param, self._clipped(grad))

@@ -178,7 +178,7 @@ def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
     found: dict[Backward, set[int]] = {}
     for leaf in leaves:
         first = getattr(leaf.parents[0], "backward_call", None)
-        if len(set(leaf.parents)) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
+        if len(leaf.parents) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
             found.setdefault(first, set()).add(id(leaf.tensor))
     return found
 

@@ -27,10 +27,17 @@ Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # run
 
 
 class Ended(NamedTuple):
-    """A run that went well: the call, whose outputs are still there, and the loss of the mini-batch."""
+    """A run that went well.
+
+    Attributes:
+        call: whose outputs are still there.
+        loss: of the mini-batch.
+        strangers: gradients for `.grad`: of leaves of the caller, and of the input.
+    """
 
     call: Call
     loss: Tensor
+    strangers: list[Pair]
 
 
 def run(
@@ -38,7 +45,8 @@ def run(
 ) -> Ended:
     """A step; with a norm over all gradients, of two runs where it must be."""
     update.get_ready()
-    check_free([(f"'{name}'", param) for name, param in named.items() if update.holds(param)])
+    others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+    check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
     factor: Tensor | None = None
     if update.needs_two_runs:
         first = _Run(update, update.run(only_norms=True), named)
@@ -55,7 +63,7 @@ def run(
     if ended is None:
         with update.guarded(step, call.peers.is_alone):
             ended = _Run(update, step, named).play(_again(call), new_loss(), play)
-            step.finish()
+            _finish(update, step, ended)
     return ended
 
 
@@ -75,8 +83,18 @@ def _undoing(
     except BaseException:
         step.undo()
         raise
-    step.finish()
+    _finish(update, step, ended)
     return ended
+
+
+def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
+    """Give `.grad` what is for it; update what the input was computed with."""
+    accumulate(ended.strangers)
+    for param in update.params:
+        if param.grad is not None:
+            grad, param.grad = param.grad, None
+            step.take(param, grad)
+    step.finish()
 
 
 def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
@@ -126,10 +144,8 @@ class _Run:
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
         value, _, reached, _ = peers.agree(verdict)
         check_reached(reached)
-        if not is_trial:
-            accumulate(self._strangers)
         assert value is not None  # the last stage's process has it
-        return Ended(call, value)
+        return Ended(call, value, self._strangers)
 
     def _listening(self, call: Call, end: LossEnd) -> FinalSums:
         """Take gradients from now on while the backward runs."""
@@ -159,8 +175,17 @@ class _Run:
         if self._update.holds(owner):
             name = self._names.get(id(owner))
             self.step.take(owner, grad, "" if name is None else f"'{name}'")
-        elif id(owner) not in self._names:
-            self._strangers.append((owner, grad))
+            return
+        if id(owner) in self._names:
+            self.step.note(owner, grad)
+            return
+        if self.step.takes_norms and owner.grad_fn is not None:
+            raise RuntimeError(
+                "x was computed from something that requires a gradient, whose norm is known only when the backward "
+                f"goes on from x; clip={self._update.clip!r} wants all norms before. Make what computes x a layer of "
+                "the model, give x.detach(), or step with the optimizer itself."
+            )
+        self._strangers.append((owner, grad))
 
     def _take_all(self, pairs: list[Pair], call: Call, is_all: bool) -> None:
         """`is_all`: nothing was taken while the backward ran."""
@@ -188,6 +213,7 @@ class _Run:
         return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
 
     def _over(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
-        for _, grad in pairs if divisor is not None else ():
-            grad.div_(divisor.to(grad.device))
+        if divisor is not None:
+            for _, grad in pairs:
+                grad.div_(divisor.to(grad.device))
         return pairs

@@ -572,7 +572,7 @@ class Pipe(Stateful):
             self._run_with_loss(call, loss, aim, outputs, None, begin)
 
         try:
-            call, value = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
+            call, value, _ = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
             joined = self._joined(call) if outputs else None
         except BaseException:
             call.abandon()
