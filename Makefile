@@ -15,7 +15,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 --ignore tests/ranks
-	$(ONE) $(BIN)/python -m pytest tests/ranks
+	$(ONE) $(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks
 	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
 
 check: $(READY)

@@ -18,8 +18,9 @@ from pipeline.places import Place
 
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = (
-    "agreement", "codec", "distributed_channels", "elsewhere", "failure_records", "link", "materialize", "meeting",
-    "packing", "payloads", "rank_mailbox", "saved", "state", "traffic", "transport_suite", "watch",
+    "agreement", "codec", "ddp", "distributed_channels", "elsewhere", "failure_records", "gradstore", "gradstore_grads",
+    "gradstore_ranks", "gradstore_slot", "law_cover", "link", "materialize", "meeting", "microbatch", "packing",
+    "payloads", "rank_mailbox", "recall", "saved", "state", "traffic", "transport_suite", "trees", "watch",
 )
 
 
