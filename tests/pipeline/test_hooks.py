@@ -77,13 +77,15 @@ def test_tensor_hooks_act_once_on_the_whole_gradient(door, checkpoint):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_post_accumulate_hooks_act_once_when_the_whole_gradient_is_in_grad(door, checkpoint):
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_post_accumulate_hooks_act_once_when_the_whole_gradient_is_in_grad(door, checkpoint, schedule):
+    """Also where weight gradients are computed apart (zb-h1), and added by nobody's node of autograd."""
     ours, theirs = twins(mlp())
     x, y = batch()
     seen = {name: [] for name, _ in ours.named_parameters()}
     for name, param in ours.named_parameters():
         param.register_post_accumulate_grad_hook(lambda param, name=name: seen[name].append(param.grad.clone()))
-    run(door, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
+    run(door, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y)
     for name, grad in whole_gradients(door, theirs, x, y).items():
         if door == "step with store":
             assert not seen[name]  # nothing is accumulated into `.grad`

@@ -74,8 +74,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(crew2: Crew, crew3: Crew)
 
 
 @pytest.mark.parametrize("to", ["param", "store"])
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, to: str) -> None:
-    for crew in (crew2, crew3):
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, crew4: Crew, to: str) -> None:
+    for crew in (crew2, crew3, crew4):
         agree_all(crew, "rank_steps:clipped", product((crew.size,), (2.0, 1.0, float("inf")), (to,)))
 
 
