@@ -16,7 +16,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -191,10 +191,13 @@ def _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) 
 
 
 def _letters_may_be_asked_for_in_another_order(pair: Pair) -> None:
+    _ask_in_another_order(pair, [Letter((torch.full((place + 1,), place),)) for place in range(8)], 2)
+
+
+def _ask_in_another_order(pair: Pair, letters: Sequence[Letter], times: int) -> None:
     slots = [str(place) for place in range(8)]
-    letters = [Letter((torch.full((place + 1,), place),)) for place in range(8)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
-    for _ in range(2):
+    for _ in range(times):
         sender.begin("order", slots)
         receiver.begin("order", slots)
         for slot, letter in zip(slots, letters, strict=True):
@@ -308,18 +311,8 @@ def _letters_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, in
 
 
 def _letters_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
-    slots = [str(place) for place in range(8)]
     letters = [Letter((torch.full((place + 1,), place + 0.5).to(out.device),)) for place in range(8)]
-    sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
-    for _ in range(3):
-        sender.begin("order", slots)
-        receiver.begin("order", slots)
-        for slot, letter in zip(slots, letters, strict=True):
-            sender.send(slot, letter)
-        for place in (5, 0, 7, 6, 1, 2, 4, 3):
-            _assert_equal(receiver.receive(slots[place]), letters[place])
-        sender.finish()
-        receiver.finish()
+    _ask_in_another_order(pair, letters, 3)
 
 
 def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, Pair], None]) -> Callable[[Pair], None]:

@@ -9,6 +9,7 @@
 import copy
 
 import torch
+from law_reference import sum_in_float32
 
 from pipeline.randomness import layer_seed
 
@@ -32,6 +33,7 @@ class ByChunks:
     """Writes the model's buffers at once and its `.grad` in `backward`; never x, whose gradient is `input_grad`."""
 
     def __init__(self, model, x, chunks, seed=0):
+        self._model = model
         pieces = [piece.detach() for piece in torch.tensor_split(x, min(chunks, len(x)))]
         self.pieces = [piece.requires_grad_(x.requires_grad) for piece in pieces]
         with torch.random.fork_rng(devices=()):
@@ -47,8 +49,10 @@ class ByChunks:
 
     def backward(self, loss):
         (grad,) = torch.autograd.grad(loss, self.output)
+        sum_in_float32(self._model)
         for out, piece in zip(self.outs, torch.split(grad, [len(out) for out in self.outs]), strict=True):
             out.backward(piece)
+        round_sums(self._model)
 
     @property
     def input_grad(self):
@@ -65,6 +69,15 @@ def step_by_chunks(model, x, target, chunks, loss_fn, seed=0):
         part.backward()
         total = total + part.detach()
     return total
+
+
+def round_sums(model):
+    """Gradients of half precision, summed in float32, become what they are gradients of."""
+    for param in model.parameters():
+        if param.grad is not None and param.grad.dtype != param.dtype:
+            grad, param.grad = param.grad, None
+            param.grad_dtype = None
+            param.grad = grad.to(param.dtype)
 
 
 def same(one, other):

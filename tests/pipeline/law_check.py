@@ -114,19 +114,24 @@ def observe(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] 
         **DRIVES[config["drive"]](len(balance)),
     )
     torch.manual_seed(SEED)
+    outputs, loss = through_the_door(config, case, pipe, x)
+    for tensor, (value, version) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, value) and tensor._version == version, "x was written"
+    return observed(case, x, outputs, loss)
+
+
+def through_the_door(config: Mapping[str, Any], case: Case, pipe: Pipe, x: Any) -> tuple[Any, Tensor]:
+    """Forward, loss and backward; the outputs and the loss."""
     if config["door"] == "forward":
         outputs = pipe(x)
         loss = case.loss(outputs)
         if loss.requires_grad:
             loss.backward()
-    else:
-        reduction = config["door"].split()[1]
-        target = target_of(config["rows"])
-        step = pipe.step(x, target, loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
-        outputs, loss = step.outputs, step.loss
-    for tensor, (value, version) in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, value) and tensor._version == version, "x was written"
-    return observed(case, x, outputs, loss)
+        return outputs, loss
+    reduction = config["door"].split()[1]
+    target = target_of(config["rows"])
+    step = pipe.step(x, target, loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
+    return step.outputs, step.loss
 
 
 def observed(case: Case, x: Any, outputs: Any, loss: Tensor | None) -> Result:

@@ -4,14 +4,11 @@ Both ranks are started once; each runs all configurations and writes what it fou
 sees the whole batch, of which each rank has half: a mean over equal halves is the mean of their means.
 """
 
-import faulthandler
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import two_processes
 
 from pipeline import Pipe
 
@@ -74,10 +71,7 @@ def train(module, model, config, cut, no_sync=None):
     return found + [{name: param.detach().clone() for name, param in model.named_parameters()}]
 
 
-def rank_main(rank, init_method, folder):
-    faulthandler.dump_traceback_later(100, exit=True)  # with the stacks of all threads
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+def rank_main(rank):
     results = {}
     for name, config in CONFIGS.items():
         model = build(config.get("unused", False))
@@ -88,17 +82,12 @@ def rank_main(rank, init_method, folder):
             gradient_as_bucket_view=config.get("bucket_view", False),
         )
         results[name] = train(ddp, model, config, lambda each: each[rank * ROWS : (rank + 1) * ROWS], ddp.no_sync)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def both_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ddp")
-    context = mp.spawn(rank_main, (f"file://{folder}/init", str(folder)), nprocs=2, join=False)
-    while not context.join(timeout=120):
-        pass
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return two_processes(rank_main, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

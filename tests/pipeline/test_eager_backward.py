@@ -5,6 +5,7 @@ The reference is that loop on a twin; of a pipe's output too.
 
 import pytest
 import torch
+from eager_twins import everything, same, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -59,32 +60,6 @@ def linears(*kinds, seed=0):
 def batch(seed=1, rows=6):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
-
-
-def everything(*things):
-    """Copies of all tensors in modules, optimizers, tensors."""
-    found = []
-    for thing in things:
-        if isinstance(thing, nn.Module):
-            found += everything(*thing.state_dict().values())
-        elif isinstance(thing, torch.optim.Optimizer):
-            state = thing.state_dict()["state"]
-            found += everything(*[value for key in sorted(state) for value in state[key].values()])
-        else:
-            found.append(thing.detach().clone() if isinstance(thing, torch.Tensor) else thing)
-    return found
-
-
-def same(these, those):
-    assert len(these) == len(those)
-    for one, other in zip(these, those, strict=True):
-        equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        assert equal, (one, other)
-
-
-def twins(run):
-    """The same with the ordinary loop and with eager_backward."""
-    same(run(False), run(True))
 
 
 def update_if(is_eager, optimizer, clip=None):

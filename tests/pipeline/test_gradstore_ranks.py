@@ -3,13 +3,11 @@
 Both ranks are started once; each runs all cases and writes what it found; the tests compare with sums made here.
 """
 
-import faulthandler
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from two_processes import two_processes
 
 from pipeline import GradStore, gradstore_ranks
 
@@ -111,10 +109,7 @@ def after_another_backward():
     return before, store.get("weight")
 
 
-def rank_main(rank, init_method, folder):
-    faulthandler.dump_traceback_later(100, exit=True)  # with the stacks of all threads
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=2)
+def rank_main(rank):
     found = {"refusals": refusals(rank), "trained": trained(rank), "mixed types": mixed_types(rank)}
     found["ddp"], found["held"] = after_another_backward(), held(rank)
     for buckets, size in BUCKETS.items():
@@ -128,17 +123,12 @@ def rank_main(rank, init_method, folder):
             store = store_of("some on one", rank, dtype)
             store.all_reduce_(dist.group.WORLD)
             found[dtype] = store.state_dict()
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def both_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("store")
-    context = mp.spawn(rank_main, (f"file://{folder}/init", str(folder)), nprocs=2, join=False)
-    while not context.join(timeout=120):
-        pass
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return two_processes(rank_main, tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.parametrize("case", CASES)

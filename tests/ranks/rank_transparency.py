@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from law_check import CHECKPOINTS, expect, ready, row_loss, target_of
+from law_check import CHECKPOINTS, expect, ready, through_the_door
 from law_reference import Result
 from one_and_many import SEED, Compared, Found, Make, differences, guarded, in_one_process, over_ranks
 from rank_models import even, padded
@@ -66,16 +66,7 @@ def one_call(make: Make, config: Mapping[str, Any]) -> Found:
     x = ready(case, config["train"], config["input_grad"], config["rows"])
     settings = {"checkpoint": CHECKPOINTS[config["checkpoint"]], "schedule": config["schedule"]}
     pipe = make(case.model, config["balance"], config["chunks"], **settings)
-    if config["door"] == "forward":
-        outputs = pipe(x)
-        loss = case.loss(outputs)
-        if loss.requires_grad:
-            loss.backward()
-    else:
-        reduction = config["door"].split()[1]
-        target = target_of(config["rows"])
-        step = pipe.step(x, target, loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
-        outputs, loss = step.outputs, step.loss
+    outputs, loss = through_the_door(config, case, pipe, x)
     own = {name for name, _ in pipe.named_parameters()}
     strangers = [name for name, one in case.model.named_parameters() if name not in own and one.grad is not None]
     assert not strangers, f"other ranks' parameters have gradients here: {strangers}"
