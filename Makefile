@@ -35,6 +35,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)

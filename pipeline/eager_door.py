@@ -55,36 +55,34 @@ def run(
         call = _again(call)
     step = update.run(factor)
     with update.guarded(step, call.peers.is_alone):
-        ended = _undoing(update, step, call, new_loss, play, named)
-        if ended is None:
-            factor = _factor(update, step, call, named)
-            step.undo()
-            step = update.run(factor)
-    if ended is None:
-        with update.guarded(step, call.peers.is_alone):
-            ended = _Run(update, step, named).play(_again(call), new_loss(), play)
-            _finish(update, step, ended)
+        tried = _tried(update, step, call, new_loss, play, named)
+        if isinstance(tried, Ended):
+            _finish(update, step, tried)
+            return tried
+        step.undo()
+    step = update.run(tried)
+    with update.guarded(step, call.peers.is_alone):
+        ended = _Run(update, step, named).play(_again(call), new_loss(), play)
+        _finish(update, step, ended)
     return ended
 
 
-def _undoing(
+def _tried(
     update: EagerUpdate,
     step: EagerStep,
     call: Call,
     new_loss: Callable[[], Loss],
     play: Play,
     named: Mapping[str, Tensor],
-) -> Ended | None:
-    """The run that updates. None: the norm came out too large for what it has done."""
+) -> Ended | Tensor:
+    """The run that updates; or, where the norm came out too large for what it has done, the factor to do it again."""
     try:
         ended = _Run(update, step, named).play(call, new_loss(), play)
-        if update.clip == "optimistic" and bool(_factor(update, step, call, named) != 1.0):  # not a number: too large
-            return None
+        factor = _factor(update, step, call, named) if update.clip == "optimistic" else None
     except BaseException:
         step.undo()
         raise
-    _finish(update, step, ended)
-    return ended
+    return ended if factor is None or bool(factor == 1.0) else factor  # a norm that is no number: too large
 
 
 def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
