@@ -59,8 +59,7 @@ class FinalSums:
                 self._parts.setdefault(id(owner), []).append((stage.index, owner, grad))
                 del grad
             pairs.clear()
-            if not self._waits:
-                stage.aliases.check_memory()
+            stage.aliases.check_memory()  # once more: its recomputations are over, and updates will write them
             for key in [key for key, stages in self._open.items() if stage.index in stages]:
                 self._open[key].discard(stage.index)
                 if not self._open[key]:
@@ -71,6 +70,7 @@ class FinalSums:
     def _begin(self) -> None:
         self._has_begun = True
         for stage in self._call.stages:
+            stage.aliases.check_memory()
             for key in stage.reads:
                 self._open.setdefault(key, set()).add(stage.index)
         self._held = frozenset(self._late())

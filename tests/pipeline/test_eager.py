@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from pipeline import EagerUpdate, Pipe
+from pipeline import CheckpointError, EagerUpdate, Pipe
 from scheduler import by_name
 
 WIDTH = 4
@@ -1119,3 +1119,26 @@ def test_a_norm_over_what_is_behind_the_input_too_is_refused_and_nothing_changes
         Pipe(module, [1, 1, 1], 2).step(x, batch()[1], loss_fn=nn.MSELoss(), optimizer=update)
     assert not update.is_torn
     assert same(everything(module, embedding), before)
+
+
+class WritesUnseen(nn.Linear):
+    """Its forward writes its weight past the version counters."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.weight.data.mul_(1.01)
+        return y
+
+
+@pytest.mark.parametrize("workers", [None, "threads"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_forward_that_writes_a_weight_unseen_is_refused_before_anything_is_updated(checkpoint, workers):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), WritesUnseen(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    others = [module[0].weight, module[2].weight]
+    before = everything(*others)
+    update = EagerUpdate(torch.optim.SGD(module.parameters(), lr=0.1))
+    pipe = Pipe(module, [1, 1, 1], 3, checkpoint=checkpoint, workers=workers)
+    with pytest.raises(CheckpointError):
+        pipe.step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
+    assert not update.is_torn
+    assert same(everything(*others), before)
