@@ -102,9 +102,10 @@ class Skips:
         _current.set({other: value for other, value in values.items() if other != key})
         return values[key]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Skips:
         self._token = _current.set(self._values)
         self._values = {}
+        return self
 
     def __exit__(self, *exc: object) -> None:
         assert self._token is not None  # entered

@@ -42,11 +42,11 @@ from pipeline.graph import (
     run_backward,
 )
 from pipeline.hooks import hooks_asleep
-from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder, quiet_layers, unobserved
+from pipeline.layers import StageLayers
+from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder, unobserved
 from pipeline.recall import Known, Recall
-from pipeline.skip import Key, Skippable, Skips
 from pipeline.split import Part, Site, catch_up, ends_without, survey, waiting
-from pipeline.trees import Bundle, Grads, Message, Tree, detached, flatten, memory_of, same_values, storage_of, versions
+from pipeline.trees import Bundle, Grads, Message, Tree, detached, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
 
 Begin: TypeAlias = Callable[["Exits"], Roots]
@@ -163,24 +163,20 @@ class StageRun:
         values, grad, ambient, known, compares, defer, threads, self._foreign_lock = shared
         self.index = index
         self.grad = grad
-        self._layers = tuple(enumerate(layers, first_layer))
-        self._pops = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
-        self._stashes = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
+        self._layers = StageLayers(index, first_layer, layers, values)
         self._deferred = Deferred(layers) if defer else None
         self.ends_in_loss = False
         self._passes_one = len(values.rows) == len(values.made_by)  # there are no skips
-        modules = _modules(layers)
-        self._skips = any([isinstance(module, Skippable) for module in modules])
-        self.name = f"stage {index} ({self.layers})"
+        modules = self._layers.modules
+        self.name = self._layers.name
         self._input_name = f"the input of {self.name}"
         self._known = known
         self.recall = Recall(modules, ambient, self.name, index, known, compares)
         self._watch = Watch(self.name)
-        self.aliases = Aliases(modules, self._layers, self.name, self._watch, compares and grad, bring, grad)
+        self.aliases = Aliases(modules, self._layers.numbered, self.name, self._watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or self.recall.key not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
-        self._quiet = quiet_layers(self._layers) if unobserved() else frozenset()
-        self._is_quiet = len(self._quiet) == len(self._layers)
+        self._is_quiet = self._layers.is_quiet
         self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
         self._seed, self._device = seed, device
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
@@ -196,12 +192,6 @@ class StageRun:
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
         self._saves_input = not compares and self.recall.key in known.saves_input
         self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
-
-    @property
-    def layers(self) -> str:
-        """The layers in words, for notes."""
-        first, last = self._layers[0][0], self._layers[-1][0]
-        return f"layer {first}" if first == last else f"layers {first}..{last}"
 
     @property
     def reads(self) -> set[int]:
@@ -300,24 +290,9 @@ class StageRun:
             return self._computed(chunk, values)
 
     def _computed(self, chunk: int, values: Sequence[Any]) -> Bundle:
-        if not self._skips:
-            made = Bundle.of((self._run_layers(chunk, values[0]),))
-        else:
-            skips = Skips(zip(self._pops, values[1:], strict=True))
-            with skips:
-                value = self._run_layers(chunk, values[0])
-                made = Bundle.of((value, *[flatten(skips.take(key), f"{key} of {self.name}") for key in self._stashes]))
+        made = self._layers.run(chunk, values, self.seeder.seed)
         refuse_tangents(made.tensors)
         return made
-
-    def _run_layers(self, chunk: int, value: Any) -> Tree:
-        seed = self.seeder.seed
-        quiet = self._quiet if type(value) is Tensor else ()
-        for index, layer in self._layers:
-            if index not in quiet:
-                seed(chunk, index)
-            value = layer(value)
-        return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
 
     def _enter(
         self, read: Bundle, needs_grad: Sequence[bool], recompute: bool
@@ -467,7 +442,7 @@ class StageRun:
         """
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
-            return [()] * (1 + len(self._pops))
+            return [()] * (1 + self._layers.pops)
         if self._probe is not None:
             self._note_saving(self._probe)
         if record.cut is None or record.exits is None:
@@ -481,7 +456,7 @@ class StageRun:
             roots = begin(record.exits)
         if roots.tensors:
             if self.ends_in_loss or not self._is_quiet or not unobserved():
-                self.seeder.seed(chunk, BACKWARD - self._layers[-1][0])
+                self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
             # A layer's own torch.utils.checkpoint runs its forward now; torch's layers have none.
             with self._watch, _NOTHING if self._is_quiet else self.aliases.stand_in():
                 with self.differentiating():
@@ -649,15 +624,3 @@ def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """By value, for what version counters do not show (inference mode, `.data`). Not on a GPU: the host would wait."""
     pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
     return any([not same_values(one, other) for one, other in pairs])
-
-
-def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules of some layers, each once, parents first."""
-    stack = list(reversed(layers))
-    seen: dict[int, nn.Module] = {}
-    while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen[id(module)] = module
-            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(seen.values())
