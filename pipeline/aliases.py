@@ -15,7 +15,7 @@ could disagree with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -51,6 +51,7 @@ class Aliases:
         compares: whether to look for parameters that a forward wrote without their version counters.
         bring: from a parameter to its values at this place: itself, or a copy.
         grad: whether the call has gradients; without, only what lives elsewhere needs an alias.
+        wanted: the ids of the parameters whose gradients are wanted, of those that require one. None: all.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Aliases:
         compares: bool,
         bring: Callable[[Tensor], Tensor],
         grad: bool,
+        wanted: Container[int] | None = None,
     ) -> None:
         found: dict[int, tuple[bool, Tensor]] = {}  # by the parameter's id: is it at home, its alias
         self._layers = layers
@@ -73,7 +75,9 @@ class Aliases:
                     continue
                 if id(real) not in found:
                     here = bring(real)
-                    found[id(real)] = here is real, _alias(real, here.detach(), stage, watch)
+                    found[id(real)] = here is real, _alias(
+                        real, here.detach(), stage, watch, wanted is None or id(real) in wanted
+                    )
                 is_home, alias = found[id(real)]
                 if grad or not is_home:
                     then, own = versions([real, alias])
@@ -108,6 +112,11 @@ class Aliases:
     def used_parameters(self) -> list[Tensor]:
         """The real parameters that an output depends on, in the order of the modules."""
         return [slot.real for key, slot in self._trained.items() if key in self._used]
+
+    @property
+    def trained(self) -> list[tuple[Tensor, Tensor]]:
+        """(real parameter, alias) of all whose gradients are wanted, each once, in the order of the modules."""
+        return [(slot.real, slot.alias) for slot in self._trained.values()]
 
     def stand_in(self) -> Swap:
         """Within: the aliases stand in the modules."""
@@ -227,8 +236,8 @@ def _hooks_after(leaf: Tensor) -> int:
     return len(leaf._post_accumulate_grad_hooks or ())
 
 
-def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch) -> Tensor:
-    if real.requires_grad:
+def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch, wanted: bool) -> Tensor:
+    if real.requires_grad and wanted:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         if real.dtype in HALF:
             alias.grad_dtype = torch.float32  # the sum over chunks is rounded once, at its end

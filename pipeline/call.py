@@ -24,19 +24,20 @@ from pipeline.ambient import Ambient, weights_cast_anew, within_torchs_checkpoin
 from pipeline.driver import Driver
 from pipeline.errors import CheckpointError
 from pipeline.graph import Gate, Roots, roots_of
+from pipeline.homes import Homes
 from pipeline.hooks import hooks_asleep
-from pipeline.mailbox import Post
+from pipeline.mailbox import Post, check_alone
 from pipeline.microbatch import Batch
 from pipeline.peers import Peers
 from pipeline.places import Place
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, generators_kept
-from pipeline.recall import Known
+from pipeline.recall import Known, check_shared
 from pipeline.skip import Key
 from pipeline.stage import Exits, Shared, StageRun
 from pipeline.trace import Trace
 from pipeline.transports.local import Local
-from pipeline.trees import Bundle, Grads, Message, Tree, add_grads
+from pipeline.trees import Bundle, Grads, Message, Tree, add_grads, sum_grads
 from pipeline.values import CALLER, Values
 from scheduler import Action, Kind
 
@@ -101,14 +102,14 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
-        self._homes = _homes(setup)
+        self._homes = Homes(setup.stages, setup.places, setup.transport)
         shared = Shared(
             setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
             threading.Lock()
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, place.device, setup.seed, partial(self._bring, place), shared)
+            StageRun(index, first, layers, place.device, setup.seed, partial(self._homes.bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
             if setup.peers.has(index)
         ]
@@ -140,14 +141,6 @@ class Call:
     def is_accelerated(self) -> bool:
         """Whether a stage computes on an accelerator."""
         return any(place.is_accelerator for place in self._setup.places)
-
-    def _bring(self, place: Place, parameter: Tensor) -> Tensor:
-        """The values of a parameter at a place: itself, or a copy where it lives elsewhere."""
-        home = self._homes.get(id(parameter), place)
-        if home == place:
-            return parameter
-        with torch.inference_mode(False):  # so that a copy counts how often it is written, in every mode
-            return self._setup.transport.carry(parameter.detach(), home, place)
 
     def _new_mailbox(self) -> Post:
         return self.peers.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
@@ -235,7 +228,7 @@ class Call:
             if memory:
                 stage.aliases.check_memory()
             self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
-        self._check_shared_state()
+        check_shared([(stage.name, stage.recall) for stage in self.stages], self._driver.has_threads)
         for stage in self.stages:
             if self.batch.chunks > 1:
                 stage.recall.buffers.check_unseen(stage.name)
@@ -248,22 +241,6 @@ class Call:
         self.loss_sums = {}
         self.outputs = []
         self._mailbox = self._new_mailbox()
-
-    def _check_shared_state(self) -> None:
-        """Raise if two stages have buffers or a generator in common that one of them changed: whose turn came when?"""
-        found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
-        changed: set[int] = set()
-        for stage in self.stages:
-            changed.update(stage.recall.changed(self._driver.has_threads))
-        for stage in self.stages:
-            for key, what in stage.recall.shareable():
-                _, other = found.setdefault(key, (what, stage.name))
-                if other != stage.name and key in changed:
-                    raise RuntimeError(
-                        f"{what} of {stage.name} is shared with {other} and was changed by a forward. Stages run "
-                        "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
-                        "into one stage, or give each its own."
-                    )
 
     def _begin(self) -> None:
         if not self.has_first:
@@ -388,7 +365,7 @@ class Call:
         recompute = self.grad and (stage, chunk) in self._setup.recompute
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
-            self._check_alone(chunk, inbox, run)
+            check_alone(run.index, run.name, inbox, self._mailbox.under_way(chunk))
         self._mailbox.put(stage, chunk, made)
         if stage == self._last:
             (output,) = self._mailbox.take(CALLER, chunk)
@@ -397,26 +374,13 @@ class Call:
             if self._loss_end is not None and not any(output.needs_grad):
                 self._loss_end(chunk, output.tree)  # no backward will ask for it
 
-    def _check_alone(self, chunk: int, inbox: Sequence[Message], run: StageRun) -> None:
-        """A stage that writes its input gets copies: what else shares that memory would not see it written."""
-        found = [memory for message in inbox for memory in message.memory]
-        own = {memory.origin for memory in found}
-        beside = {memory.origin for memory in self._mailbox.under_way(chunk)}
-        elsewhere = any(memory.until > run.index for memory in found)
-        if len(own) < len(found) or not own.isdisjoint(beside) or elsewhere:
-            raise RuntimeError(
-                f"{run.name} writes its input in place, and another tensor of that input, or a skip that a later stage "
-                "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
-                "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
-            )
-
     def _backward(self, stage: int, chunk: int) -> None:
         run = self._run[stage]
         if run.ends_in_loss:
             assert self._loss_end is not None  # end_in
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
-            given = [_summed(readers) for readers in self._mailbox.take_grads(stage, chunk)]
+            given = [sum_grads(readers) for readers in self._mailbox.take_grads(stage, chunk)]
             wanted = any([grad is not None for each in given for grad in each])
             grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
         self._mailbox.put_grads(stage, chunk, grads)
@@ -460,10 +424,7 @@ class Call:
 
     def _taken(self, stage: StageRun) -> list[tuple[Tensor, Tensor]]:
         place = self._setup.places[stage.index]
-        return [(owner, self._carried_home(owner, grad, place)) for owner, grad in stage.take_sums()]
-
-    def _carried_home(self, owner: Tensor, grad: Tensor, place: Place) -> Tensor:
-        return self._setup.transport.carry(grad, place, self._homes.get(id(owner), place))
+        return [(owner, self._homes.carried_home(owner, grad, place)) for owner, grad in stage.take_sums()]
 
     def owners(self) -> list[Tensor]:
         """The parameters and foreign leaves that an output depends on, each once."""
@@ -545,27 +506,6 @@ _WORK = {  # not bound to a call, which would hold itself
 def _entered(owner: Tensor, gate: Gate) -> Tensor:
     """Behind the gate; an owner that was frozen since the forward is a leaf of this call."""
     return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
-
-
-def _summed(readers: Sequence[Grads]) -> Grads:
-    """The gradients of a value: its readers' contributions, added in their order."""
-    total = readers[0]
-    for more in readers[1:]:
-        total = tuple(map(add_grads, total, more)) if total and more else total or more
-    return total
-
-
-def _homes(setup: Setup) -> dict[int, Place]:
-    """Where parameters live that several places read, by id: with the first stage that reads them."""
-    found: dict[int, Place] = {}
-    if len(set(setup.places)) > 1:
-        for layers, place in zip(setup.stages, setup.places, strict=True):
-            for layer in layers:
-                for parameter in layer.parameters():
-                    home = found.setdefault(id(parameter), place)
-                    if home.device != parameter.device == place.device:  # tied after the Pipe was built: it is here
-                        found[id(parameter)] = place
-    return found
 
 
 def _last_backwards(orders: Sequence[Sequence[Action]]) -> frozenset[Action]:

@@ -56,7 +56,7 @@ class Loss:
         self._loss_fn = _as_sum_and_count(loss_fn) if self._reduction == "mean" else loss_fn
         self._rows = rows
         self._all_rows = sum(rows)
-        self._scale = 0.5 ** ceil(log2(self._all_rows))
+        self._scale = scale_of(self._all_rows)
         self._parts: dict[int, Tensor] = {}  # by chunk
         self._counts: dict[int, Tensor] = {}
 
@@ -99,6 +99,19 @@ class Loss:
         if self._loss_fn is not self._whole:  # torch's own: where no token counts the loss is nan, its gradient zero
             count = torch.where(count == 0, 1.0, count)
         return count * self._scale
+
+    @property
+    def row_share(self) -> float:
+        """What one row's own gradient is multiplied by among those that are summed: see `divisor` for what follows."""
+        return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self._all_rows
+
+    @property
+    def weight(self) -> tuple[str, Tensor]:
+        """How much this mini-batch counts among several: its rows, its count, or 1; and by which of these rules."""
+        if self._counts:
+            return "count", self._count()
+        whole = torch.ones((), dtype=torch.float64)
+        return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self._all_rows)
 
     @property
     def value(self) -> Tensor:
@@ -194,6 +207,11 @@ class Loss:
                 "loss.sum() with loss_reduction='sum', or (sum, count)."
             )
         return value.reshape(())
+
+
+def scale_of(rows: int) -> float:
+    """The power of two by which sums over so many rows are scaled until their count is known."""
+    return float(0.5 ** ceil(log2(rows)))
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

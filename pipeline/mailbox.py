@@ -10,7 +10,7 @@ put, and must have arrived when it is taken (transports/).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipeline.places import Place
 from pipeline.transports.local import Local, Parcel
@@ -103,6 +103,30 @@ class Mailbox(Post):
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
+
+
+def check_alone(index: int, name: str, inbox: Sequence[Message], under_way: Iterable[Memory]) -> None:
+    """A stage that writes its input gets copies: what else shares that memory would not see it written.
+
+    Args:
+        index: the stage that writes its input.
+        name: how an error names it.
+        inbox: what it has read.
+        under_way: the memory of the same chunk's tensors that others will read.
+
+    Raises:
+        RuntimeError: something else shares that memory.
+    """
+    found = [memory for message in inbox for memory in message.memory]
+    own = {memory.origin for memory in found}
+    beside = {memory.origin for memory in under_way}
+    elsewhere = any(memory.until > index for memory in found)
+    if len(own) < len(found) or not own.isdisjoint(beside) or elsewhere:
+        raise RuntimeError(
+            f"{name} writes its input in place, and another tensor of that input, or a skip that a later stage "
+            "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
+            "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
+        )
 
 
 def _of(message: Message, parcel: Parcel) -> Message:

@@ -154,6 +154,17 @@ class Peers(ABC):
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         """The same, of each gradient's own norm."""
 
+    @abstractmethod
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """The sum over all processes, added in the order of the ranks.
+
+        Args:
+            numbers: float64, on the CPU.
+
+        Raises:
+            MismatchError: over ranks, which do not ask for the same.
+        """
+
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
         """The divisor of a step, which the process of the last stage knows."""
         return divisor
@@ -263,6 +274,9 @@ class Alone(Peers):
         device = norms[0][1].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for _, norm in norms]), norm_type)
         return total
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        return numbers
 
     def any(self, here: bool) -> bool:
         return here

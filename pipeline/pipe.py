@@ -493,7 +493,22 @@ class Pipe(Stateful):
         trace: Trace | None = None,
         aim: Batch | None = None,
     ) -> Call:
-        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values))
+        return Call(self._setup(batch, planner, grad, keep, peers, options, trace, aim), batch)
+
+    def _setup(
+        self,
+        batch: Batch,
+        planner: Planner,
+        grad: bool,
+        keep: bool,
+        peers: Peers,
+        options: Mapping[str, object],
+        trace: Trace | None = None,
+        aim: Batch | None = None,
+        draws: bool = True,
+    ) -> Setup:
+        """All that a call needs; over ranks everyone has agreed to make it."""
+        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values), draws)
         if grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -504,12 +519,11 @@ class Pipe(Stateful):
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
         compares = grad and self._calls & (self._calls - 1) == 0
-        setup = Setup(
+        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
+        return Setup(
             stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
             self._known, self.deferred_batch_norm, traces, peers, seed
         )
-        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
-        return Call(setup, batch)
 
     def _words(
         self, batch: Batch, aim: Batch | None, grad: bool, options: Mapping[str, object], values: bool

@@ -204,6 +204,28 @@ class Recall:
             kept.clear()
 
 
+def check_shared(recalls: Sequence[tuple[str, Recall]], generators: bool) -> None:
+    """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
+
+    Args:
+        recalls: of each stage, with its name; all forwards have run.
+        generators: whether generators count, since stages ran in threads.
+    """
+    found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
+    changed: set[int] = set()
+    for _, recall in recalls:
+        changed.update(recall.changed(generators))
+    for name, recall in recalls:
+        for key, what in recall.shareable():
+            _, other = found.setdefault(key, (what, name))
+            if other != name and key in changed:
+                raise RuntimeError(
+                    f"{what} of {name} is shared with {other} and was changed by a forward. Stages run "
+                    "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
+                    "into one stage, or give each its own."
+                )
+
+
 def _sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Some entries of each tensor, spread evenly. None of those on a GPU: comparing them would make the host wait."""
     return [_entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pipeline.ambient import without_function_modes
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
 from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
 from pipeline.hooks import accumulate, has_hooks, hooked, hooks_asleep
 from pipeline.loss import Loss
-from pipeline.microbatch import Batch, gather
+from pipeline.loss_check import check_joined
+from pipeline.microbatch import Batch
 from pipeline.peers import Pair, Peers, Verdict
 from pipeline.randomness import generators_kept
 from pipeline.trees import Grads, Tree
@@ -127,45 +127,15 @@ class LossEnd:
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
     def check(self) -> None:
-        """Compare loss and gradient with the un-pipelined ones, on the joined output, once; if this call compares.
-
-        The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction.
-        """
+        """Compare loss and gradient with the un-pipelined ones, on the joined output, once; if this call compares."""
         call = self._call
         if not self.compares or self._is_checked or call.last is None:
             return
         self._is_checked = True
         with generators_kept(call.devices):
-            self._check_joined(call)
-
-    def _check_joined(self, call: Call) -> None:
-        joined, _ = gather([message.tree for message in call.outputs], call.batch.rows)
-        target = self._target.tree.build(self._target.tree.tensors)
-        device = joined.tensors[0].device if joined.tensors else None
-        call.seeder.seed(0, self._layers)
-        columns = zip(*(message.needs_grad for message in call.outputs), strict=True)
-        leaves = [
-            tensor.detach().requires_grad_(any(need)) for tensor, need in zip(joined.tensors, columns, strict=True)
-        ]
-        with torch.set_grad_enabled(call.grad):
-            whole = self._loss.check(joined.build(leaves), _moved(target, device))
-        wanted = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
-        if not wanted or not whole.requires_grad:
-            return
-        found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
-        for index, expected in zip(wanted, found, strict=True):
-            ours = self._joined_grad(index)
-            if self._scaler is None or torch.isfinite(ours).all():  # an overflow is the scaler's affair
-                self._loss.check_grad(ours, torch.zeros_like(ours) if expected is None else expected)
-
-    def _joined_grad(self, index: int) -> Tensor:
-        pieces = []
-        for chunk, message in enumerate(self._call.outputs):
-            grad = self._grads.get(chunk, (None,) * (index + 1))[index]
-            pieces.append(torch.zeros_like(message.tree.tensors[index]) if grad is None else grad)
-        with without_function_modes():
-            joined = torch.cat(pieces)
-        return joined if self._scaler is None else joined / self._scaler.get_scale()
+            call.seeder.seed(0, self._layers)
+            scale = None if self._scaler is None else self._scaler.get_scale()
+            check_joined(self._loss, self._target, call.outputs, self._grads, call.grad, scale)
 
 
 class Collected(NamedTuple):
@@ -312,7 +282,3 @@ def _refuse_ours(leaf: Tensor) -> None:
             f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its "
             "gradient would be lost. Return it from the last stage as part of the output."
         )
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device else value

@@ -40,6 +40,7 @@ from pipeline.values import Values
 from scheduler import Action, Event
 
 _MAGIC = 0x70656E73746F636B  # "penstock"
+_FIRST = 11  # how many numbers a call's first exchange has
 _AGREED = (
     ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
     "and not on others. Load a checkpoint before the next step"
@@ -106,7 +107,7 @@ class OverRanks(Peers):
         }
         digests = [digest(text) for text in mine.values()]
         seed = draw_seed() if draws else 0
-        found = self._ranks.exchange([_MAGIC, seed, len(digests), *digests, *[0] * (8 - len(digests))])
+        found = self._ranks.exchange([_MAGIC, seed, len(digests), *digests, *[0] * (_FIRST - 3 - len(digests))])
         if any(each[2:] != found[0][2:] for each in found):
             texts = self._ranks.exchange_texts(encoded(mine))
             raise MismatchError(
@@ -333,6 +334,25 @@ class OverRanks(Peers):
             return torch.zeros(())
         total: Tensor = torch.linalg.vector_norm(torch.stack(told), norm_type)
         return total.to(self._ranks.device)
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """One exchange for a few numbers, two for more: the first has the length of every call's first."""
+        mine: list[int] = numbers.contiguous().view(-1).view(torch.int64).tolist()
+        few = mine[: _FIRST - 2]
+        found = self._ranks.exchange([_MAGIC + 3, len(mine), *few, *[0] * (_FIRST - 2 - len(few))])
+        if any(each[:2] != found[0][:2] for each in found):
+            raise MismatchError(
+                f"rank {self._hosting.rank} adds {len(mine)} numbers up over the ranks while others do something else. "
+                "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
+            )
+        rows = [each[2 : 2 + len(few)] for each in found]
+        if len(mine) > len(few):
+            more = self._ranks.exchange(mine[len(few) :])
+            rows = [[*row, *rest] for row, rest in zip(rows, more, strict=True)]
+        total = torch.zeros(len(mine), dtype=torch.float64)
+        for row in rows:
+            total += torch.tensor(row, dtype=torch.int64).view(torch.float64)
+        return total.view(numbers.shape)
 
     def any(self, here: bool) -> bool:
         return any(each[0] for each in self._ranks.exchange([here]))

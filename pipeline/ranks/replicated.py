@@ -296,6 +296,9 @@ class Replicated(Peers):
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
         return self._inner.share_divisor(divisor)
 
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        return self._inner.sum_over(numbers)
+
     def any(self, here: bool) -> bool:
         return self._inner.any(here)
 
