@@ -1,0 +1,87 @@
+"""In which forms does a user give vectors, and get them?
+
+    {"0.weight": tensor, ...}        by name; over ranks those of this rank
+    [{...}, {...}]                   several
+    tensor [n]                       all entries, parameter after parameter; in one process
+    tensor [n, k]                    k vectors as columns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.space import Space, Vec
+
+Named: TypeAlias = Mapping[str, Tensor]
+Vectors: TypeAlias = Named | Sequence[Named] | Tensor
+Give: TypeAlias = Callable[[list[Vec]], Any]
+
+
+def taken(space: Space, vectors: Vectors) -> tuple[list[Vec], Give]:
+    """The vectors, and what puts results into the same form.
+
+    Raises:
+        TypeError: another form.
+        ValueError: another size; a flat tensor over ranks.
+        KeyError: other names.
+    """
+    if isinstance(vectors, Tensor):
+        return _from_flat(space, vectors)
+    if isinstance(vectors, Mapping):
+        return [space.vec(_checked(vectors))], lambda found: space.named(found[0])
+    if isinstance(vectors, Sequence) and vectors and all(isinstance(each, Mapping) for each in vectors):
+        return [space.vec(_checked(each)) for each in vectors], lambda found: [space.named(each) for each in found]
+    raise TypeError(
+        f"a vector is a {type(vectors).__name__}. Give a dict of tensors by the parameters' names, a list of such "
+        "dicts, or a flat tensor of shape [n] or [n, k]."
+    )
+
+
+def _checked(named: Named) -> Named:
+    for name, part in named.items():
+        if not isinstance(part, Tensor) or not part.is_floating_point():
+            what = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"the entries for '{name}' are {what}. Give a floating-point tensor.")
+    return named
+
+
+def _from_flat(space: Space, vectors: Tensor) -> tuple[list[Vec], Give]:
+    if space.ranks > 1:
+        raise ValueError(
+            "over ranks a vector is a dict of this rank's parameters by name: no rank has the whole. Give {name: "
+            "torch.randn_like(p) for name, p in pipe.named_parameters()}."
+        )
+    _checked({"v": vectors})
+    if vectors.dim() not in (1, 2) or vectors.shape[0] != space.size:
+        raise ValueError(
+            f"a flat vector has shape {list(vectors.shape)}; the parameters have {space.size} entries. Give shape "
+            f"[{space.size}], or [{space.size}, k] for k vectors."
+        )
+    device = vectors.device
+    if vectors.dim() == 1:
+        return [_cut(space, vectors)], lambda found: flat(space, found[0], device)
+    columns = [_cut(space, column) for column in vectors.unbind(1)]
+    return columns, lambda found: _columns(space, found, device)
+
+
+def _columns(space: Space, found: list[Vec], device: torch.device) -> Tensor:
+    if not found:
+        return torch.empty(space.size, 0, dtype=space.dtype, device=device)
+    return torch.stack([flat(space, each, device) for each in found], 1)
+
+
+def _cut(space: Space, whole: Tensor) -> Vec:
+    found, first = space.zeros(), 0
+    for view in space.named(found).values():
+        view.copy_(whole[first : first + view.numel()].detach().view(view.shape))
+        first += view.numel()
+    return found
+
+
+def flat(space: Space, vec: Vec, device: torch.device | None = None) -> Tensor:
+    """All entries in one tensor, parameter after parameter."""
+    return torch.cat([part.reshape(-1).to(device) for part in space.named(vec).values()])

@@ -1,0 +1,153 @@
+"""The loss behind the last stage, to be differentiated twice; and is it what it is on the whole mini-batch?
+
+    output of a chunk --loss_fn--> its part of the loss, and where the gradient begins
+    all chunks --loss_check.py--> the un-pipelined loss and gradient, or an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pipeline.graph import explore
+from pipeline.loss import Loss, LossFn, scale_of
+from pipeline.loss_check import check_joined
+from pipeline.microbatch import Batch
+from pipeline.trees import Grads, Message, Tree
+
+
+class LossEnd:
+    """The loss of one product's mini-batch.
+
+    Args:
+        loss_fn: as in `Pipe.step`.
+        reduction: as in `Pipe.step`.
+        target: cut like the input.
+        first_rows: of the first of several mini-batches, whose parts add up by their rows or counts.
+        carried: brings a tensor of the target to a device.
+        seed: called with the chunk, before loss_fn computes.
+        compares: whether to compare with the un-pipelined loss at the end.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        reduction: str | None,
+        target: Batch,
+        first_rows: int,
+        carried: Callable[[Tensor, torch.device], Tensor],
+        seed: Callable[[int], None],
+        compares: bool,
+    ) -> None:
+        self.loss = Loss(loss_fn, reduction, target.rows)
+        self.compares = compares and target.chunks > 1
+        self._loss_fn, self._reduction = loss_fn, reduction
+        self._target = target
+        self._first_rows, self._rows = first_rows, sum(target.rows)
+        self._carried = carried
+        self._seed = seed
+        self._outputs: list[Message] = []
+        self._grads: dict[int, Grads] = {}
+
+    def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """A chunk's loss on `tensors`, and what its gradient begins with.
+
+        Raises:
+            RuntimeError: it computes with something else that requires a gradient.
+        """
+        return self._computed(self.loss, chunk, tree, tensors)
+
+    def aside(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The same at another point, which does not count."""
+        return self._computed(Loss(self._loss_fn, self._reduction, self._target.rows), chunk, tree, tensors)
+
+    def _computed(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        self._seed(chunk)
+        loss, weight = own.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
+        if loss.requires_grad:
+            beside = explore([loss], until=[tensor for tensor in tensors if tensor.requires_grad]).leaves
+            for leaf in beside.values():
+                raise RuntimeError(
+                    f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
+                    "output of the model: its part of the curvature would be lost. Detach it; for a penalty on "
+                    "parameters add its own curvature (that of c/2 |w|^2 is c times the vector)."
+                )
+        return loss, torch.full_like(loss, weight * self._relative, requires_grad=False)
+
+    @property
+    def _relative(self) -> float:
+        """What this mini-batch's gradients are multiplied by, so that those of several add up."""
+        kind, _ = self.loss.weight
+        if kind == "count":  # powers of two
+            return scale_of(self._first_rows) / scale_of(self._rows)
+        return 1.0 if kind == "sum" else self._rows / self._first_rows
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """What this mini-batch adds to what the sums are divided by (of a "sum": nothing), and its loss's weight."""
+        kind, weight = self.loss.weight
+        if kind == "sum":
+            return 0.0, 1.0
+        own = float(weight) * (scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows)
+        return own, own
+
+    def note(self, chunk: int, tree: Tree, grads: Grads) -> None:
+        """Keep a chunk's output and the gradient there, for `check`."""
+        if self.compares:
+            needs = tuple([tensor.requires_grad for tensor in tree.tensors])
+            tensors = tuple([tensor.detach() for tensor in tree.tensors])
+            self._outputs.append(Message(Tree(tensors, tree.skeleton), needs))
+            found = iter(grads)
+            grads = tuple([next(found) if need else None for need in needs])
+            self._grads[chunk] = tuple([None if grad is None else grad / self._relative for grad in grads])
+
+    def check(self) -> None:
+        """Raise ValueError if the chunks' losses do not combine to that of the mini-batch."""
+        if self.compares and self._outputs:
+            self._seed(0)
+            check_joined(self.loss, self._target, self._outputs, self._grads, True, None)
+
+    def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], per_row: int) -> None:
+        """Raise ValueError if the loss of a row is not its own: the gradient at the first must not need the others.
+
+        Args:
+            grads: of the loss at the chunk's output tensors that require one.
+            per_row: how many rows the output has for one of the input.
+        """
+        cut = [tensor.detach()[:per_row].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        alone = Loss(self._loss_fn, self._reduction, [1])
+        self._seed(chunk)
+        loss, _ = alone.chunk(0, tree.build(cut), self._first_row(chunk, tree))  # of per_row rows: their mean, or sum
+        wanted = [tensor for tensor in cut if tensor.requires_grad]
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        share = self.share(1)
+        for own, whole in zip(found, grads, strict=True):
+            one = torch.zeros(()) if own is None else own * share
+            other = torch.zeros(()) if whole is None else whole[:per_row]
+            scale = float(other.abs().amax()) if other.numel() else 0.0
+            if not torch.allclose(one.to(other), other, rtol=1e-3, atol=1e-3 * scale):
+                raise ValueError(
+                    "the loss of a row depends on other rows: its gradient alone is not its part of the mini-batch's. "
+                    "The empirical Fisher is a sum over rows, so it needs a loss that is a sum or a mean of the rows' "
+                    "own losses."
+                )
+
+    def share(self, per_row: int) -> float:
+        """What the gradient of the loss of one row of the output is multiplied by where the rows' are added."""
+        return self.loss.row_share * self._relative / (per_row if self.loss.weight[0] == "mean" else 1)
+
+    def _first_row(self, chunk: int, tree: Tree) -> Any:
+        pieces = zip(self._target.pieces, self._target.cut, strict=True)
+        cut = [piece[chunk][:1] if is_cut else piece[chunk] for piece, is_cut in pieces]
+        return self._moved(self._target.tree.build(cut), tree)
+
+    def _target_of(self, chunk: int, tree: Tree) -> Any:
+        return self._moved(self._target.value(chunk), tree)
+
+    def _moved(self, value: Any, tree: Tree) -> Any:
+        device = tree.tensors[0].device if tree.tensors else None
+        return value if device is None else tree_map_only(Tensor, lambda part: self._carried(part, device), value)

@@ -1,0 +1,91 @@
+"""Over which data? One mini-batch or several, the same in every product.
+
+    (x, target)                         one mini-batch
+    [(x, target), ...], a DataLoader    several; what can be gone through once only is kept in a list
+    the second time through             what comes must be what came the first time, or the products are of two matrices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeline.microbatch import NoChunk
+from pipeline.ranks.agreement import digest, values_in_words
+
+
+class MiniBatches:
+    """The data of an operator.
+
+    Args:
+        data: a tuple (x, target), or an iterable of such pairs.
+
+    Raises:
+        TypeError: it is neither.
+    """
+
+    def __init__(self, data: Any) -> None:
+        if isinstance(data, tuple):
+            data = [data]
+        if not isinstance(data, Iterable) or isinstance(data, (Tensor, str, dict)):
+            raise TypeError(
+                f"the data are a {type(data).__name__}. Give one mini-batch as a tuple (x, target), or a list or a "
+                "DataLoader of them."
+            )
+        self._data = list(data) if iter(data) is data else data
+        self._seen: list[str] = []
+        self._is_known = False
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """
+        Raises:
+            ValueError: there is none, one is no pair, or they are not those of the first time.
+        """
+        count = 0
+        for item in self._data:
+            pair = _pair(item, count)
+            self._compare(count, pair)
+            yield pair
+            count += 1
+        if count == 0:
+            raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
+        if self._is_known and count != len(self._seen):
+            raise ValueError(f"the data gave {count} mini-batches, and {len(self._seen)} the first time. " + _REMEDY)
+        self._is_known = True
+
+    def _compare(self, number: int, pair: tuple[Any, Any]) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves(_bare(pair)) if isinstance(leaf, Tensor)]
+        found = str(digest(values_in_words(tensors)))
+        if not self._is_known:
+            self._seen[number:] = [found]
+        elif number >= len(self._seen) or self._seen[number] != found:
+            raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
+
+    def fingerprint(self) -> str:
+        """What the mini-batches hold."""
+        if not self._is_known:
+            for _ in self:
+                pass
+        return " ".join(self._seen)
+
+
+_REMEDY = (
+    "Every product must see the same data: set shuffle=False, take random augmentation out, do not write the tensors, "
+    "or give list(loader)."
+)
+
+
+def _pair(item: Any, number: int) -> tuple[Any, Any]:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+        raise TypeError(f"mini-batch {number} of the data is {what}. Give pairs (x, target); target may be None.")
+    return item[0], item[1]
+
+
+def _bare(value: Any) -> Any:
+    """Without the marks for what is not cut."""
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, NoChunk))
+    return pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)

@@ -1,0 +1,199 @@
+"""The public classes: Hessian, GaussNewton, EmpiricalFisher of a Pipe, or of a plain module, over given data.
+
+    H = Hessian(pipe, (x, y), loss_fn)        H @ v        H.hvp(v)        H.top_eigenpairs(5)        H.trace() ...
+
+    v in the user's form --forms.py--> Vec --products: ProductCall for each mini-batch--> Vec --> the user's form
+
+A product is a call of the Pipe: its schedule, checkpoint mode, places, threads and ranks. It leaves parameters,
+`.grad`, buffers, modes and generators as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.curvature.forms import Vectors, taken
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.minibatches import MiniBatches
+from pipeline.curvature.passes import Passes
+from pipeline.curvature.rules import Rule
+from pipeline.curvature.selection import Params, as_pipe, space_of
+from pipeline.curvature.sharded import ParameterSpace
+from pipeline.curvature.space import Vec
+from pipeline.loss import LossFn
+from pipeline.randomness import draw_seed
+from pipeline.ranks.agreement import MismatchError, digest, values_in_words
+
+Batches: TypeAlias = Any  # one (x, target), or an iterable of them
+
+
+class Operator(LinearMap):
+    """A matrix of second derivatives as its products with vectors. Use one of the classes below.
+
+    Args:
+        model: a Pipe, in one process or over ranks; or a module, which is taken whole.
+        data: one mini-batch, a tuple (x, target); or several, a list or a DataLoader of such pairs. The matrix is that
+            of the loss over all of them.
+        loss_fn: (output, target) -> loss, or (sum, count); as in `Pipe.step`.
+        params: by which parameters: all that require a gradient, or names of layers or parameters, or a
+            predicate(name, parameter).
+        loss_reduction: "mean" or "sum", as in `Pipe.step`.
+        training: False: in eval mode; True: in train mode; None: as the modules are. Put back after each product.
+        seed: of what is random (dropout in train mode): the same in every product. Chunk i of mini-batch b runs as in a
+            call with seed `seed + b`, see `pipeline.layer_seed`. None: drawn once, now.
+        block: how many products are computed at a time, of several.
+        verify: whether the first products compare stages that have autograd.Functions of your own with finite
+            differences; one that differs is an error.
+        progress: whether estimators show a bar. None: where they print to a terminal.
+
+    Raises:
+        TypeError, ValueError: what was given cannot be; the message says why and what can.
+    """
+
+    rule: Rule
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Batches,
+        loss_fn: LossFn,
+        *,
+        params: Params = None,
+        loss_reduction: str | None = None,
+        training: bool | None = False,
+        seed: int | None = None,
+        block: int = 4,
+        verify: bool = True,
+        progress: bool | None = None,
+    ) -> None:
+        if block < 1:
+            raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
+        self._pipe, self._prefix = as_pipe(model)
+        self._block = block
+        self._space = space_of(self._pipe, self._prefix, params)
+        self.seed = self._shared_seed(seed)
+        self._passes = Passes(
+            self._pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self._space,
+            verify
+        )
+        self._shows = sys.stderr.isatty() if progress is None else progress
+
+    def _shared_seed(self, seed: int | None) -> int:
+        """Rank 0's, on all ranks; 48 bits, which float64 can add without an error."""
+        own = (draw_seed() if seed is None else seed) if self._space.rank == 0 else 0
+        if seed is None:
+            own &= (1 << 48) - 1
+        return int(self._space.sum_over(torch.tensor([float(own)], dtype=torch.float64)).item())
+
+    # ---------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def name(self) -> str:
+        return self.rule.value
+
+    @property
+    def space(self) -> ParameterSpace:
+        return self._space
+
+    @property
+    def block(self) -> int:
+        return self._block
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, n): n entries in all parameters, over all ranks."""
+        return (self._space.size, self._space.size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vectors and products."""
+        return self._space.dtype
+
+    def __repr__(self) -> str:
+        size = self._space.size
+        return f"{type(self).__name__}({size} x {size}, {str(self.dtype).removeprefix('torch.')})"
+
+    # ----------------------------------------------------------------------------------------------------- products
+
+    def __matmul__(self, vectors: Vectors) -> Any:
+        """The product with a vector, or with several at once; in the form in which they come (see forms.py)."""
+        given, give = taken(self._space, vectors)
+        self._check_ties(given)
+        return give(self.products(given))
+
+    def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+        found: list[Vec] = []
+        for start in range(0, len(vectors), self._block):
+            found.extend(self._passes.run(self.rule, vectors[start : start + self._block], False).vectors)
+        return found
+
+    def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
+        """The product with one vector, in its form, and the gradient by name, which costs nothing more."""
+        given, give = taken(self._space, vector)
+        self._check_ties(given)
+        if len(given) != 1:
+            raise ValueError(f"hvp takes one vector, not {len(given)}. Use {type(self).__name__} @ vectors.")
+        found = self._passes.run(self.rule, given, True)
+        assert found.gradient is not None  # asked for
+        return give(found.vectors), self._space.named(found.gradient)
+
+    def gradient(self) -> dict[str, Tensor]:
+        """The gradient of the loss over all data, by name."""
+        found = self._passes.run(self.rule, [], True).gradient
+        assert found is not None  # asked for
+        return self._space.named(found)
+
+    def loss(self) -> Tensor:
+        """The loss over all data."""
+        return self._passes.run(self.rule, [], True).loss
+
+    def _check_ties(self, vectors: Sequence[Vec]) -> None:
+        """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
+        company = self._pipe._company
+        if company is None or not company.hosting.ties:
+            return
+        table = torch.zeros(len(company.hosting.ties), self._space.ranks, dtype=torch.float64)
+        for row, (tie, copy) in enumerate(zip(company.hosting.ties, company.hosting.tied(self._pipe), strict=True)):
+            names = [name for name, parameter in self._pipe.named_parameters() if parameter is copy]
+            if names and names[0] in self._space.slots:
+                parts = [self._space.slots[names[0]].view(vec) for vec in vectors]
+                table[row, self._space.rank] = digest(values_in_words(parts)) % (1 << 48)
+        for row, tie in zip(self._space.sum_over(table), company.hosting.ties, strict=True):
+            if len({float(row[rank]) for rank in tie.holders}) > 1:
+                names_ = " = ".join(f"'{name}'" for _, name in tie.readers)
+                raise MismatchError(
+                    f"the entries for the tied parameter {names_} differ between ranks {list(tie.holders)}: it is one "
+                    "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
+                )
+
+    def fingerprint(self) -> str:
+        """Of parameters, buffers, data, loss and settings; the same text on all ranks."""
+        tensors = [*self._passes.parameters().values(), *self._pipe.buffers()]
+        flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
+        text = f"{self.rule} {values_in_words(tensors)} {self._passes.settings} {flags}"
+        own = torch.zeros(self._space.ranks, dtype=torch.float64)
+        own[self._space.rank] = digest(text) % (1 << 48)
+        return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self._space.sum_over(own))
+
+
+class Hessian(Operator):
+    """H = d2L / dw2, the matrix of second derivatives of the loss."""
+
+    rule = Rule.HESSIAN
+
+
+class GaussNewton(Operator):
+    """G = J^T (d2L / dy2) J with J = dy / dw: positive semi-definite where the loss is convex in the output y."""
+
+    rule = Rule.GAUSS_NEWTON
+
+
+class EmpiricalFisher(Operator):
+    """F = (1/c) sum_n g_n g_n^T over the rows of the output, with g_n the gradient of row n's loss (see rules.py)."""
+
+    rule = Rule.FISHER

@@ -1,0 +1,259 @@
+"""One pass over the data: products with some vectors, the gradient, the loss; nothing else is left changed.
+
+    for each mini-batch   a call of the Pipe, with modes, kernels and generators as the analysis wants them
+    at the end            parts of tied parameters join, everything is divided by what the loss divides by
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, refuse_once_differentiable, twice_differentiable
+from pipeline.curvature.loss_end import LossEnd
+from pipeline.curvature.minibatches import MiniBatches
+from pipeline.curvature.product import ProductCall, Task
+from pipeline.curvature.rules import Rule
+from pipeline.curvature.sharded import ParameterSpace, Slot
+from pipeline.curvature.space import Vec
+from pipeline.curvature.stage_rule import Graph, StageRule, gradients_of
+from pipeline.curvature.sums import Sums
+from pipeline.loss import LossFn
+from pipeline.microbatch import Batch, scatter, scatter_like
+from pipeline.peers import Peers
+from pipeline.pipe import Pipe
+from pipeline.plan import plan_step
+from pipeline.randomness import generators_at, host_at, host_states, private_generators
+from pipeline.turns import turn
+
+
+class Outcome(NamedTuple):
+    """What one pass over the data gives.
+
+    Attributes:
+        vectors: the products.
+        gradient: of the loss, where it was asked for.
+        loss: of all data, float64 on the CPU.
+    """
+
+    vectors: list[Vec]
+    gradient: Vec | None
+    loss: Tensor
+
+
+class Passes:
+    """What passes over the data have in common.
+
+    Args:
+        pipe: the model.
+        prefix: what its parameters' names begin with that the space's do not.
+        data: the mini-batches.
+        loss_fn: as in `Pipe.step`.
+        reduction: as in `Pipe.step`.
+        training: the mode; None: as the modules are.
+        seed: of the first mini-batch.
+        space: where the vectors live.
+        verify: whether stages with functions of the user's are compared with finite differences.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        prefix: str,
+        data: MiniBatches,
+        loss_fn: LossFn,
+        reduction: str | None,
+        training: bool | None,
+        seed: int,
+        space: ParameterSpace,
+        verify: bool,
+    ) -> None:
+        self._verify = verify
+        self.pipe, self._prefix, self.data = pipe, prefix, data
+        self._loss_fn, self._reduction = loss_fn, reduction
+        self.training, self._seed, self._space = training, seed, space
+
+    @property
+    def settings(self) -> str:
+        """All that decides the numbers besides the model, in words."""
+        loss = getattr(self._loss_fn, "__qualname__", repr(self._loss_fn))
+        return f"{loss} {self._reduction} {self.training} {self._seed} {self.pipe.chunks} {self.data.fingerprint()}"
+
+    def run(
+        self,
+        rule: Rule,
+        vectors: Sequence[Vec],
+        gradient: bool,
+        told: Callable[[str, float, float], None] | None = None,
+        shift: Vec | None = None,
+    ) -> Outcome:
+        """All mini-batches once.
+
+        Args:
+            rule: which matrix.
+            vectors: to multiply with.
+            gradient: whether the gradient is wanted too.
+            told: see `pipeline.curvature.product.Task`.
+            shift: what to add to the parameters' values, for this pass.
+
+        Raises:
+            RuntimeError: the loss depends on none of the parameters.
+        """
+        slots = self._slots()
+        shared = self._shared()
+        sums = Sums(self._space, slots, len(vectors), gradient, shared)
+        wanted = {id(parameter): parameter for parameter in self.parameters().values()}
+        along = partial(_along, vectors, slots)
+        moved = None if shift is None else partial(_part, shift, slots)
+        inspect = _inspect if self._verify else _only_refuse
+        task = Task(rule, len(vectors), along, gradient, wanted, inspect, told, moved)
+        totals = torch.zeros(3, dtype=torch.float64)  # of what divides the sums; of the loss; is there any gradient
+        first_rows = 0
+        for number, (x, target) in enumerate(self.data):
+            with turn(), self.pipe._peers("curvature") as peers, self._prepared(self._seed + number):
+                batch = scatter(x, self.pipe.chunks, "x")
+                first_rows = first_rows or sum(batch.rows)
+                aim = scatter_like(target, batch, "the target")
+                totals += self._minibatch(task, sums, batch, aim, first_rows, number, peers)
+        total, loss, reached = totals.tolist()
+        if not reached:
+            raise RuntimeError(
+                "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
+                "that are used."
+            )
+        if shared or self._has_ties:
+            with turn(), self.pipe._peers("curvature") as peers:
+                sums.join(peers)
+        if total:
+            sums.divide_(total)
+        whole = torch.tensor(loss / (total or 1.0), dtype=torch.float64)
+        return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
+
+    def _minibatch(
+        self, task: Task, sums: Sums, batch: Batch, aim: Batch, first_rows: int, number: int, peers: Peers
+    ) -> Tensor:
+        """Run one; return what it adds to the totals."""
+        refuse_modules(self.pipe.named_modules(), batch.chunks)
+        self.pipe._refuse_transforms(batch)
+        options = {"matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient}
+        setup = self.pipe._setup(batch, plan_step, True, False, peers, options, None, aim, draws=False)
+        setup = setup._replace(seed=self._seed + number)
+
+        def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossEnd:
+            return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, setup.compares)
+
+        call = ProductCall(setup, batch, task, new_loss, sums)
+        verdict = call.run()
+        found = torch.zeros(3, dtype=torch.float64)
+        if call.weights is not None:  # the last stage is here
+            assert verdict.loss is not None  # so is the loss
+            found[0], weight = call.weights
+            found[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
+        found = peers.sum_over(found)
+        found[2] = verdict.reached
+        return found
+
+    # -------------------------------------------------------------------------------------------------- parameters
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the space, as they are now, by name.
+
+        Raises:
+            ValueError: one is gone, frozen or of another shape since.
+        """
+        here = {name.removeprefix(self._prefix): parameter for name, parameter in self.pipe.named_parameters()}
+        for name, slot in self._space.slots.items():
+            found = here.get(name)
+            if found is None or not found.requires_grad or found.shape != slot.shape:
+                what = "gone" if found is None else "frozen" if not found.requires_grad else list(found.shape)
+                raise ValueError(
+                    f"parameter '{name}' was of shape {list(slot.shape)} and trained when the operator was made; it "
+                    f"is {what} now. Make a new operator."
+                )
+        return {name: here[name] for name in self._space.slots}
+
+    def _slots(self) -> dict[int, Slot]:
+        return {id(parameter): self._space.slots[name] for name, parameter in self.parameters().items()}
+
+    def _shared(self) -> set[int]:
+        """The ids of parameters that several stages read, here or on other ranks."""
+        counts = Counter(
+            key for layers in self.pipe._stages() for key in {id(p) for layer in layers for p in layer.parameters()}
+        )
+        company = self.pipe._company
+        tied = [] if company is None else company.hosting.tied(self.pipe)
+        return {key for key, count in counts.items() if count > 1} | {id(copy) for copy in tied if copy is not None}
+
+    @property
+    def _has_ties(self) -> bool:
+        return self.pipe._company is not None and bool(self.pipe._company.hosting.ties)
+
+    # ------------------------------------------------------------------------------------------------- surroundings
+
+    @contextmanager
+    def _prepared(self, seed: int) -> Iterator[None]:
+        """Within: modes, kernels and generators as a product wants them; at the end as they were."""
+        modules = list(self.pipe.modules())
+        private = private_generators(modules)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(in_mode(modules, self.training))
+            stack.enter_context(twice_differentiable(modules))
+            stack.enter_context(host_at(host_states()))
+            stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
+            random.seed(seed)
+            numpy.random.seed(seed & 0xFFFFFFFF)
+            for number, generator in enumerate(private):
+                generator.manual_seed(seed + number)
+            yield
+
+
+@contextmanager
+def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
+    """Within: all modules train, or none does; None: as they are."""
+    found = [(module, module.training) for module in modules]
+    try:
+        if training is not None:
+            for module, _ in found:
+                module.training = training
+        yield
+    finally:
+        for module, flag in found:
+            module.training = flag
+
+
+def _along(
+    vectors: Sequence[Vec], slots: Mapping[int, Slot], owner: Tensor, device: torch.device
+) -> list[Tensor]:
+    """A parameter's part of each vector, on a device."""
+    slot = slots[id(owner)]
+    return [slot.view(vec).to(device) for vec in vectors]
+
+
+def _part(vec: Vec, slots: Mapping[int, Slot], owner: Tensor, device: torch.device) -> Tensor:
+    """A parameter's part of a vector, on a device; zero for one that has none."""
+    slot = slots.get(id(owner))
+    return torch.zeros((), device=device) if slot is None else slot.view(vec).to(device)
+
+
+def _only_refuse(stage: StageRule, graph: Graph, chunks: int) -> bool:
+    _inspect(stage, graph, chunks)
+    return False
+
+
+def _inspect(stage: StageRule, graph: Graph, chunks: int) -> bool:
+    """What the first chunk's graph shows: refuse what would be wrong; whether numbers must show that it is right."""
+    is_doubtful = refuse_nodes(stage.name, graph.roots, chunks)
+    if is_doubtful:
+        seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
+        refuse_once_differentiable(stage.name, gradients_of(graph.roots, stage.targets(graph), seeds, True))
+    return is_doubtful

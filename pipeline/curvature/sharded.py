@@ -1,0 +1,152 @@
+"""The vectors of a Pipe's parameters: which parameter has which entries, and where are they?
+
+    'net.0.weight' on cuda:0  --> shard 0, entries 0 .. 4096          each shard is one flat tensor
+    'net.7.weight' on cuda:1  --> shard 1, entries 0 .. 4096
+    a tied weight that another rank counts --> a shard of its own, that does not count
+
+Parameters are found by name at each use, never kept: they may be replaced between two products.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.space import Space, Vec
+
+
+class Slot(NamedTuple):
+    """The place of a parameter's entries in a vector."""
+
+    shard: int
+    start: int
+    shape: torch.Size
+
+    def view(self, vec: Vec) -> Tensor:
+        """The entries, in the parameter's shape; on the memory of `vec`."""
+        return vec[self.shard].narrow(0, self.start, self.shape.numel()).view(self.shape)
+
+
+class Member(NamedTuple):
+    """A parameter of the space, as this process has it.
+
+    Attributes:
+        name: by which this process knows it.
+        first_name: by which all processes do.
+        shape: its shape.
+        device: where its entries are.
+        counts: whether it counts here, and not on another process that has it too.
+    """
+
+    name: str
+    first_name: str
+    shape: torch.Size
+    device: torch.device
+    counts: bool
+
+
+class ParameterSpace(Space):
+    """Vectors with an entry for each entry of some parameters.
+
+    Args:
+        members: this process's parameters, in the order of the model.
+        dtype: of the entries.
+        rank: of this process.
+        ranks: how many there are.
+        sum_over: adds numbers up over the processes.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        dtype: torch.dtype,
+        rank: int,
+        ranks: int,
+        sum_over: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._dtype, self._rank, self._ranks, self._sum_over = dtype, rank, ranks, sum_over
+        self.members = tuple(members)
+        sizes: dict[tuple[torch.device, bool], int] = {}
+        shards: dict[tuple[torch.device, bool], int] = {}
+        self.slots: dict[str, Slot] = {}
+        for member in members:
+            key = (member.device, member.counts)
+            shard = shards.setdefault(key, len(shards))
+            self.slots[member.name] = Slot(shard, sizes.get(key, 0), member.shape)
+            sizes[key] = sizes.get(key, 0) + member.shape.numel()
+        self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
+        own = sum(size for _, counts, size in self._shards if counts)
+        self._size = int(sum_over(torch.tensor([own], dtype=torch.float64)).item())
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def counted(self) -> Sequence[bool]:
+        return [counts for _, counts, _ in self._shards]
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks
+
+    def zeros(self) -> Vec:
+        return [torch.zeros(size, dtype=self.dtype, device=device) for device, _, size in self._shards]
+
+    def random(self, kind: str, seed: int, index: int) -> Vec:
+        if kind not in ("rademacher", "normal"):
+            raise ValueError(f"kind is {kind!r}. Use 'rademacher' (+1 or -1) or 'normal'.")
+        vec = self.zeros()
+        for member in self.members:
+            self.slots[member.name].view(vec).copy_(_drawn(kind, seed, index, member))
+        return vec
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        return self._sum_over(numbers)
+
+    def named(self, vec: Vec) -> dict[str, Tensor]:
+        return {name: slot.view(vec) for name, slot in self.slots.items()}
+
+    def vec(self, named: Mapping[str, Tensor]) -> Vec:
+        unknown = [name for name in named if name not in self.slots]
+        missing = [name for name in self.slots if name not in named]
+        if unknown or missing:
+            raise KeyError(
+                f"a vector has one entry for each parameter: {unknown or 'none'} are no parameters here, "
+                f"{missing or 'none'} are missing. Give zeros for those that you leave out; the names are "
+                f"{_few(list(self.slots))}."
+            )
+        found = self.zeros()
+        for name, slot in self.slots.items():
+            given = named[name]
+            if given.shape != slot.shape:
+                raise ValueError(
+                    f"the entries for '{name}' have shape {list(given.shape)}, the parameter has {list(slot.shape)}."
+                )
+            slot.view(found).copy_(given.detach())
+        return found
+
+
+def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:
+    """By name, so that it does not matter who else is there, and on the CPU, so that it does not matter where."""
+    digest = hashlib.sha256(f"{seed} {index} {member.first_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    if kind == "normal":
+        return torch.randn(member.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.randint(2, member.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
+
+
+def _few(names: list[str]) -> str:
+    return str(names) if len(names) <= 6 else f"{names[:6]} and {len(names) - 6} more"

@@ -1,0 +1,135 @@
+"""Where do vectors live that are as large as the parameters, and how are they multiplied?
+
+    parameters of rank 0, cuda:0    --> shard 0   a flat tensor there     Vec = [shard 0, shard 1]
+    parameters of rank 0, cuda:1    --> shard 1   a flat tensor there
+    parameters of rank 1            --> nothing here: rank 1 has its own Vec for the same vector
+    u . w = sum over shards, here; then over the processes: one all-reduce of numbers, never of vectors
+
+A parameter that several ranks have (tied weights) has entries on each of them, which are equal and counted once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Vec: TypeAlias = list[Tensor]  # this process's part of a vector: a flat tensor for each shard
+
+
+class Space(ABC):
+    """The vectors that a linear map takes and gives."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many entries a vector has, those of other processes too."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the entries: float32 or float64."""
+
+    @property
+    @abstractmethod
+    def counted(self) -> Sequence[bool]:
+        """For each shard whether it counts in sums; if not, another process has the same entries."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Of this process among those that share the vectors; 0 is the one that prints."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """How many processes share the vectors."""
+
+    @abstractmethod
+    def zeros(self) -> Vec:
+        """A new vector of zeros."""
+
+    @abstractmethod
+    def random(self, kind: str, seed: int, index: int) -> Vec:
+        """A random vector, whose entries are independent with mean 0 and variance 1.
+
+        The same entries on any number of devices and processes.
+
+        Args:
+            kind: "rademacher" (+1 or -1) or "normal".
+            seed: of a run.
+            index: which vector of that run.
+        """
+
+    @abstractmethod
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """The sum over all processes, the same to the bit on each. All processes call it.
+
+        Args:
+            numbers: float64, on the CPU, of any shape.
+        """
+
+    @abstractmethod
+    def named(self, vec: Vec) -> dict[str, Tensor]:
+        """This process's entries by the parameters' names, in their shapes; views of `vec`."""
+
+    @abstractmethod
+    def vec(self, named: Mapping[str, Tensor]) -> Vec:
+        """A new vector from entries by name.
+
+        Raises:
+            KeyError: a name is missing, or is none of a parameter.
+            ValueError: a shape is not the parameter's.
+        """
+
+    def dots(self, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
+        """All inner products, one all-reduce.
+
+        Returns:
+            [len(left), len(right)], float64, on the CPU, the same on every process.
+        """
+        return self.sum_over(self.local_dots(left, right))
+
+    def local_dots(self, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
+        """The same, of this process's entries alone."""
+        total = torch.zeros(len(left), len(right), dtype=torch.float64)
+        for shard, counts in enumerate(self.counted):
+            if counts and left and right:
+                for row, one in enumerate(left):
+                    found = [torch.dot(one[shard], other[shard]) for other in right]
+                    total[row] += torch.stack(found).to("cpu", torch.float64)
+        return total
+
+    def norm(self, vec: Vec) -> float:
+        """The Euclidean norm."""
+        return float(self.dots([vec], [vec]).clamp(min=0.0).sqrt())
+
+
+def copy(vec: Vec) -> Vec:
+    """A vector of its own with the same entries."""
+    return [shard.clone() for shard in vec]
+
+
+def scale_(vec: Vec, factor: float) -> Vec:
+    """Multiply in place; the vector itself."""
+    for shard in vec:
+        shard.mul_(factor)
+    return vec
+
+
+def add_(vec: Vec, other: Vec, factor: float = 1.0) -> Vec:
+    """Add `factor` times another vector in place; the vector itself."""
+    for shard, more in zip(vec, other, strict=True):
+        shard.add_(more, alpha=factor)
+    return vec
+
+
+def combined(vecs: Sequence[Vec], factors: Sequence[float]) -> Vec:
+    """A new vector: the sum of `vecs`, each times its factor."""
+    total = scale_(copy(vecs[0]), factors[0])
+    for vec, factor in zip(vecs[1:], factors[1:], strict=True):
+        add_(total, vec, factor)
+    return total

@@ -1,0 +1,119 @@
+"""Is what a stage's rule gave the derivative of what it computes? Asked of numbers, not of autograd.
+
+    along (h', v, l'):   [G(h + e h', w + e v, l + e l') - G(h - e h', w - e v, l - e l')] / 2e   against the rule's
+    J^T A J:             [y(h + e h', w + e v) - y(h - e h', w - e v)] / 2e                       against y'
+
+G is the stage's plain first-order backward. Central differences: the step is the cube root of the dtype's precision,
+relative to the sizes of point and direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.stage_rule import Graph, Inbox, StageRule, gradients_of
+from pipeline.trees import Bundle, Grads, Tree
+
+At: TypeAlias = Callable[[Graph, Sequence[Tensor], float], Sequence[Tensor | None]]
+LIMITS = {torch.float64: 1e-4}
+LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
+
+
+def limit(dtype: torch.dtype) -> float:
+    """The largest relative error that rounding and the step leave."""
+    return LIMITS.get(dtype, LOOSE)
+
+
+def error_along(
+    stage: StageRule, chunk: int, inbox: Inbox, at: At, found: Sequence[Tensor | None]
+) -> tuple[float, float]:
+    """How far a derivative along direction 0 is from finite differences.
+
+    Args:
+        stage: the stage, within its `stand_in`.
+        chunk: which has run.
+        inbox: what was read.
+        at: (graph, targets, step) -> what is to be differentiated, at `step` along the direction.
+        found: the derivative.
+
+    Returns:
+        The relative error, less what rounding explains; and its limit.
+    """
+    tangents = inbox.tangents[0] if inbox.tangents else []
+    owners = [(owner, alias, stage.direction(owner, 0).to(alias.dtype)) for owner, alias in stage.aliases.trained]
+    live = [tensor for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True) if needs]
+    size = _norm([*live, *[alias for _, alias, _ in owners]])
+    along = _norm([*tangents, *[part for _, _, part in owners]])
+    dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
+    if along == 0.0 or stage.captured:  # nothing to ask, or not in our hands
+        return 0.0, limit(dtype)
+    precision = torch.finfo(dtype).eps
+    step = precision ** (1 / 3) * max(size, 1e-3) / along
+    ends = []
+    for sign in (1.0, -1.0):
+        views = {id(owner): (alias + sign * step * part).detach().requires_grad_() for owner, alias, part in owners}
+        moved = _moved(inbox, tangents, sign * step)
+        with stage.recall.as_at_forward(chunk), stage.aliases.stand_back(views):
+            graph = stage.computed(chunk, moved)
+            ends.append([
+                None if each is None else each.detach()
+                for each in at(graph, [*graph.leaves, *views.values()], sign * step)
+            ])
+    return _compared(ends[0], ends[1], found, step, precision), limit(dtype)
+
+
+def _compared(
+    ahead: Sequence[Tensor | None],
+    behind: Sequence[Tensor | None],
+    found: Sequence[Tensor | None],
+    step: float,
+    precision: float,
+) -> float:
+    difference, ours, theirs, values = 0.0, 0.0, 0.0, 0.0
+    for one, other, derivative in zip(ahead, behind, found, strict=True):
+        if one is None or other is None:
+            continue
+        expected = (one.double() - other.double()) / (2 * step)
+        own = torch.zeros_like(expected) if derivative is None else derivative.double()
+        difference += float((expected - own).square().sum())
+        ours, theirs = ours + float(own.square().sum()), theirs + float(expected.square().sum())
+        values += float(one.double().square().sum())
+    rounding = 3 * precision * values**0.5 / step
+    return float(max(difference**0.5 - rounding, 0.0) / max(ours**0.5, theirs**0.5, rounding, 1e-300))
+
+
+def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
+    """What was read, further along its tangents."""
+    left = iter(tangents)
+    pairs = zip(inbox.values.tensors, inbox.needs, strict=True)
+    tensors = [tensor + step * next(left) if needs else tensor for tensor, needs in pairs]
+    parts = inbox.values.split(tensors)
+    trees = tuple([Tree(tuple(part), tree.skeleton) for tree, part in zip(inbox.values.trees, parts, strict=True)])
+    return inbox._replace(values=Bundle.of(trees))
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5)
+
+
+def of_gradient(first: Grads, second: Grads) -> At:
+    """The stage's backward of l + step l', for `error_along`."""
+
+    def at(graph: Graph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
+        pairs = [
+            (root, one if other is None else one + step * other)
+            for root, one, other in zip(graph.roots, first, second, strict=True)
+            if one is not None
+        ]
+        return gradients_of([root for root, _ in pairs], targets, [grad for _, grad in pairs], False)
+
+    return at
+
+
+def of_output(graph: Graph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
+    """What the stage makes, for `error_along`."""
+    return graph.roots

@@ -1,0 +1,405 @@
+"""What do F and B of a stage do, where a step carries tangents along?
+
+    read    h, its tangents h'[k] along the directions v[k]          made     y, y'[k] = J (h'[k], v[k])
+    F       G(u) = J^T u for a u that requires a gradient; y'[k] is the derivative of <G(u), (h'[k], v[k])> along u
+    B       G = J^T l with its graph;  (l_in'[k], H v[k]) = derivative of <G, (h'[k], v[k])> + <y, l'[k]>; l_in is in G
+    B, of a matrix J^T A J (Gauss-Newton, Fisher): plain backwards of u[k] = A y'[k]
+    last stage, Hessian: G is the gradient of the loss itself; F waits for B, so nothing is computed twice
+
+Pearlmutter's R operator (1994), cut at the stages: F sends (h, h'), B sends (l, l'). Everything is autograd's reverse
+mode, on the aliases of pipeline/aliases.py, so it means what `torch.autograd.grad` of the gradient means: forward mode
+sees other functions than reverse mode where a layer computes under no_grad, and backward over forward mode is wrong for
+layer norm in torch 2.13 (pytorch/pytorch#196700).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.aliases import Aliases
+from pipeline.checkpoint import checkpointing
+from pipeline.graph import MARK, explore, mark, refuse_tangents
+from pipeline.layers import StageLayers
+from pipeline.randomness import Seeder
+from pipeline.recall import Recall
+from pipeline.trees import Bundle, Grads, Memory, Message, Tree, memory_of, storage_of, versions
+
+Along: TypeAlias = Callable[[Tensor], list[Tensor]]  # a parameter -> its part of each direction, where the stage is
+Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
+
+
+class Inbox(NamedTuple):
+    """What a stage reads of a chunk.
+
+    Attributes:
+        values: without tangents.
+        needs: for each tensor whether it depends on a parameter of the space.
+        tangents: for each direction those of the tensors that do.
+        memory: what stands for the memory of each tensor.
+    """
+
+    values: Bundle
+    needs: tuple[bool, ...]
+    tangents: list[list[Tensor]]
+    memory: tuple[Memory, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], count: int) -> Inbox:
+        """Take messages apart; `count`: how many directions there are."""
+        trees: list[Tree] = []
+        tangents: list[list[Tensor]] = [[] for _ in range(count)]
+        for tree, needs, _ in messages:
+            own, live = len(needs), sum(needs)
+            trees.append(Tree(tree.tensors[:own], tree.skeleton))
+            for direction in range(count):
+                start = own + direction * live
+                tangents[direction].extend(tree.tensors[start : start + live])
+        needs = tuple([need for message in messages for need in message.needs_grad])
+        return cls(Bundle.of(tuple(trees)), needs, tangents, tuple([m for message in messages for m in message.memory]))
+
+
+def outbox(
+    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[Memory]
+) -> list[Message]:
+    """What goes on: detached `tensors`, and behind them the tangents of those that depend on a parameter."""
+    needs = [tensor.requires_grad for tensor in made.tensors]
+    messages, first = [], 0
+    parts = zip(made.trees, made.split(tensors), made.split(needs), made.split(memory), strict=True)
+    for tree, own, wants, places in parts:
+        live = sum(wants)
+        more = [tangent for direction in tangents for tangent in direction[first : first + live]]
+        messages.append(Message(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
+        first += live
+    return messages
+
+
+class Graph(NamedTuple):
+    """A forward of one chunk, with autograd's graph.
+
+    Attributes:
+        leaves: for each tensor read that depends on a parameter, where the graph begins.
+        made: what came out.
+        roots: the tensors of it that depend on a parameter.
+        storages: where the memory was that the layers computed with, for each tensor read.
+    """
+
+    leaves: list[Tensor]
+    made: Bundle
+    roots: list[Tensor]
+    storages: tuple[int, ...]
+
+
+class Back(NamedTuple):
+    """What goes back from a stage.
+
+    Attributes:
+        gradient: at each leaf; None: nobody wants it.
+        products: the same, for each direction.
+        found: of the first direction all parts, at the leaves and at the parameters.
+    """
+
+    gradient: Grads | None
+    products: list[Grads]
+    found: Grads = ()
+
+
+class Record(NamedTuple):
+    """What stays of a chunk between F and B.
+
+    Attributes:
+        inbox: what was read.
+        graph: of the forward. None: it is computed again.
+        versions: of the tensors that were read.
+        lives: how many tensors of each value that was made depend on a parameter.
+    """
+
+    inbox: Inbox
+    graph: Graph | None
+    versions: tuple[int, ...]
+    lives: tuple[int, ...] = ()
+
+
+class StageRule:
+    """The layers of one stage during one product.
+
+    Args:
+        index: the stage.
+        layers: its layers.
+        aliases: stand in for its parameters.
+        recall: what its recomputations must find as it was.
+        seeder: seeds its layers.
+        count: how many directions there are.
+        along: the directions.
+        add: takes what was computed for a parameter.
+        wanted: the parameters of the space, by id: one may be captured by a layer and not registered in this stage.
+        inspect: looks at the graph of a chunk before anything is computed with it, and may refuse it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: StageLayers,
+        aliases: Aliases,
+        recall: Recall,
+        seeder: Seeder,
+        count: int,
+        along: Along,
+        add: Add,
+        wanted: Mapping[int, Tensor],
+        inspect: Callable[[StageRule, Graph], None],
+    ) -> None:
+        self.index = index
+        self.name = layers.name
+        self.layers = layers
+        self.aliases = aliases
+        self.recall = recall
+        self.seeder = seeder
+        self.writes_input = False
+        self.captured: dict[int, Tensor] = {}
+        self._count = count
+        self._along, self._add = along, add
+        self._wanted = wanted
+        self._inspect = inspect
+        self._records: dict[int, Record] = {}
+        self._looked = False
+
+    # ------------------------------------------------------------------------------------------------------- F
+
+    def wait(self, chunk: int, inbox: Inbox) -> None:
+        """F of the last stage: keep the input for B."""
+        self._records[chunk] = Record(inbox, None, versions(inbox.values.tensors))
+
+    def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Message]:
+        """F: compute a chunk, and the tangents of what comes out."""
+        then = versions(inbox.values.tensors)
+        with self.aliases.stand_in():
+            with checkpointing(recompute):
+                graph = self.run(chunk, inbox)
+            tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in range(self._count)]
+        tensors = self.recall.buffers.hand_over(graph.made.tensors)
+        if graph.roots:
+            self._records[chunk] = Record(inbox, None if recompute else graph, then, live_of(graph.made))
+        known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
+        memory = memory_of(graph.made.tensors, known, self.index, chunk)
+        return outbox(graph.made, tensors, tangents, memory)
+
+    def run(self, chunk: int, inbox: Inbox) -> Graph:
+        """A chunk's forward for the first time: learn what it does."""
+        self.recall.before_forward(chunk, True)
+        graph = self.computed(chunk, inbox)
+        self.recall.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
+        self._learn(graph)
+        return graph
+
+    def computed(self, chunk: int, inbox: Inbox) -> Graph:
+        """Run the layers, with what stands in the modules now and what buffers hold now."""
+        leaves: list[Tensor] = []
+        given: list[Tensor] = []
+        for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True):
+            if needs:
+                leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.name}"))
+            given.append(leaves[-1].clone() if needs else tensor.clone())  # layers may write their input
+        before = versions(given)
+        made = self.layers.run(chunk, inbox.values.build(given), self.seeder.seed)
+        self.seeder.settle()
+        refuse_tangents(made.tensors)
+        self.writes_input = self.writes_input or versions(given) != before
+        roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+        return Graph(leaves, made, roots, tuple(map(storage_of, given)))
+
+    def _learn(self, graph: Graph) -> None:
+        """What does the graph reach besides the parameters of this stage's modules?"""
+        own = {id(leaf) for leaf in graph.leaves}
+        if graph.roots and not (self._looked and self.layers.is_quiet):
+            for key, leaf in explore(graph.roots).leaves.items():
+                if key in own or key in self.aliases or key in self.captured:
+                    continue
+                what = getattr(leaf, MARK, None)
+                if what is not None and not what.startswith("a parameter"):
+                    self._refuse_way_round(what)
+                if what is not None and leaf.requires_grad:
+                    self._refuse_way_round(what)
+                if key in self._wanted:
+                    self.captured[key] = leaf
+        if not self._looked:
+            self._looked = True
+            self._inspect(self, graph)
+
+    def _refuse_way_round(self, what: str) -> None:
+        raise RuntimeError(
+            f"{self.name} computes with a tensor that depends on {what} but did not come through its input (kept "
+            "on a module, in a closure or in a cache). Its part of the product would be lost. Return it from the "
+            "stage that makes it and pass it on, or put these layers into one stage."
+        )
+
+    # ---------------------------------------------------------------------------------------------- what it rests on
+
+    def targets(self, graph: Graph) -> list[Tensor]:
+        """What there are derivatives by: the input, then the parameters."""
+        return [*graph.leaves, *[alias for _, alias in self._owners()]]
+
+    def _owners(self) -> list[tuple[Tensor, Tensor]]:
+        return [*self.aliases.trained, *[(leaf, leaf) for leaf in self.captured.values()]]
+
+    def direction(self, owner: Tensor, number: int) -> Tensor:
+        """A parameter's part of a direction."""
+        return self._along(owner)[number]
+
+    def directions(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """For each direction its parts that belong to the targets."""
+        parts = [[part.to(alias.dtype) for part in self._along(owner)] for owner, alias in self._owners()]
+        return [[*tangents[number], *[part[number] for part in parts]] for number in range(self._count)]
+
+    def push(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """For each direction the tangents of the roots: the adjoint of the adjoint."""
+        if not self._count:
+            return []
+        seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
+        grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
+        found = []
+        for number, parts in enumerate(self.directions(graph, tangents)):
+            outs, along = self.paired(grads, parts)
+            more = number + 1 < self._count or bool(self.captured)
+            each = _grads(outs, seeds, along, more)
+            found.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, each, strict=True)])
+        return found
+
+    def paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What is to be differentiated once more, and along what.
+
+        Raises:
+            RuntimeError: a gradient has no derivative: its layer's backward cannot be differentiated.
+        """
+        pairs = [(grad, part) for grad, part in zip(grads, parts, strict=True) if grad is not None]
+        constant = [grad for grad, _ in pairs if not grad.requires_grad]
+        if any([bool(grad.any()) for grad in constant]):  # zeros are what they seem: those of sign(), floor()
+            raise RuntimeError(
+                f"{self.name} has a layer whose backward cannot be differentiated (an autograd.Function that computes "
+                "it with numpy, on detached tensors or under no_grad): its second derivative would be taken for zero. "
+                "Write its backward with differentiable torch operations."
+            )
+        live = [(grad, part) for grad, part in pairs if grad.requires_grad]
+        return [grad for grad, _ in live], [part for _, part in live]
+
+    # ------------------------------------------------------------------------------------------------------- B
+
+    def taken(self, chunk: int) -> Record | None:
+        """What F has kept."""
+        return self._records.pop(chunk, None)
+
+    def again(self, chunk: int, record: Record) -> Graph:
+        """The graph of a chunk whose F has run: kept, or computed again."""
+        if record.graph is not None:
+            return record.graph
+        if versions(record.inbox.values.tensors) != record.versions:
+            raise RuntimeError(
+                f"the input of {self.name}, chunk {chunk}, was written in place within the call that computes with "
+                "it. Let layers write copies."
+            )
+        graph = self.computed(chunk, record.inbox)
+        self.recall.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
+        if live_of(graph.made) != record.lives:
+            raise RuntimeError(
+                f"{self.name}, chunk {chunk}, took another path when it was computed again: other outputs depend on "
+                "parameters. A layer depends on state that is no buffer."
+            )
+        return graph
+
+    def pull_second(
+        self, graph: Graph, tangents: Sequence[Sequence[Tensor]], first: Grads, seconds: Sequence[Grads], wanted: bool
+    ) -> Back:
+        """B of a Hessian: l and l'[k] at the roots -> those at the leaves; parameters get gradient and products.
+
+        Args:
+            tangents: of what was read.
+            first: l, for each root.
+            seconds: l', for each direction and root.
+            wanted: whether the gradient is, too.
+        """
+        seeds = [None if grad is None else grad.detach().requires_grad_(self._count > 0) for grad in first]
+        live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
+        grads = gradients_of(
+            [root for root, _ in live], self.targets(graph), [seed for _, seed in live], self._count > 0
+        )
+        return self.differentiated(graph, tangents, grads, seconds, wanted)
+
+    def differentiated(
+        self,
+        graph: Graph,
+        tangents: Sequence[Sequence[Tensor]],
+        grads: Sequence[Tensor | None],
+        seconds: Sequence[Grads],
+        wanted: bool,
+    ) -> Back:
+        """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty."""
+        targets = self.targets(graph)
+        products = []
+        for number, parts in enumerate(self.directions(graph, tangents)):
+            outs, along = self.paired(grads, parts)
+            for root, grad in zip(graph.roots, seconds[number] if seconds else (), strict=bool(seconds)):
+                if grad is not None:
+                    outs.append(root)
+                    along.append(grad)
+            more = number + 1 < self._count or bool(self.captured)
+            products.append(_grads(outs, targets, along, more))
+        first = tuple([None if grad is None else grad.detach() for grad in grads])
+        return self._handed(graph, first if wanted else None, products, first)
+
+    def pull_first(
+        self, graph: Graph, cotangents: Sequence[Grads], gradient: Grads | None
+    ) -> Back:
+        """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
+        targets, found = self.targets(graph), []
+        each = [*([] if gradient is None else [gradient]), *cotangents]
+        for number, grads in enumerate(each):
+            live = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
+            more = number + 1 < len(each) or bool(self.captured)
+            found.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], more))
+        first = None if gradient is None else found.pop(0)
+        return self._handed(graph, first, found, first)
+
+    def _handed(
+        self, graph: Graph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
+    ) -> Back:
+        """Give the parameters their parts; return those of the leaves."""
+        inputs = len(graph.leaves)
+        for place, (owner, _) in enumerate(self._owners(), inputs):
+            self._add(owner, [each[place] for each in products], None if gradient is None else gradient[place])
+        return Back(
+            None if first is None else first[:inputs], [each[:inputs] for each in products],
+            products[0] if products else ()
+        )
+
+    def release(self) -> None:
+        """Forget all; the buffers are what they were."""
+        self._records.clear()
+        self.recall.roll_back()
+        self.recall.release()
+        self.aliases.release()
+
+
+def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], retain: bool) -> Grads:
+    """`torch.autograd.grad`, of nothing too."""
+    if not outs or not targets:
+        return (None,) * len(targets)
+    return torch.autograd.grad(outs, targets, along, retain_graph=retain, allow_unused=True)
+
+
+def gradients_of(
+    outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], create_graph: bool
+) -> Grads:
+    """The first derivative, with its graph where there is to be a second one; the graph of `outs` stays."""
+    if not outs or not targets:
+        return (None,) * len(targets)
+    return torch.autograd.grad(
+        outs, targets, along, create_graph=create_graph, retain_graph=True, allow_unused=True
+    )
+
+
+def live_of(made: Bundle) -> tuple[int, ...]:
+    """How many tensors of each value depend on a parameter."""
+    return tuple([sum([tensor.requires_grad for tensor in tree.tensors]) for tree in made.trees])

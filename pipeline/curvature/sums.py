@@ -1,0 +1,76 @@
+"""Where does what stages compute for parameters add up?
+
+    stage s, parameter p, product k  --add-->  the entries of p in vector k
+    p that several stages read       --parts by stage-->  join: added in the order of the stages, over ranks too
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from pipeline.curvature.sharded import ParameterSpace, Slot
+from pipeline.peers import Part, Peers
+
+
+class Sums:
+    """The vectors that a product makes.
+
+    Args:
+        space: where they live.
+        slots: the place of each parameter, by id.
+        count: how many products there are.
+        gradient: whether the gradient is wanted too.
+        shared: the ids of parameters that several stages read.
+    """
+
+    def __init__(
+        self, space: ParameterSpace, slots: Mapping[int, Slot], count: int, gradient: bool, shared: Collection[int]
+    ) -> None:
+        self.vectors = [space.zeros() for _ in range(count + gradient)]
+        self.reached = False
+        self._slots, self._shared = slots, shared
+        self._parts: list[list[Part]] = [[] for _ in self.vectors]
+        self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in
+
+    def add(self, stage: int, owner: Tensor, products: Sequence[Tensor | None], gradient: Tensor | None) -> None:
+        """Add what a stage has computed for a parameter: each product's part, and the gradient's after them."""
+        each = list(products) if len(products) == len(self.vectors) else [*products, gradient]
+        with self._lock:
+            for number, grad in enumerate(each):
+                if grad is None:
+                    continue
+                self.reached = True
+                if id(owner) in self._shared:
+                    self._keep(number, stage, owner, grad)
+                else:
+                    self._write(number, owner, grad)
+
+    def _keep(self, number: int, stage: int, owner: Tensor, grad: Tensor) -> None:
+        parts = self._parts[number]
+        for place, (earlier, whose, sum_) in enumerate(parts):
+            if earlier == stage and whose is owner:
+                parts[place] = (stage, owner, sum_ + grad)
+                return
+        parts.append((stage, owner, grad))
+
+    def _write(self, number: int, owner: Tensor, grad: Tensor) -> None:
+        view = self._slots[id(owner)].view(self.vectors[number])
+        view.add_(grad.to(view.device))
+
+    def join(self, peers: Peers) -> None:
+        """Add up the parts of parameters that several stages read, here and on other ranks."""
+        for number, parts in enumerate(self._parts):
+            found = peers.join_sums(sorted(parts, key=lambda part: part[0]))
+            for owner, whole in found.values():
+                if id(owner) in self._slots:
+                    self._write(number, owner, whole)
+            parts.clear()
+
+    def divide_(self, total: float) -> None:
+        """Divide all vectors."""
+        for vector in self.vectors:
+            for shard in vector:
+                shard.div_(total)
