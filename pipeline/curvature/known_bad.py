@@ -1,9 +1,10 @@
 """Which layers have no second derivative, or a wrong one, and what is done about them?
 
-    before       modules that write their weights, or look at other rows of the mini-batch: refused
-    within       fused attention --> the math kernel; weight_norm --> written out; fast path of transformers --> off
+    before       modules that write their weights, scale their gradients, or look at other rows: refused
+    within       fused attention --> the math kernel; weight_norm, hardsigmoid --> written out; fast path of
+                 transformers, cuDNN's RNNs --> off; sparse gradients --> dense
     first chunk  what the graph of each stage shows: refused
-    an error     of torch's that says "not implemented": said again, with what helps
+    an error     of torch's that says that there is no second derivative: said again, with what helps
 
 Found by comparing second derivatives with finite differences, torch 2.13: fused weight_norm is wrong by 19 per cent
 without an error, and so is every autograd.Function whose backward forgets what it depends on.
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn import functional
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -33,7 +36,16 @@ _REMEDIES = {
     "ctc_loss": "It has none in torch; GaussNewton wants one of the loss too, EmpiricalFisher does not.",
     "cudnn": "Set torch.backends.cudnn.enabled = False for the analysis.",
     "flex_attention": "Use torch.nn.functional.scaled_dot_product_attention.",
+    "out=": "Write it out in operations that return new tensors (nn.LocalResponseNorm for nn.CrossMapLRN2d).",
+    "torch.compile": "Analyse the module as it was before torch.compile.",
 }
+_NO_SECOND = (
+    ("erivative", "not implemented"),
+    ("double backward",),
+    ("Double backward",),
+    ("don't support automatic differentiation",),
+    ("@once_differentiable",),
+)
 
 
 def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> None:
@@ -57,6 +69,8 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
                 f"'{name}' has max_norm={module.max_norm}: its forward writes its weight, so there is no function to "
                 "differentiate. Renormalise the weight now, in a torch.no_grad() block, and set max_norm to None."
             )
+        if getattr(module, "scale_grad_by_freq", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(_of_no_function(f"'{name}'"))
         looks_at_all = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if looks_at_all and chunks > 1:
             raise ValueError(_of_all_rows(f"'{name}' ({type(module).__name__})"))
@@ -69,42 +83,68 @@ def _of_all_rows(what: str) -> str:
     )
 
 
+def _of_no_function(what: str) -> str:
+    return (
+        f"{what} has scale_grad_by_freq=True: what it gives is the gradient of no function, and its derivative would "
+        "not be symmetric. Set scale_grad_by_freq to False for the analysis."
+    )
+
+
 @contextmanager
 def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: modules run on what can be differentiated twice."""
-    found = [(put, get()) for get, put in _KERNELS]
-    patched = [module for module in modules if type(module) is _WeightNorm and "forward" not in vars(module)]
+    switches = [*_ALWAYS, *(_FOR_RNNS if any([isinstance(module, nn.RNNBase) for module in modules]) else ())]
+    found = [(put, get()) for get, put, _ in switches]
+    written_out = [(module, _INSTEAD[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
     old_style = [hook for module in modules for hook in _old_weight_norms(module)]
+    sparse = [module for module in modules if isinstance(module, nn.Embedding) and module.sparse]
     try:
-        for (put, _), value in zip(found, _ONLY_MATH, strict=True):
+        for _, put, value in switches:
             put(value)
-        for module in patched:
-            vars(module)["forward"] = partial(_weight_norm, module)
+        for module, instead in written_out:
+            vars(module)["forward"] = partial(instead, module)
         for hook in old_style:
             hook.compute_weight = partial(_old_weight_norm, hook)
+        for embedding in sparse:
+            embedding.sparse = False
         yield
     finally:
         for put, value in found:
             put(value)
-        for module in patched:
+        for module, _ in written_out:
             del vars(module)["forward"]
         for hook in old_style:
             del hook.compute_weight
+        for embedding in sparse:
+            embedding.sparse = True
 
 
-_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+_Switch: TypeAlias = tuple[Callable[[], bool], Callable[[bool], None], bool]  # get, put, what is put
+_ALWAYS: tuple[_Switch, ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash, False),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient, False),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn, False),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math, True),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
 )
-_ONLY_MATH = (False, False, False, True, False)
+_FOR_RNNS: tuple[_Switch, ...] = ((torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, False),)
+
+
+def _is_as_torch_wrote_it(module: nn.Module) -> bool:
+    """Whether it is to be written out, and nobody has put a forward of his own into it."""
+    return type(module) in _INSTEAD and "forward" not in vars(module)
+
+
+def _hardsigmoid(module: nn.Module, x: Tensor) -> Tensor:
+    return functional.hardtanh(x, -3.0, 3.0) / 6 + 0.5
 
 
 def _weight_norm(module: Any, magnitude: Tensor, direction: Tensor) -> Tensor:
     """torch._weight_norm, of operations whose second derivatives are right."""
     return _scaled(direction, magnitude, module.dim)
+
+
+_INSTEAD: dict[type[nn.Module], Callable[..., Tensor]] = {_WeightNorm: _weight_norm, nn.Hardsigmoid: _hardsigmoid}
 
 
 def _old_weight_norm(hook: Any, module: nn.Module) -> Tensor:
@@ -151,17 +191,30 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
                 f"{stage} calls torch._weight_norm, whose second derivative is wrong in torch. Use "
                 "torch.nn.utils.parametrizations.weight_norm, which is written out here, or v * (g / v.norm(...))."
             )
-        if node.name() in _BATCH_NORMS and getattr(node, "_saved_training", True) and chunks > 1:
+        if chunks > 1 and node.name() in _BATCH_NORMS and node._saved_training and not _is_instance_norm(node):
             raise ValueError(_of_all_rows(f"a batch norm of {stage}"))
+        if node.name() == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
+            raise ValueError(_of_no_function(f"an embedding of {stage}"))
     return any([is_foreign(node) for node in nodes])
 
 
+def _is_instance_norm(node: Any) -> bool:
+    """Whether a batch norm's one row is a view of all rows and channels: the statistics are those of each row."""
+    rows, columns, *rest = node._saved_input.shape
+    before, _ = node.next_functions[0]
+    if rows == 1 and before is not None and before.name() == "ViewBackward0":
+        first, second, *others = before._saved_self_sym_sizes
+        return bool(first * second == columns and others == rest)
+    weight, _ = node.next_functions[1]
+    return bool(rows == 1 and before is None and weight is not None and weight.name() == "RepeatBackward0")
+
+
 def is_foreign(node: Any) -> bool:
-    """Whether a node is an autograd.Function that is neither torch's nor ours."""
-    if not isinstance(node, BackwardCFunction):
-        return False
-    written_in: str = getattr(type(node)._forward_cls, "__module__", "")  # type: ignore[attr-defined]
-    return written_in.partition(".")[0] not in ("torch", "pipeline")
+    """Whether a node is an autograd.Function not known to be right: a user's, an extension's, one of torch.nn."""
+    if isinstance(node, BackwardCFunction):
+        written: Any = type(node)._forward_cls  # type: ignore[attr-defined]
+        return written is not BackwardHookFunction and written.__module__.partition(".")[0] != "pipeline"
+    return "CppNode" in node.name()
 
 
 def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> None:
@@ -179,7 +232,8 @@ def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> No
 def explained(error: BaseException, stage: str) -> BaseException:
     """An error of torch's that says what is not implemented, with what helps; another error as it is."""
     text = str(error)
-    if isinstance(error, (RuntimeError, NotImplementedError)) and "erivative" in text and "not implemented" in text:
+    says_so = any([all([words in text for words in each]) for each in _NO_SECOND])
+    if isinstance(error, (RuntimeError, NotImplementedError)) and says_so:
         remedy = next((words for name, words in _REMEDIES.items() if name in text), "Write it out in other operations.")
         return RuntimeError(f"{stage} has an operation without a second derivative: {text.rstrip('.')}. {remedy}")
     if isinstance(error, RuntimeError) and "use_reentrant=True" in text:

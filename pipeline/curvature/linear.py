@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.space import Space, Vec
 
 
@@ -32,6 +35,20 @@ class LinearMap(ABC):
     @abstractmethod
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         """A times each of some vectors, which are not changed; new vectors."""
+
+    def __matmul__(self, vectors: Vectors) -> Any:
+        """The product with a vector, or with several at once, in the form in which they come.
+
+        Args:
+            vectors: a dict of tensors by the parameters' names (over ranks those of this rank), or a list of such
+                dicts; in one process also all entries in one tensor [n], parameter after parameter, or [n, k].
+        """
+        given, give = taken(self.space, vectors)
+        return give(self.products(given))
+
+    def shows(self, asked: bool | None) -> bool:
+        """Whether to show a progress bar: if asked to, or on a terminal; on one process."""
+        return self.space.rank == 0 and (sys.stderr.isatty() if asked is None else asked)
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -10,29 +10,31 @@ A product is a call of the Pipe: its schedule, checkpoint mode, places, threads 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.curvature.analysis import Analysis
+from pipeline.curvature.checking import Report, check, names_of
 from pipeline.curvature.forms import Vectors, taken
-from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.passes import Passes
+from pipeline.curvature.product import Told
 from pipeline.curvature.rules import Rule
 from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.sharded import ParameterSpace
 from pipeline.curvature.space import Vec
 from pipeline.loss import LossFn
+from pipeline.pipe import Pipe
 from pipeline.randomness import draw_seed
-from pipeline.ranks.agreement import MismatchError, digest, values_in_words
+from pipeline.ranks.agreement import digest, values_in_words
 
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
-class Operator(LinearMap):
+class Operator(Analysis):
     """A matrix of second derivatives as its products with vectors. Use one of the classes below.
 
     Args:
@@ -49,7 +51,6 @@ class Operator(LinearMap):
         block: how many products are computed at a time, of several.
         verify: whether the first products compare stages that have autograd.Functions of your own with finite
             differences; one that differs is an error.
-        progress: whether estimators show a bar. None: where they print to a terminal.
 
     Raises:
         TypeError, ValueError: what was given cannot be; the message says why and what can.
@@ -69,7 +70,6 @@ class Operator(LinearMap):
         seed: int | None = None,
         block: int = 4,
         verify: bool = True,
-        progress: bool | None = None,
     ) -> None:
         if block < 1:
             raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
@@ -81,7 +81,6 @@ class Operator(LinearMap):
             self._pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self._space,
             verify
         )
-        self._shows = sys.stderr.isatty() if progress is None else progress
 
     def _shared_seed(self, seed: int | None) -> int:
         """Rank 0's, on all ranks; 48 bits, which float64 can add without an error."""
@@ -120,12 +119,6 @@ class Operator(LinearMap):
 
     # ----------------------------------------------------------------------------------------------------- products
 
-    def __matmul__(self, vectors: Vectors) -> Any:
-        """The product with a vector, or with several at once; in the form in which they come (see forms.py)."""
-        given, give = taken(self._space, vectors)
-        self._check_ties(given)
-        return give(self.products(given))
-
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         found: list[Vec] = []
         for start in range(0, len(vectors), self._block):
@@ -135,7 +128,6 @@ class Operator(LinearMap):
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
         """The product with one vector, in its form, and the gradient by name, which costs nothing more."""
         given, give = taken(self._space, vector)
-        self._check_ties(given)
         if len(given) != 1:
             raise ValueError(f"hvp takes one vector, not {len(given)}. Use {type(self).__name__} @ vectors.")
         found = self._passes.run(self.rule, given, True)
@@ -152,24 +144,55 @@ class Operator(LinearMap):
         """The loss over all data."""
         return self._passes.run(self.rule, [], True).loss
 
-    def _check_ties(self, vectors: Sequence[Vec]) -> None:
-        """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
-        company = self._pipe._company
-        if company is None or not company.hosting.ties:
-            return
-        table = torch.zeros(len(company.hosting.ties), self._space.ranks, dtype=torch.float64)
-        for row, (tie, copy) in enumerate(zip(company.hosting.ties, company.hosting.tied(self._pipe), strict=True)):
-            names = [name for name, parameter in self._pipe.named_parameters() if parameter is copy]
-            if names and names[0] in self._space.slots:
-                parts = [self._space.slots[names[0]].view(vec) for vec in vectors]
-                table[row, self._space.rank] = digest(values_in_words(parts)) % (1 << 48)
-        for row, tie in zip(self._space.sum_over(table), company.hosting.ties, strict=True):
-            if len({float(row[rank]) for rank in tie.holders}) > 1:
-                names_ = " = ".join(f"'{name}'" for _, name in tie.readers)
-                raise MismatchError(
-                    f"the entries for the tied parameter {names_} differ between ranks {list(tie.holders)}: it is one "
-                    "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
-                )
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def check(self, seed: int = 0) -> Report:
+        """Try on random vectors whether the products keep the laws of second derivatives; see checking.py.
+
+        Args:
+            seed: of the vectors.
+        """
+        return check(self, seed)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the matrix is the derivative of the gradient."""
+        return self.rule is Rule.HESSIAN
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self._pipe.balance)
+
+    def stage_name(self, index: int) -> str:
+        """A stage with its layers, in words."""
+        return names_of(self._pipe.balance)[index]
+
+    def point(self) -> Vec:
+        """The parameters as a vector."""
+        named = {name: parameter.detach() for name, parameter in self._passes.parameters().items()}
+        return self._space.vec(named)
+
+    def told(self, vectors: Sequence[Vec], told: Told) -> None:
+        """Products in which each stage of this process tells how far its rule is from finite differences."""
+        self._passes.run(self.rule, vectors, False, told=told)
+
+    def gradient_at(self, shift: Vec) -> Vec:
+        """The gradient elsewhere: with `shift` added to the parameters, which are not written."""
+        found = self._passes.run(self.rule, [], True, shift=shift).gradient
+        assert found is not None  # asked for
+        return found
+
+    def in_one_stage(self) -> Operator | None:
+        """The same with the whole model as one stage; None: it is not in one place."""
+        pipe = self._pipe
+        if pipe._company is not None or len(set(pipe._places)) > 1:
+            return None
+        whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
+        passes = self._passes.of(whole)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _pipe=whole, _passes=passes)
+        return twin
 
     def fingerprint(self) -> str:
         """Of parameters, buffers, data, loss and settings; the same text on all ranks."""

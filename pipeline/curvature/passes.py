@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,14 +18,14 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, refuse_once_differentiable, twice_differentiable
+from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
 from pipeline.curvature.loss_end import LossEnd
 from pipeline.curvature.minibatches import MiniBatches
-from pipeline.curvature.product import ProductCall, Task
+from pipeline.curvature.product import ProductCall, Task, Told
 from pipeline.curvature.rules import Rule
 from pipeline.curvature.sharded import ParameterSpace, Slot
 from pipeline.curvature.space import Vec
-from pipeline.curvature.stage_rule import Graph, StageRule, gradients_of
+from pipeline.curvature.stage_rule import Graph, StageRule
 from pipeline.curvature.sums import Sums
 from pipeline.loss import LossFn
 from pipeline.microbatch import Batch, scatter, scatter_like
@@ -77,9 +78,16 @@ class Passes:
         verify: bool,
     ) -> None:
         self._verify = verify
+        self._confirmed: set[tuple[Rule, int]] = set()
         self.pipe, self._prefix, self.data = pipe, prefix, data
         self._loss_fn, self._reduction = loss_fn, reduction
         self.training, self._seed, self._space = training, seed, space
+
+    def of(self, pipe: Pipe) -> Passes:
+        """The same of another Pipe with the same layers."""
+        found = copy.copy(self)
+        found.pipe = pipe
+        return found
 
     @property
     def settings(self) -> str:
@@ -92,7 +100,7 @@ class Passes:
         rule: Rule,
         vectors: Sequence[Vec],
         gradient: bool,
-        told: Callable[[str, float, float], None] | None = None,
+        told: Told | None = None,
         shift: Vec | None = None,
     ) -> Outcome:
         """All mini-batches once.
@@ -114,7 +122,7 @@ class Passes:
         along = partial(_along, vectors, slots)
         moved = None if shift is None else partial(_part, shift, slots)
         inspect = _inspect if self._verify else _only_refuse
-        task = Task(rule, len(vectors), along, gradient, wanted, inspect, told, moved)
+        task = Task(rule, len(vectors), along, gradient, wanted, inspect, self._confirmed, told, moved)
         totals = torch.zeros(3, dtype=torch.float64)  # of what divides the sums; of the loss; is there any gradient
         first_rows = 0
         for number, (x, target) in enumerate(self.data):
@@ -251,9 +259,6 @@ def _only_refuse(stage: StageRule, graph: Graph, chunks: int) -> bool:
 
 
 def _inspect(stage: StageRule, graph: Graph, chunks: int) -> bool:
-    """What the first chunk's graph shows: refuse what would be wrong; whether numbers must show that it is right."""
-    is_doubtful = refuse_nodes(stage.name, graph.roots, chunks)
-    if is_doubtful:
-        seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
-        refuse_once_differentiable(stage.name, gradients_of(graph.roots, stage.targets(graph), seeds, True))
-    return is_doubtful
+    """What a chunk's graph shows: refuse what would be wrong; whether numbers must show that it is right."""
+    stage.is_doubtful = refuse_nodes(stage.name, graph.roots, chunks)
+    return stage.is_doubtful

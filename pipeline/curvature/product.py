@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from pipeline.trees import Grads, Message, Tree, sum_grads
 from pipeline.values import CALLER
 from scheduler import Action, Kind
 
+Told: TypeAlias = Callable[[int, str, float, float], None]
+
 
 class Task(NamedTuple):
     """What a product wants.
@@ -53,8 +55,9 @@ class Task(NamedTuple):
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
         inspect: may refuse what the first chunk's graph of a stage shows; whether numbers must show that it is right.
-        told: gets (stage, relative error of its rule against finite differences, limit), of chunk 0 of each stage.
-            None: only stages that must be checked are, and one that is wrong is an error.
+        confirmed: the stages that numbers have confirmed, of which rule; this product adds to it.
+        told: gets (index and name of a stage, relative error of its rule against finite differences, limit), of chunk 0
+            of each stage. None: only stages that must be checked are, and one that is wrong is an error.
         shift: where parameters are looked at: (parameter, device) -> what to add to its values. None: nothing.
     """
 
@@ -64,7 +67,8 @@ class Task(NamedTuple):
     gradient: bool
     wanted: Mapping[int, Tensor]
     inspect: Callable[[StageRule, Graph, int], bool]
-    told: Callable[[str, float, float], None] | None = None
+    confirmed: set[tuple[Rule, int]]
+    told: Told | None = None
     shift: Callable[[Tensor, torch.device], Tensor] | None = None
 
 
@@ -89,7 +93,8 @@ class ProductCall:
     ) -> None:
         self._setup, self._batch, self._task, self._sums = setup, batch, task, sums
         self._peers = setup.peers
-        self._doubtful: set[int] = set()  # stages whose rule numbers must confirm
+        self._doubtful: dict[int, int] = {}  # stages whose rule numbers must confirm, and for which chunk
+        self._reached = False  # the loss has come from a parameter
         self._devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
         lane_of = setup.plan.schedule.placement.lane_of
@@ -125,9 +130,10 @@ class ProductCall:
             partial(self._inspected, index)
         )
 
-    def _inspected(self, index: int, stage: StageRule, graph: Graph) -> None:
-        if self._task.inspect(stage, graph, self._batch.chunks) and self._setup.compares:
-            self._doubtful.add(index)
+    def _inspected(self, index: int, stage: StageRule, chunk: int, graph: Graph) -> None:
+        must = self._task.inspect(stage, graph, self._batch.chunks)
+        if must and (self._setup.compares or (self._task.rule, index) not in self._task.confirmed):
+            self._doubtful.setdefault(index, chunk)
 
     def _carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         return self._setup.transport.carry(tensor, Place(tensor.device), Place(device))
@@ -145,7 +151,7 @@ class ProductCall:
             for stage in self._run.values():
                 stage.release()
         loss = self.loss.loss.value if self._last in self._run else None
-        return self._peers.agree(Verdict(loss, None, self._sums.reached))
+        return self._peers.agree(Verdict(loss, None, self._reached))
 
     @property
     def weights(self) -> tuple[float, float] | None:
@@ -276,13 +282,17 @@ class ProductCall:
         (tree,) = graph.made.trees
         nothing: Grads = (None,) * len(graph.leaves)
         if self._task.rule is Rule.HESSIAN:
-            loss, begin = self.loss(chunk, tree, tree.tensors)
+            # Through views, so that the gradient at an output from which another is made is its own part.
+            ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
+            loss, begin = self.loss(chunk, tree, ends)
             if not loss.requires_grad:
                 return Back(nothing, [nothing] * self._task.number)
-            targets = [*run.targets(graph), *(graph.roots if self.loss.compares else ())]
+            self._reached = True
+            beside = [end for end in ends if end.requires_grad] if self.loss.compares else []
+            targets = [*run.targets(graph), *beside]
             begin.requires_grad_(self._task.number > 0)
             grads = gradients_of([loss], targets, [begin], self._task.number > 0)
-            own = len(targets) - (len(graph.roots) if self.loss.compares else 0)
+            own = len(targets) - len(beside)
             self.loss.note(chunk, tree, tuple([None if grad is None else grad.detach() for grad in grads[own:]]))
             back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)
             if self._is_asked(run, chunk):
@@ -300,6 +310,7 @@ class ProductCall:
         if not loss.requires_grad:
             nothing: Grads = (None,) * len(graph.leaves)
             return Back(nothing if self._task.gradient else None, [nothing] * self._task.number)
+        self._reached = True
         is_fisher = self._task.rule is Rule.FISHER
         begin.requires_grad_(not is_fisher)
         grads = gradients_of([loss], leaves, [begin], not is_fisher)
@@ -353,12 +364,13 @@ class ProductCall:
 
     def _is_asked(self, run: StageRule, chunk: int) -> bool:
         """Whether numbers must show that the rule of this stage is right."""
-        return chunk == 0 and self._task.number > 0 and (self._task.told is not None or run.index in self._doubtful)
+        asked = 0 if self._task.told is not None else self._doubtful.get(run.index)
+        return chunk == asked and self._task.number > 0
 
     def _confirm(self, run: StageRule, chunk: int, inbox: Inbox, at: At, found: Sequence[Tensor | None]) -> None:
         error, most = error_along(run, chunk, inbox, at, found)
         if self._task.told is not None:
-            self._task.told(run.name, error, most)
+            self._task.told(run.index, run.name, error, most)
         elif not error <= most:
             raise ValueError(
                 f"{run.name} has an autograd.Function of its own, and its second derivative differs from finite "
@@ -367,6 +379,8 @@ class ProductCall:
                 "forward (a straight-through estimator). Write it with differentiable operations; verify=False takes "
                 "what autograd says."
             )
+        else:
+            self._task.confirmed.add((self._task.rule, run.index))
 
     def _gradient_at(
         self, chunk: int, graph: Graph, targets: Sequence[Tensor], step: float

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.curvature.sharded import Member, ParameterSpace
 from pipeline.pipe import Pipe
+from pipeline.ranks.agreement import MismatchError, digest, values_in_words
 from pipeline.turns import turn
 
 Params: TypeAlias = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
@@ -48,13 +50,16 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
     return pipe, "" if is_cut else "0."
 
 
-def chosen(named: Sequence[tuple[str, nn.Parameter]], params: Params, everywhere: Sequence[str]) -> list[str]:
+def chosen(
+    named: Sequence[tuple[str, nn.Parameter]], params: Params, first_names: Mapping[str, str]
+) -> list[str]:
     """The names of the parameters that are wanted, of those here.
 
     Args:
         named: the parameters here.
-        params: see above; a name is a parameter's, or the beginning of several up to a dot.
-        everywhere: the names of all parameters, other processes' too.
+        params: see above; a name is a parameter's, or the beginning of several up to a dot. A tied parameter is wanted
+            if any of its names is.
+        first_names: for each name of a parameter its first one, other processes' too.
 
     Raises:
         ValueError: a name stands for no parameter, or for none that requires a gradient.
@@ -63,17 +68,21 @@ def chosen(named: Sequence[tuple[str, nn.Parameter]], params: Params, everywhere
     if params is None:
         return [name for name, _ in named if name in trained]
     if callable(params):
-        return [name for name, parameter in named if name in trained and params(name, parameter)]
-    wanted = [params] if isinstance(params, str) else list(params)
-    for each in wanted:
-        if not any(_stands_for(each, name) for name in everywhere):
-            raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {_few(everywhere)}.")
-        here = [name for name, _ in named if _stands_for(each, name)]
+        is_wanted = params
+        return [name for name, parameter in named if name in trained and is_wanted(first_names[name], parameter)]
+    wanted: set[str] = set()
+    for each in [params] if isinstance(params, str) else params:
+        found = {first for name, first in first_names.items() if _stands_for(each, name)}
+        if not found:
+            names = list(dict.fromkeys(first_names.values()))
+            raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {_few(names)}.")
+        here = [name for name, _ in named if first_names[name] in found]
         if here and trained.isdisjoint(here):
             raise ValueError(
                 f"params has {each!r}, but {_few(here)} do not require a gradient. Call requires_grad_() first."
             )
-    return [name for name, _ in named if name in trained and any(_stands_for(each, name) for each in wanted)]
+        wanted |= found
+    return [name for name, _ in named if name in trained and first_names[name] in wanted]
 
 
 def _stands_for(wanted: str, name: str) -> bool:
@@ -90,12 +99,30 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     Raises:
         ValueError: nothing is left, or a parameter is complex.
     """
-    named = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
     company = pipe._company
-    everywhere = [name for name, _ in named] if company is None else list(company.first_names)
-    names = set(chosen(named, params, everywhere))
-    members, is_double = [], False
+    with turn(), pipe._peers("curvature") as peers:  # what is refused on one rank is refused on all
+        members, is_double = _members(pipe, prefix, params)
+        is_double = bool(peers.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
+    sum_over = _alone if company is None else _summing(pipe)
+    rank, ranks = (0, 1) if company is None else (company.ranks.rank, company.ranks.size)
+    dtype = torch.float64 if is_double else torch.float32
+    agree = partial(_check_ties, pipe, sum_over)
+    space = ParameterSpace(members, dtype, rank, ranks, sum_over, agree)
+    if space.size == 0:
+        raise ValueError(
+            f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
+            "Call requires_grad_(), or choose others."
+        )
+    return space
+
+
+def _members(pipe: Pipe, prefix: str, params: Params) -> tuple[list[Member], bool]:
+    """This process's parameters of the space, and whether there is a float64 one."""
+    named = [(name.removeprefix(prefix), parameter) for name, parameter in pipe.named_parameters()]
+    first_names = _first_names(pipe, prefix)
+    names = set(chosen(named, params, first_names))
     elsewhere = _counted_elsewhere(pipe)
+    members, is_double = [], False
     for name, parameter in named:
         if name not in names:
             continue
@@ -105,18 +132,17 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
                 "imaginary parts as two parameters (torch.view_as_complex), or leave it out with params=."
             )
         is_double = is_double or parameter.dtype == torch.float64
-        first = name if company is None else company.first_names.get(name, name)
-        members.append(Member(name, first, parameter.shape, parameter.device, id(parameter) not in elsewhere))
-    sum_over = _alone if company is None else _summing(pipe)
-    is_double = bool(sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
-    rank, ranks = (0, 1) if company is None else (company.ranks.rank, company.ranks.size)
-    space = ParameterSpace(members, torch.float64 if is_double else torch.float32, rank, ranks, sum_over)
-    if space.size == 0:
-        raise ValueError(
-            f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
-            "Call requires_grad_(), or choose others."
-        )
-    return space
+        counts = id(parameter) not in elsewhere
+        members.append(Member(name, first_names[name], parameter.shape, parameter.device, counts))
+    return members, is_double
+
+
+def _first_names(pipe: Pipe, prefix: str) -> dict[str, str]:
+    """For each name of a parameter its first one, in the order of the model; those of other ranks too."""
+    firsts = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
+    named = pipe.named_parameters(remove_duplicate=False)
+    here = {name.removeprefix(prefix): firsts[id(parameter)] for name, parameter in named}
+    return here if pipe._company is None else {**here, **pipe._company.first_names}
 
 
 def _counted_elsewhere(pipe: Pipe) -> set[int]:
@@ -126,6 +152,27 @@ def _counted_elsewhere(pipe: Pipe) -> set[int]:
     hosting = pipe._company.hosting
     copies = zip(hosting.ties, hosting.tied(pipe), strict=True)
     return {id(copy) for tie, copy in copies if copy is not None and tie.owner != hosting.rank}
+
+
+def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping[str, Tensor]) -> None:
+    """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
+    company = pipe._company
+    if company is None or not company.hosting.ties:
+        return
+    hosting = company.hosting
+    table = torch.zeros(len(hosting.ties), company.ranks.size, dtype=torch.float64)
+    here = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    for row, copy in zip(table, hosting.tied(pipe), strict=True):
+        part = named.get(here.get(id(copy), ""))
+        if part is not None:
+            row[company.ranks.rank] = digest(values_in_words([part])) % (1 << 48)
+    for row, tie in zip(sum_over(table), hosting.ties, strict=True):
+        if len({float(row[rank]) for rank in tie.holders}) > 1:
+            names = " = ".join(f"'{name}'" for _, name in tie.readers)
+            raise MismatchError(
+                f"the entries for the tied parameter {names} differ between ranks {list(tie.holders)}: it is one "
+                "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
+            )
 
 
 def _alone(numbers: Tensor) -> Tensor:

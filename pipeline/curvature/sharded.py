@@ -58,6 +58,7 @@ class ParameterSpace(Space):
         rank: of this process.
         ranks: how many there are.
         sum_over: adds numbers up over the processes.
+        agree: raises where a vector that a user gave has other entries for a tied parameter on another process.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class ParameterSpace(Space):
         rank: int,
         ranks: int,
         sum_over: Callable[[Tensor], Tensor],
+        agree: Callable[[Mapping[str, Tensor]], None] = lambda named: None,
     ) -> None:
+        self._agree = agree
         self._dtype, self._rank, self._ranks, self._sum_over = dtype, rank, ranks, sum_over
         self.members = tuple(members)
         sizes: dict[tuple[torch.device, bool], int] = {}
@@ -136,6 +139,7 @@ class ParameterSpace(Space):
                     f"the entries for '{name}' have shape {list(given.shape)}, the parameter has {list(slot.shape)}."
                 )
             slot.view(found).copy_(given.detach())
+        self._agree(self.named(found))
         return found
 
 

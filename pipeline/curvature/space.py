@@ -99,13 +99,26 @@ class Space(ABC):
         for shard, counts in enumerate(self.counted):
             if counts and left and right:
                 for row, one in enumerate(left):
-                    found = [torch.dot(one[shard], other[shard]) for other in right]
-                    total[row] += torch.stack(found).to("cpu", torch.float64)
+                    found = [_dot(one[shard], other[shard]) for other in right]
+                    total[row] += torch.stack(found).to("cpu")
         return total
 
     def norm(self, vec: Vec) -> float:
         """The Euclidean norm."""
         return float(self.dots([vec], [vec]).clamp(min=0.0).sqrt())
+
+
+_PIECE = 1 << 16
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """The inner product in float64, of pieces that are multiplied in their own precision."""
+    whole = one.numel() // _PIECE * _PIECE
+    rest = torch.dot(one[whole:], other[whole:]).double()
+    if not whole:
+        return rest
+    pieces = torch.bmm(one[:whole].view(-1, 1, _PIECE), other[:whole].view(-1, _PIECE, 1))
+    return pieces.double().sum() + rest
 
 
 def copy(vec: Vec) -> Vec:

@@ -3,8 +3,8 @@
     along (h', v, l'):   [G(h + e h', w + e v, l + e l') - G(h - e h', w - e v, l - e l')] / 2e   against the rule's
     J^T A J:             [y(h + e h', w + e v) - y(h - e h', w - e v)] / 2e                       against y'
 
-G is the stage's plain first-order backward. Central differences: the step is the cube root of the dtype's precision,
-relative to the sizes of point and direction.
+G is the stage's plain first-order backward. Central differences, the longest step the cube root of the dtype's
+precision, relative to the sizes of point and direction.
 """
 
 from __future__ import annotations
@@ -51,39 +51,59 @@ def error_along(
     dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
     if along == 0.0 or stage.captured:  # nothing to ask, or not in our hands
         return 0.0, limit(dtype)
-    precision = torch.finfo(dtype).eps
-    step = precision ** (1 / 3) * max(size, 1e-3) / along
-    ends = []
-    for sign in (1.0, -1.0):
-        views = {id(owner): (alias + sign * step * part).detach().requires_grad_() for owner, alias, part in owners}
-        moved = _moved(inbox, tangents, sign * step)
+
+    def values_at(step: float) -> list[Tensor | None]:
+        views = {id(owner): (alias + step * part).detach().requires_grad_() for owner, alias, part in owners}
+        moved = _moved(inbox, tangents, step)
         with stage.recall.as_at_forward(chunk), stage.aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
-            ends.append([
-                None if each is None else each.detach()
-                for each in at(graph, [*graph.leaves, *views.values()], sign * step)
-            ])
-    return _compared(ends[0], ends[1], found, step, precision), limit(dtype)
+            each = at(graph, [*graph.leaves, *views.values()], step)
+        return [None if value is None else value.detach() for value in each]
+
+    def error_at(step: float) -> tuple[float, float]:
+        return _compared(values_at(step), values_at(-step), found, step)
+
+    return least(error_at, torch.finfo(dtype).eps ** (1 / 3) * max(size, 1e-3) / along, limit(dtype)), limit(dtype)
+
+
+def least(error_at: Callable[[float], tuple[float, float]], step: float, enough: float) -> float:
+    """The smallest error at some steps: a step may lead over a kink (that of ReLU), and a shorter one not.
+
+    A derivative that is wrong is so at every step.
+
+    Args:
+        error_at: step -> the relative error, and how much of it rounding alone could make.
+        step: the longest.
+        enough: an error that ends the search.
+    """
+    found = float("inf")
+    for factor in (1.0, 0.1, 0.01):
+        error, rounding = error_at(step * factor)
+        if rounding > enough and found < float("inf"):  # from here on rounding hides everything
+            break
+        found = min(found, max(error - rounding, 0.0))
+        if found <= enough:
+            break
+    return found
 
 
 def _compared(
-    ahead: Sequence[Tensor | None],
-    behind: Sequence[Tensor | None],
-    found: Sequence[Tensor | None],
-    step: float,
-    precision: float,
-) -> float:
+    ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None], found: Sequence[Tensor | None], step: float
+) -> tuple[float, float]:
+    precision = 0.0
     difference, ours, theirs, values = 0.0, 0.0, 0.0, 0.0
     for one, other, derivative in zip(ahead, behind, found, strict=True):
         if one is None or other is None:
             continue
         expected = (one.double() - other.double()) / (2 * step)
         own = torch.zeros_like(expected) if derivative is None else derivative.double()
+        precision = max(precision, torch.finfo(one.dtype).eps)
         difference += float((expected - own).square().sum())
         ours, theirs = ours + float(own.square().sum()), theirs + float(expected.square().sum())
         values += float(one.double().square().sum())
     rounding = 3 * precision * values**0.5 / step
-    return float(max(difference**0.5 - rounding, 0.0) / max(ours**0.5, theirs**0.5, rounding, 1e-300))
+    size = max(ours**0.5, theirs**0.5, rounding, 1e-300)
+    return float(difference**0.5 / size), float(rounding / size)
 
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:

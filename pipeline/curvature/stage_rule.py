@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.aliases import Aliases
 from pipeline.checkpoint import checkpointing
+from pipeline.curvature.known_bad import refuse_once_differentiable
 from pipeline.graph import MARK, explore, mark, refuse_tangents
 from pipeline.layers import StageLayers
 from pipeline.randomness import Seeder
@@ -136,7 +137,7 @@ class StageRule:
         along: the directions.
         add: takes what was computed for a parameter.
         wanted: the parameters of the space, by id: one may be captured by a layer and not registered in this stage.
-        inspect: looks at the graph of a chunk before anything is computed with it, and may refuse it.
+        inspect: gets a chunk and its graph before anything is computed with it, and may refuse it.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class StageRule:
         along: Along,
         add: Add,
         wanted: Mapping[int, Tensor],
-        inspect: Callable[[StageRule, Graph], None],
+        inspect: Callable[[StageRule, int, Graph], None],
     ) -> None:
         self.index = index
         self.name = layers.name
@@ -166,6 +167,7 @@ class StageRule:
         self._inspect = inspect
         self._records: dict[int, Record] = {}
         self._looked = False
+        self.is_doubtful = False  # a layer has an autograd.Function of the user's
 
     # ------------------------------------------------------------------------------------------------------- F
 
@@ -192,7 +194,7 @@ class StageRule:
         self.recall.before_forward(chunk, True)
         graph = self.computed(chunk, inbox)
         self.recall.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
-        self._learn(graph)
+        self._learn(chunk, graph)
         return graph
 
     def computed(self, chunk: int, inbox: Inbox) -> Graph:
@@ -211,10 +213,13 @@ class StageRule:
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         return Graph(leaves, made, roots, tuple(map(storage_of, given)))
 
-    def _learn(self, graph: Graph) -> None:
-        """What does the graph reach besides the parameters of this stage's modules?"""
+    def _learn(self, chunk: int, graph: Graph) -> None:
+        """What does the graph reach besides the parameters of this stage's modules, and by what operations?"""
+        if self._looked and self.layers.is_quiet:
+            return
+        self._looked = True
         own = {id(leaf) for leaf in graph.leaves}
-        if graph.roots and not (self._looked and self.layers.is_quiet):
+        if graph.roots:
             for key, leaf in explore(graph.roots).leaves.items():
                 if key in own or key in self.aliases or key in self.captured:
                     continue
@@ -225,9 +230,7 @@ class StageRule:
                     self._refuse_way_round(what)
                 if key in self._wanted:
                     self.captured[key] = leaf
-        if not self._looked:
-            self._looked = True
-            self._inspect(self, graph)
+            self._inspect(self, chunk, graph)
 
     def _refuse_way_round(self, what: str) -> None:
         raise RuntimeError(
@@ -260,6 +263,7 @@ class StageRule:
             return []
         seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
         grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
+        self._check(grads)
         found = []
         for number, parts in enumerate(self.directions(graph, tangents)):
             outs, along = self.paired(grads, parts)
@@ -267,6 +271,10 @@ class StageRule:
             each = _grads(outs, seeds, along, more)
             found.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, each, strict=True)])
         return found
+
+    def _check(self, grads: Sequence[Tensor | None]) -> None:
+        if self.is_doubtful:
+            refuse_once_differentiable(self.name, grads)
 
     def paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What is to be differentiated once more, and along what.
@@ -337,6 +345,8 @@ class StageRule:
     ) -> Back:
         """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty."""
         targets = self.targets(graph)
+        if self._count:
+            self._check(grads)
         products = []
         for number, parts in enumerate(self.directions(graph, tangents)):
             outs, along = self.paired(grads, parts)

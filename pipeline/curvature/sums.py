@@ -30,7 +30,6 @@ class Sums:
         self, space: ParameterSpace, slots: Mapping[int, Slot], count: int, gradient: bool, shared: Collection[int]
     ) -> None:
         self.vectors = [space.zeros() for _ in range(count + gradient)]
-        self.reached = False
         self._slots, self._shared = slots, shared
         self._parts: list[list[Part]] = [[] for _ in self.vectors]
         self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in
@@ -42,7 +41,6 @@ class Sums:
             for number, grad in enumerate(each):
                 if grad is None:
                     continue
-                self.reached = True
                 if id(owner) in self._shared:
                     self._keep(number, stage, owner, grad)
                 else:

@@ -1,0 +1,56 @@
+"""What can be asked of a matrix that is known by its products: the estimators, as methods.
+
+    H.top_eigenpairs(5)  H.trace()  H.layer_traces()  H.diagonal()  H.frobenius_squared()  H.density()
+    H.solve(b)  H.inverse(damping=1e-3) @ v  H.to_scipy()
+
+Each is a function of its own module, of which the matrix is the first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pipeline.curvature.density import density
+from pipeline.curvature.diagonal import diagonal
+from pipeline.curvature.eigenpairs import top_eigenpairs
+from pipeline.curvature.frobenius import frobenius_squared
+from pipeline.curvature.inverse import Inverse
+from pipeline.curvature.layer_traces import layer_traces
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.scipy_operator import to_scipy
+from pipeline.curvature.solve import solve
+from pipeline.curvature.space import Vec
+from pipeline.curvature.trace import trace
+
+
+class Analysis(LinearMap):
+    """A matrix with estimators. Over ranks every process makes the same calls."""
+
+    top_eigenpairs = top_eigenpairs
+    trace = trace
+    layer_traces = layer_traces
+    diagonal = diagonal
+    frobenius_squared = frobenius_squared
+    density = density
+    solve = solve
+    to_scipy = to_scipy
+
+    def inverse(
+        self,
+        *,
+        damping: float = 0.0,
+        tol: float = 1e-6,
+        max_products: int | None = None,
+        preconditioner: Vec | Mapping[str, Tensor] | None = None,
+        method: str = "cg",
+    ) -> Inverse:
+        """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(damping=1e-3) @ v`.
+
+        Args:
+            damping, tol, max_products, preconditioner, method: see `solve`.
+        """
+        return Inverse(
+            self, damping=damping, tol=tol, max_products=max_products, preconditioner=preconditioner, method=method
+        )

@@ -1,0 +1,163 @@
+"""May one believe these products? Laws that any matrix of second derivatives keeps, tried on random vectors.
+
+    again       H v twice                        the same bits
+    linear      H (2 u - 3 v)                    2 H u - 3 H v
+    symmetric   u . H v                          v . H u
+    stages      each stage's rule                finite differences of that stage alone: they tell where it is wrong
+    gradient    H v                              [gradient(w + e v) - gradient(w - e v)] / 2e, parameters never written
+    one stage   H v                              the whole model as one stage, double backward through all of it
+
+Finite differences find what torch's derivatives are wrong for; the last finds what would be the pipeline's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.curvature.results import Result
+from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
+from pipeline.curvature.stage_check import least, limit
+
+if TYPE_CHECKING:
+    from pipeline.curvature.operators import Operator
+
+EXACT = {torch.float64: 1e-10}  # of what differs by rounding only
+NEARLY = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Report(Result):
+    """What a check has found.
+
+    Attributes:
+        of: the matrix's name.
+        what: what was compared, in words, line by line.
+        errors: relative errors.
+        limits: what they may be at most.
+        notes: what was not looked at, and why.
+    """
+
+    of: str
+    what: list[str]
+    errors: list[float]
+    limits: list[float]
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all laws hold."""
+        return all(error <= most for error, most in zip(self.errors, self.limits, strict=True))
+
+    def lines(self) -> Iterator[str]:
+        width = max(map(len, self.what))
+        yield f"check of the {self.of}: " + ("all is well" if self.ok else "SOMETHING IS WRONG")
+        for what, error, most in zip(self.what, self.errors, self.limits, strict=True):
+            verdict = "" if error <= most else "   WRONG"
+            yield f"  {what:<{width}}  error {error:8.1e}   at most {most:7.0e}{verdict}"
+        yield from (f"  {note}" for note in self.notes)
+
+
+def check(op: Operator, seed: int = 0) -> Report:
+    """Try the laws on random vectors; costs about ten products, and two gradients.
+
+    Args:
+        op: the operator; over ranks all call it.
+        seed: of the vectors.
+
+    Returns:
+        A report; print it. `ok` says whether all is well.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        >>> H = Hessian(model, (torch.randn(5, 3).double(), torch.randn(5, 2).double()), nn.functional.mse_loss)
+        >>> check(H).ok
+        True
+    """
+    space = op.space
+    exact = EXACT.get(space.dtype, NEARLY)
+    u, v = _unit(space, seed, 0), _unit(space, seed, 1)
+    found: list[tuple[str, float, float]] = []
+    Hu, Hv = op.products([u])[0], op.products([v])[0]
+    found.append(("the same product again", _apart(space, op.products([v])[0], Hv), 0.0))
+    (both,) = op.products([combined([u, v], [2.0, -3.0])])
+    found.append(("linear: H (2 u - 3 v)", _apart(space, both, combined([Hu, Hv], [2.0, -3.0])), exact))
+    (one, other, of_u, of_v), = [[
+        float(each) for each in (
+            *space.dots([u], [Hv])[0], *space.dots([v], [Hu])[0], space.norm(Hu), space.norm(Hv)
+        )
+    ]]
+    found.append(("symmetric: u . H v = v . H u", abs(one - other) / max(of_u, of_v, 1e-300), exact))
+    found.extend(_stages(op, v))
+    notes: list[str] = []
+    if op.has_gradient:
+        found.append(("finite differences of the gradient", _differences(op, v, Hv), limit(space.dtype)))
+    else:
+        notes.append("finite differences of the gradient: not of this matrix, which is no derivative of it")
+    twin = op.in_one_stage()
+    if twin is None:
+        notes.append("double backward through the whole model: not done, it is on several devices or ranks")
+    else:
+        found.append(("double backward through the whole model", _apart(space, twin.products([v])[0], Hv), exact))
+    return Report(op.name, [row[0] for row in found], [row[1] for row in found], [row[2] for row in found], notes)
+
+
+def _unit(space: Space, seed: int, index: int) -> Vec:
+    vec = space.random("normal", seed, index)
+    return scale_(vec, 1 / max(space.norm(vec), 1e-300))
+
+
+def _apart(space: Space, one: Vec, other: Vec) -> float:
+    """The relative distance of two vectors; nan where one is not finite."""
+    distance = space.norm(add_(copy(one), other, -1.0))
+    return distance / max(space.norm(other), 1e-300) if distance else 0.0
+
+
+def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
+    """Each stage's rule against finite differences of that stage; of all ranks' stages."""
+    told: dict[int, tuple[str, float, float]] = {}
+
+    def note(index: int, name: str, error: float, most: float) -> None:
+        told.setdefault(index, (name, error, most))
+
+    op.told([v], note)
+    table = torch.zeros(op.stages, 3, dtype=torch.float64)
+    for index, (_, error, most) in told.items():
+        table[index] = torch.tensor([1.0, error, most])
+    rows = op.space.sum_over(table).tolist()
+    return [
+        (f"finite differences of {op.stage_name(index)}", error, most)
+        for index, (is_there, error, most) in enumerate(rows)
+        if is_there
+    ]
+
+
+def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
+    """H v against central differences of the gradient, along v."""
+    space = op.space
+    precision = torch.finfo(space.dtype).eps
+
+    def error_at(step: float) -> tuple[float, float]:
+        ahead, behind = (op.gradient_at(scale_(copy(v), sign * step)) for sign in (1.0, -1.0))
+        expected = scale_(add_(copy(ahead), behind, -1.0), 1 / (2 * step))
+        rounding = 3 * precision * space.norm(ahead) / step
+        size = max(space.norm(Hv), space.norm(expected), rounding, 1e-300)
+        return space.norm(add_(expected, Hv, -1.0)) / size, rounding / size
+
+    return least(error_at, precision ** (1 / 3) * max(space.norm(op.point()), 1e-3), limit(space.dtype))
+
+
+def names_of(sizes: Sequence[int]) -> list[str]:
+    """The stages of a balance in words, as errors name them."""
+    found, first = [], 0
+    for index, size in enumerate(sizes):
+        last = first + size - 1
+        found.append(f"stage {index} (layer {first})" if size == 1 else f"stage {index} (layers {first}..{last})")
+        first += size
+    return found

@@ -1,0 +1,221 @@
+"""How are the eigenvalues of a matrix spread that has as many as the model has parameters?
+
+    random unit vectors --Lanczos--> T of each run --eigh--> nodes, weights --Gaussians--> a curve of each run
+    the curves' mean: the density      their spread over the runs: its error band
+
+Stochastic Lanczos quadrature: Golub and Meurant 1994; Ubaru, Chen and Saad 2017; of networks: Ghorbani, Krishnan and
+Xiao, "An investigation into neural net optimization via Hessian eigenvalue density", 2019 (arXiv 1901.10159).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.progress import Progress
+from pipeline.curvature.quadrature import edges, gauss, smoothed, stacked, width
+from pipeline.curvature.results import Result
+from pipeline.curvature.tridiagonal import tridiagonals
+
+
+@dataclass(frozen=True, eq=False)
+class Density(Result):
+    """A spectral density: the share of eigenvalues per unit of eigenvalue. Its integral over the grid is 1.
+
+    The band is the mean of the runs' curves minus and plus two standard errors, not below 0. At a point where the runs
+    spread like a normal distribution it holds the truth, smoothed in the same way, in 95 of 100 cases (92 for 10 runs,
+    82 for 3). It tells the luck of the random vectors alone, neither what the smoothing hides nor what few steps miss.
+    One run has no band: None.
+    """
+
+    name: str
+    """Of the matrix."""
+    size: int
+    """How many eigenvalues the matrix has."""
+    grid: Tensor
+    """[points], evenly spaced; each point is the middle of a cell, and the density there the mean over the cell."""
+    density: Tensor
+    """[points]."""
+    lower: Tensor | None
+    """[points]: the lower end of the band."""
+    upper: Tensor | None
+    """[points]: the upper end of the band."""
+    nodes: Tensor
+    """[runs, steps]: each run's Ritz values, ascending. A run that ended early repeats its last one with weight 0."""
+    weights: Tensor
+    """[runs, steps]: the share of the eigenvalues that each node stands for; a run's sum to 1."""
+    sigma: float
+    """The width of the Gaussians, in units of eigenvalue."""
+    products: int
+    """With the matrix, in all runs."""
+
+    def moment(self, power: int) -> tuple[float, float | None]:
+        """The mean over the eigenvalues of their power: sum of eigenvalue ** power / size, of the matrix as it is.
+
+        Args:
+            power: from 0; up to 2 * steps - 1 the steps cost nothing, and all error is that of the random vectors.
+
+        Returns:
+            The estimate and its standard error over the runs, None for one run.
+        """
+        if power < 0 or power != int(power):
+            raise ValueError(f"power must be a whole number from 0 on (power: {power})")
+        mean, error = _over_runs((self.weights * self.nodes**power).sum(1))
+        return float(mean), None if error is None else float(error)
+
+    def trace(self) -> tuple[float, float | None]:
+        """The sum of all eigenvalues and its standard error over the runs, None for one run."""
+        return self._of_all(*self.moment(1))
+
+    def count(self, low: float, high: float) -> tuple[float, float | None]:
+        """About how many eigenvalues are in [low, high].
+
+        The eigenvalues around a node count as where it is. So set the ends into gaps of the spectrum, or expect an
+        error of up to the weight of one node at each end, which the standard error does not tell.
+
+        Returns:
+            The estimate and its standard error over the runs, None for one run.
+        """
+        if not low <= high:
+            raise ValueError(f"low must not be above high (low: {low}, high: {high})")
+        return self._of_all(*self._share(low, high))
+
+    def lines(self) -> Iterator[str]:
+        runs, steps = self.nodes.shape
+        yield (
+            f"spectral density of {self.name}: {self.size} eigenvalues, "
+            f"{runs} runs of {steps} steps, {self.products} products"
+        )
+        yield f"  smallest node     {float(self.nodes.min()):12.5g}"
+        yield f"  largest node      {float(self.nodes.max()):12.5g}"
+        yield f"  trace             {_text(*self.trace())}"
+        yield f"  mean eigenvalue   {_text(*self.moment(1))}"
+        yield f"  share below -sigma{_text(*self._share(-math.inf, math.nextafter(-self.sigma, -math.inf)))}"
+        yield f"  share around 0    {_text(*self._share(-self.sigma, self.sigma))}"
+        yield f"  share above sigma {_text(*self._share(math.nextafter(self.sigma, math.inf), math.inf))}"
+        yield f"  sigma             {self.sigma:12.5g}"
+
+    def draw(self, ax: Any) -> None:
+        """The density on a logarithmic scale, down to a tenth of what one eigenvalue of all makes; the band filled."""
+        grid = self.grid.numpy()
+        floor = 0.1 / (self.size * self.sigma * math.sqrt(2.0 * math.pi))
+        ax.semilogy(grid, self.density.clamp(min=floor).numpy(), label=f"density of {self.name}")
+        if self.lower is not None and self.upper is not None:
+            band = [end.clamp(min=floor).numpy() for end in (self.lower, self.upper)]
+            ax.fill_between(grid, *band, alpha=0.3, label="two standard errors")
+        ax.set_ylim(bottom=floor)
+        ax.set_xlabel("eigenvalue")
+        ax.set_ylabel("share of eigenvalues per unit")
+        ax.legend()
+
+    def _share(self, low: float, high: float) -> tuple[float, float | None]:
+        mean, error = _over_runs((self.weights * ((self.nodes >= low) & (self.nodes <= high))).sum(1))
+        return float(mean), None if error is None else float(error)
+
+    def _of_all(self, share: float, error: float | None) -> tuple[float, float | None]:
+        return self.size * share, None if error is None else self.size * error
+
+
+def density(
+    A: LinearMap,
+    *,
+    steps: int = 80,
+    runs: int = 10,
+    points: int = 1000,
+    sigma: float | None = None,
+    margin: float = 0.05,
+    seed: int = 0,
+    show: bool = False,
+) -> Density:
+    """The spectral density by stochastic Lanczos quadrature.
+
+    Costs steps * runs products. `A.block` runs go at a time, and each keeps its `steps` vectors meanwhile: without them
+    Lanczos finds the same eigenvalues again and again.
+
+    Args:
+        A: a symmetric matrix.
+        steps: of Lanczos in a run. The ends of the spectrum and separate eigenvalues need few, its inside many. A run
+            ends early where it has found all there is: the discrete spectrum is then exact.
+        runs: random starts; the error falls with their root.
+        points: of the grid, at least 10.
+        sigma: the width of the Gaussians, in units of eigenvalue; a hundredth of the nodes' range if None.
+        margin: how far the grid goes on behind the outermost nodes, as a share of their range; at least 6 sigma.
+        seed: of the random vectors. The same numbers on any number of devices and processes, up to rounding.
+        show: a progress bar.
+
+    Raises:
+        ValueError: a number is out of its range, or the matrix has no rows.
+        FloatingPointError: a product is not finite.
+
+    Example: the eigenvalues 0, 0, 0, 2, of which three quarters are 0.
+        >>> from tests.pipeline.dense_map import DenseMap
+        >>> found = density(DenseMap(torch.diag(torch.tensor([0.0, 0.0, 2.0, 0.0]).double())), steps=10, runs=400)
+        >>> round(torch.trapezoid(found.density, found.grid).item(), 6)
+        1.0
+        >>> share, error = found.count(-0.5, 0.5)
+        >>> abs(share - 3.0) < 4.0 * error < 0.3
+        True
+    """
+    _check(A, steps, runs, points, sigma, margin)
+    asked = 0
+    rules: list[tuple[Tensor, Tensor]] = []
+    with Progress(steps * runs, f"density of {A.name}", show and A.space.rank == 0) as bar:
+
+        def advance(products: int) -> None:
+            nonlocal asked
+            asked += products
+            bar.advance(products)
+
+        for first in range(0, runs, A.block):
+            starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
+            rules += [gauss(alphas, betas) for alphas, betas in tridiagonals(A, starts, steps, advance)]
+    nodes, weights = stacked(rules, steps)
+    return _curve(A, nodes, weights, width(nodes) if sigma is None else float(sigma), points, margin, asked)
+
+
+def _curve(
+    A: LinearMap, nodes: Tensor, weights: Tensor, sigma: float, points: int, margin: float, asked: int
+) -> Density:
+    ends = edges(nodes, sigma, points, margin)
+    curves = torch.stack([smoothed(*run, ends, sigma) for run in zip(nodes, weights, strict=True)])
+    mean, error = _over_runs(curves)
+    return Density(
+        name=A.name,
+        size=A.space.size,
+        grid=(ends[1:] + ends[:-1]) / 2.0,
+        density=mean,
+        lower=None if error is None else (mean - 2.0 * error).clamp(min=0.0),
+        upper=None if error is None else mean + 2.0 * error,
+        nodes=nodes,
+        weights=weights,
+        sigma=sigma,
+        products=asked,
+    )
+
+
+def _over_runs(values: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The mean over the first dimension and its standard error, None where there is one run."""
+    runs = len(values)
+    return values.mean(0), values.std(0) / math.sqrt(runs) if runs > 1 else None
+
+
+def _text(mean: float, error: float | None) -> str:
+    return f"{mean:12.5g}" + ("" if error is None else f" +- {error:.2g}")
+
+
+def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:
+    if A.space.size < 1:
+        raise ValueError(f"{A.name} has no rows: no parameter takes part. Name some that require a gradient.")
+    for what, value, least in ("steps", steps, 1), ("runs", runs, 1), ("points", points, 10):
+        if value < least:
+            raise ValueError(f"{what} must be at least {least} ({what}: {value})")
+    if sigma is not None and not (sigma > 0.0 and math.isfinite(sigma)):
+        raise ValueError(f"sigma must be a finite number above 0 (sigma: {sigma}). Leave it out for a default.")
+    if not (margin >= 0.0 and math.isfinite(margin)):
+        raise ValueError(f"margin must be a finite number from 0 on (margin: {margin})")

@@ -1,0 +1,275 @@
+"""Which are the outermost eigenvalues of a matrix that nobody can write down, and along which directions?
+
+    top_eigenpairs --> Run (lanczos.py): steps until done, or until max_products --> k vectors
+                   --> one more product of each: the residuals that are reported --> Eigenpairs
+                   <--> Saves (resume.py): a run that was interrupted goes on
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.krylov import products_of
+from pipeline.curvature.lanczos import Goal, Run
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.progress import Progress
+from pipeline.curvature.results import Result
+from pipeline.curvature.resume import Saves, shard_sizes
+from pipeline.curvature.ritz import WHICH, wanted
+from pipeline.curvature.space import Vec, add_
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenpairs(Result):
+    """Some eigenvalues of a symmetric matrix, with their vectors.
+
+    Attributes:
+        of: the matrix's name.
+        which: "LM", "LA", "SA" or "BE".
+        values: [k], the most wanted first; for "BE" the largest first. Each is x'Ax of its vector.
+        vectors: for each value this process's entries by the parameters' names, in their shapes, on the CPU. Of norm 1
+            and at right angles, over all processes.
+        residuals: |A x - value x| / scale, [k], of products that were made for this and for nothing else. There is an
+            eigenvalue of A within `residuals * scale` of each value, whatever else is true.
+        scale: the largest magnitude of an eigenvalue that was seen: the norm of A, or little less for "LA" and "SA".
+        products: how many were spent, those for the residuals among them.
+        converged: all residuals are at most `tol`, and a last random start showed no eigenvalue that is missing.
+        why: if not, for what reason; else empty.
+        tol: what was asked for.
+    """
+
+    of: str
+    which: str
+    values: Tensor
+    vectors: list[dict[str, Tensor]]
+    residuals: Tensor
+    scale: float
+    products: int
+    converged: bool
+    why: str
+    tol: float
+
+    def lines(self) -> Iterator[str]:
+        """Each value with its residual."""
+        plural = "s" if len(self.values) > 1 else ""
+        yield f"{len(self.values)} eigenvalue{plural} of the {self.of}, {WHICH[self.which]}; {self.products} products"
+        for place, (value, residual) in enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True)):
+            yield f"  {place + 1:>3}  {value:>+14.7e}  residual {residual:.1e}"
+        yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"
+        if not self.converged:
+            yield f"  NOT CONVERGED: {self.why}"
+
+    def draw(self, ax: Any) -> None:
+        """A stem for each value."""
+        ax.stem(range(1, len(self.values) + 1), self.values.numpy())
+        ax.set_xlabel(f"eigenvalues {WHICH[self.which]}")
+        ax.set_ylabel("eigenvalue")
+        ax.set_title(f"{self.of}" + ("" if self.converged else " (not converged)"))
+
+
+def top_eigenpairs(
+    A: LinearMap,
+    k: int = 1,
+    *,
+    which: str = "LM",
+    tol: float = 1e-6,
+    max_products: int | None = None,
+    seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
+    show: bool = False,
+    block: int | None = None,
+    max_basis: int | None = None,
+    miss: float = 1e-4,
+    save_every: float = 300.0,
+) -> Eigenpairs:
+    """The outermost eigenpairs of a symmetric matrix, by block Lanczos with full reorthogonalisation.
+
+    Repeated eigenvalues come as often as they are: after k pairs have converged, Lanczos begins again from a random
+    block at right angles to them, and ends when that start would have shown another one.
+
+    Args:
+        k: how many.
+        which: "LM" largest magnitude, "LA" largest, "SA" smallest (most negative), "BE" both ends (of an odd k one
+            more from the upper end).
+        tol: for the residuals |A x - value x|, relative to the largest magnitude of an eigenvalue. An eigenvalue's
+            error is about the square of it over its distance to the others.
+        max_products: end there, converged or not; at least 2 k. None: as many as are needed.
+        seed: of the random starts.
+        resume: a file (over several processes one each, `.rank{r}of{n}` before the suffix). The state is saved there
+            every `save_every` seconds, at an exception, and at `max_products`. If there is such a file already, the
+            run goes on from it, and gives to the bit what it would have given without the interruption. A run that
+            is done deletes its file; one that ended at `max_products` keeps it, to go on with a larger number.
+        show: a progress bar, on rank 0.
+        block: vectors that are multiplied together; None: as many as suit A best. A larger block needs more products
+            in all and fewer steps.
+        max_basis: vectors to be held; the space is cut down to its best part when it is full (thick restart), which
+            costs products. At least 2 k + 3 block; far better twice that. None: one for each product of a round.
+        miss: how probable it may be, for each start, that an eigenvalue is missed that is more wanted than the last
+            one found by more than max(tol, 1e-6, square root of the dtype's eps) of the largest (rounding aside; with
+            `max_basis` it is a guide only). 1: do not look for any, which halves the products and shows `block` copies
+            of an eigenvalue at most.
+
+    Raises:
+        ValueError: k, which, tol or another argument makes no sense; ResumeError: the file is another run's.
+        FloatingPointError: a product is not finite.
+
+    Memory, in vectors: the basis, which is one for each product of a round, or `max_basis`; and `block` products. At the
+    end k more. Time: the products; with each the basis is read four times, and there are three all-reduces of as many
+    numbers as it has rows.
+
+    Example:
+        >>> from tests.pipeline.dense_map import DenseMap
+        >>> A = DenseMap(torch.diag(torch.tensor([4.0, -1.0, 4.0, 0.0, 2.0], dtype=torch.float64)))
+        >>> top = top_eigenpairs(A, 3)
+        >>> [round(value, 6) for value in top.values.tolist()], top.converged
+        ([4.0, 4.0, 2.0], True)
+    """
+    goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
+    run = Run(A, goal)
+    saves = None if resume is None else Saves(resume, A.space, _settings(A, goal), save_every)
+    kept = None if saves is None else saves.latest()
+    if kept is not None:
+        run.go_on(kept)
+    try:
+        with Progress(max_products, f"eigenpairs of the {A.name}", show and A.space.rank == 0) as bar:
+            bar.advance(run.at.products)
+            _advance(run, max_products, saves, bar.advance)
+            found = _measured(run, bar.advance)
+    except BaseException as error:
+        _rescue(run, saves, error)
+        raise
+    if saves is not None and run.at.done:
+        saves.remove()
+    elif saves is not None:
+        saves.write(run.at.products, run.state())
+    return found
+
+
+def _goal(
+    A: LinearMap,
+    k: int,
+    which: str,
+    tol: float,
+    max_products: int | None,
+    seed: int,
+    block: int | None,
+    max_basis: int | None,
+    miss: float,
+) -> Goal:
+    """The arguments, checked."""
+    size = A.space.size
+    if not 1 <= k <= size:
+        raise ValueError(f"k is {k}: the {A.name} has {size} eigenvalues; ask for 1 to {size}.")
+    if which not in WHICH:
+        raise ValueError(f"which is {which!r}: use {', '.join(f'{one!r} ({what})' for one, what in WHICH.items())}.")
+    if not 0 < tol < 1:
+        raise ValueError(f"tol is {tol}: residuals are relative to the largest eigenvalue; use a number like 1e-6.")
+    if not 0 < miss <= 1:
+        raise ValueError(f"miss is {miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
+    if max_products is not None and max_products < 2 * k:
+        raise ValueError(
+            f"max_products is {max_products}: {k} eigenpairs take {2 * k} at least, {k} to find directions and {k} to "
+            "measure the residuals."
+        )
+    block = min(A.block if block is None else block, size)
+    if block < 1:
+        raise ValueError(f"block is {block}: at least one vector must be multiplied at a time.")
+    if max_products is not None:
+        block = min(block, max_products - 2 * k + 1)
+    if max_basis is not None and max_basis >= size:
+        max_basis = None  # it cannot be full
+    if max_basis is not None and max_basis < 2 * k + 3 * block:
+        raise ValueError(
+            f"max_basis is {max_basis}: {k} eigenpairs with blocks of {block} need 2 k + 3 block = {2 * k + 3 * block} "
+            "vectors at least, and converge faster with more. Raise it, or lower block."
+        )
+    return Goal(k, which, tol, seed, block, max_basis, miss)
+
+
+def _settings(A: LinearMap, goal: Goal) -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
+    return {"file": "eigenpairs 1", "matrix": A.name, "fingerprint": A.fingerprint(), **space, **asdict(goal)}
+
+
+def _advance(run: Run, most: int | None, saves: Saves | None, advance: Callable[..., None]) -> None:
+    """Steps until the run is done, or the next one would leave too few products for the residuals."""
+    while not run.at.done and (most is None or run.at.products + run.next + run.goal.k <= most):
+        before = run.at.products
+        run.step()
+        advance(run.at.products - before, note=f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}")
+        if saves is not None and saves.due():
+            saves.write(run.at.products, run.state())
+
+
+def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
+    """The k best pairs, with residuals of new products."""
+    goal, A = run.goal, run.map
+    vecs = run.best()
+    values, squares = [], []
+    for first, images in products_of(A, vecs):
+        group = vecs[first : first + len(images)]
+        found, left = _residuals(A, group, images)
+        values += found
+        squares += left
+        advance(len(images))
+    order = wanted(torch.tensor(values, dtype=torch.float64), goal.k, goal.which)
+    scale = max(run.at.largest, *(abs(value) for value in values))
+    residuals = torch.tensor(squares, dtype=torch.float64)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
+    why = _why(run, residuals)
+    return Eigenpairs(
+        of=A.name,
+        which=goal.which,
+        values=torch.tensor(values, dtype=torch.float64)[order],
+        vectors=[{name: part.cpu() for name, part in A.space.named(vecs[place]).items()} for place in order],
+        residuals=residuals,
+        scale=scale,
+        products=run.at.products + goal.k,
+        converged=not why,
+        why=why,
+        tol=goal.tol,
+    )
+
+
+def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tuple[list[float], list[float]]:
+    """x'Ax of each, and |A x - x (x'Ax)|^2; the images are overwritten. Two all-reduces."""
+    pairs = list(zip(vecs, images, strict=True))
+    products = torch.stack([A.space.local_dots([vec], [image]).squeeze() for vec, image in pairs])
+    values = A.space.sum_over(products).tolist()
+    for (vec, image), value in zip(pairs, values, strict=True):
+        add_(image, vec, -value)
+    squares = A.space.sum_over(torch.stack([A.space.local_dots([image], [image]).squeeze() for image in images]))
+    return values, squares.clamp(min=0.0).tolist()
+
+
+def _why(run: Run, residuals: Tensor) -> str:
+    """Why the pairs are not converged."""
+    worst = float(residuals.max())
+    if not run.at.done:
+        state = f"the worst residual is {worst:.1e}" if worst > run.goal.tol else "that none is missing is not sure yet"
+        return f"stopped at max_products with {run.at.products + run.goal.k} products; {state}. Raise max_products."
+    if worst > run.goal.tol:
+        return (
+            f"rounding in {str(run.map.space.dtype).removeprefix('torch.')}: more products do not bring the worst "
+            f"residual from {worst:.1e} down to {run.goal.tol:.1e}."
+        )
+    return ""
+
+
+def _rescue(run: Run, saves: Saves | None, error: BaseException) -> None:
+    """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
+    state = None if saves is None else run.state()
+    if saves is None or state is None:
+        return
+    try:
+        saves.write(run.at.products, state)
+    except OSError as failure:
+        error.add_note(f"The run's state could not be saved at {saves.path}: {failure}")
+    else:
+        error.add_note(f"The run's state after {run.at.products} products is in {saves.path}: call again to go on.")

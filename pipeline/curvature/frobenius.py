@@ -1,0 +1,103 @@
+"""How large is a matrix that is known by its products only?
+
+    random z --> A z --> |A z|^2      mean = sum of the squares of A's entries = sum of the squares of its eigenvalues
+
+One product a draw. Pairs of draws, (z_i . A z_j)^2, have the same mean and come from the same products, but spread much
+more where many eigenvalues are of one order, as 2 |A|^4 a pair; they are not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results import Result
+from pipeline.curvature.sampling import check_kind, checked_goal, draw_means, estimate, paired_dots, plus_minus
+from pipeline.curvature.space import Vec
+
+
+@dataclass(frozen=True, eq=False)
+class Norm(Result):
+    """A squared Frobenius norm with its standard error.
+
+    Args:
+        value: the squared norm.
+        stderr: of the squared norm; 0 if exact, inf if one draw is all there is.
+        samples: products spent.
+        stopped: "samples" (all spent), "tolerance" (the error is as small as asked) or "exact".
+        draws: [draws], float64: what each random vector says alone; the value is their mean.
+        matrix: the name of the matrix.
+    """
+
+    value: float
+    stderr: float
+    samples: int
+    stopped: str
+    draws: Tensor
+    matrix: str
+
+    @property
+    def norm(self) -> float:
+        """The Frobenius norm itself."""
+        return math.sqrt(self.value)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the error is as small as asked, or zero."""
+        return self.stopped != "samples"
+
+    def lines(self) -> Iterator[str]:
+        found = plus_minus(torch.tensor(self.value), torch.tensor(self.stderr))
+        yield f"squared Frobenius norm of {self.matrix}  {found}  (norm {self.norm:.6g})"
+        yield f"  {self.samples} products, stopped by: {self.stopped}"
+
+    def draw(self, ax: Any) -> None:
+        """The mean after each draw, with its standard error."""
+        draw_means(ax, self.draws, f"squared Frobenius norm of {self.matrix}")
+
+
+def frobenius_squared(
+    A: LinearMap,
+    samples: int = 100,
+    *,
+    kind: str = "rademacher",
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool = False,
+) -> Norm:
+    """The squared Frobenius norm of A, estimated without bias.
+
+    The variance of one draw is 2 (|B|^2 - the sum of the squares of B's diagonal), B = A A, for Rademacher vectors, and
+    2 |B|^2 for normal ones. With `samples` at least the size of A the result is exact.
+
+    Args:
+        A: the matrix; over ranks every process makes the same call.
+        samples: the most products to spend.
+        kind: of random vectors, "rademacher" or "normal".
+        rel: end where the standard error is at most this times the value.
+        abs: end where it is at most this. Of two bounds the looser one holds.
+        min_samples: draws before the first look at the error, which few draws often make far too small.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar.
+
+    Raises:
+        ValueError: an argument means nothing.
+        FloatingPointError: a product is not finite.
+    """
+    goal = checked_goal(samples, rel, abs, min_samples)
+
+    def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
+        return paired_dots(A.space, products, products)
+
+    title = f"Frobenius norm of {A.name}"
+    drawn = estimate(A, squares, samples, goal, check_kind(kind), seed, title, show)
+    value, stderr = float(drawn.mean), float(drawn.stderr)
+    return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name)

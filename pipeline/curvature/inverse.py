@@ -1,0 +1,87 @@
+"""How does the inverse of a matrix become a matrix like the others, which estimators take?
+
+    vectors --products--> (A + damping I)^-1 times each: linear systems, solved together (systems.py)
+
+So its density, trace or eigenpairs are found as those of any matrix: each product costs some tens of A's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.systems import planned, solved
+
+
+class ConvergenceError(RuntimeError):
+    """A linear system was not solved to the tolerance that was asked for."""
+
+
+class Inverse(LinearMap):
+    """The inverse of A + damping I: each of its products is a linear system, solved when it is asked for.
+
+    Args:
+        A, damping, tol, max_products, preconditioner, method: see `solve`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from tests.pipeline.dense_map import DenseMap
+        >>> A = DenseMap(torch.diag(torch.tensor([1.0, 3.0, 7.0]).double()))
+        >>> [image] = Inverse(A, damping=1.0).products([A.space.cut(torch.ones(3))])
+        >>> [[round(entry, 6) for entry in part.tolist()] for part in image]
+        [[0.5], [0.25, 0.125]]
+    """
+
+    def __init__(
+        self,
+        A: LinearMap,
+        *,
+        damping: float = 0.0,
+        tol: float = 1e-6,
+        max_products: int | None = None,
+        preconditioner: Vec | Mapping[str, Tensor] | None = None,
+        method: str = "cg",
+    ) -> None:
+        self._map = A
+        self._plan = planned(A, damping, tol, max_products, preconditioner, method)
+
+    @property
+    def name(self) -> str:
+        return f"inverse of ({self._map.name} + {self._plan.system.damping:g} I)"
+
+    @property
+    def space(self) -> Space:
+        return self._map.space
+
+    @property
+    def block(self) -> int:
+        return self._map.block
+
+    def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+        """The solution for each of some right-hand sides.
+
+        Raises:
+            ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
+            IndefiniteError, FloatingPointError: see `solve`.
+        """
+        found = solved(self._map, self._plan, vectors, None, False)
+        worst = max((end.residual for end in found), default=0.0)
+        if not worst <= self._plan.tol:
+            raise ConvergenceError(
+                f"{self.name}: relative residual {worst:.2g} after {max(end.products for end in found)} products, "
+                f"tol {self._plan.tol:.2g}, max_products {self._plan.limit}. "
+                "Use more damping, more products, a preconditioner or a larger tol."
+            )
+        return [end.x for end in found]
+
+    def fingerprint(self) -> str:
+        scales = self._plan.system.scales
+        weight = "none" if scales is None else repr(self.space.norm(scales))
+        settings = f"{self._plan.system.damping!r} {self._plan.tol!r} {self._plan.limit} {self._plan.method}"
+        return f"inverse {settings} {weight} of {self._map.fingerprint()}"

@@ -1,0 +1,180 @@
+"""How does one keep many orthonormal vectors, each as large as the model, and add another to them?
+
+    w = A q --[Q'w, w -= Q(Q'w)]--> --[once more]--> w, at right angles to all rows of Q --/ its norm--> a new row
+
+    rows     0..7  a slab: on each shard one tensor [8, entries of the shard]
+             8..15 the next slab, and so on: it grows without a copy, so that the peak is what it holds
+
+A pass reads Q twice and sums m numbers over the processes; no vector leaves its shard. Two passes of classical
+Gram-Schmidt leave rows at right angles up to rounding ("twice is enough": Giraud, Langou, Rozloznik and van den
+Eshof, 2005), which is what Lanczos needs to show each eigenvalue once and not again (Paige 1972; Parlett 1980, ch. 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.space import Space, Vec
+
+SLAB = 8  # rows: at most seven vectors' memory are held in vain
+STRIP = 1 << 16  # columns that `rotate_` turns at a time
+NOISE = 32  # what is left of a product that lies in the basis, in units of its rounding
+
+
+class Basis:
+    """Orthonormal vectors of a space, this process's part of them.
+
+    Example:
+        >>> from tests.pipeline.dense_map import DenseSpace
+        >>> space = DenseSpace(3)
+        >>> basis = Basis(space)
+        >>> basis.append(space.cut(torch.tensor([1.0, 0.0, 0.0])))
+        >>> vec = space.cut(torch.tensor([5.0, 3.0, 4.0]))
+        >>> orthogonalise_([basis], [vec], "example")
+        [Split(inside=tensor([5.], dtype=torch.float64), norm=5.0)]
+        >>> vec
+        [tensor([0.], dtype=torch.float64), tensor([3., 4.], dtype=torch.float64)]
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._slabs: list[list[Tensor]] = []  # [slab][shard]: [SLAB, entries]
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def row(self, index: int) -> Vec:
+        """A row as views: do not write to it."""
+        slab, row = divmod(range(self._rows)[index], SLAB)
+        return [shard[row] for shard in self._slabs[slab]]
+
+    def append(self, vec: Vec) -> None:
+        """Copy a vector, which the caller made orthonormal, into a new last row."""
+        if self._rows == len(self._slabs) * SLAB:
+            self._slabs.append([shard.new_zeros(SLAB, len(shard)) for shard in vec])
+        self._rows += 1
+        for row, shard in zip(self.row(-1), vec, strict=True):
+            row.copy_(shard)
+
+    def cut(self, rows: int) -> None:
+        """Forget all rows from this one on."""
+        self._rows = min(rows, self._rows)
+        del self._slabs[-(-self._rows // SLAB) :]
+
+    def local_inside(self, vec: Vec) -> Tensor:
+        """This process's share of the inner products of all rows with a vector: [rows], float64, on the CPU."""
+        total = torch.zeros(self._rows, dtype=torch.float64)
+        for place, (shard, counts) in enumerate(zip(vec, self.space.counted, strict=True)):
+            if counts and self._rows:  # one wait for the device a shard
+                total += torch.cat([torch.mv(rows, shard) for rows in self._filled(place)]).to("cpu", torch.float64)
+        return total
+
+    def subtract_(self, vec: Vec, factors: Tensor) -> None:
+        """Take the rows, each times its factor [rows], from a vector."""
+        for place, shard in enumerate(vec):
+            for rows, part in zip(self._filled(place), factors.to(shard).split(SLAB), strict=False):
+                shard.addmv_(rows.T, part, alpha=-1)
+
+    def combined(self, factors: Tensor) -> list[Vec]:
+        """New vectors: for each column of `factors` [rows, count] the sum of the rows, each times its entry."""
+        shards = [shard.new_zeros(factors.shape[1], len(shard)) for shard in self.space.zeros()]
+        for place, total in enumerate(shards):
+            for rows, part in zip(self._filled(place), factors.to(total).split(SLAB), strict=False):
+                total.addmm_(part.T, rows)
+        return [[shard[one] for shard in shards] for one in range(factors.shape[1])]
+
+    def rotate_(self, factors: Tensor) -> None:
+        """Put such sums in the place of the rows, a strip of columns at a time: hardly any memory is needed for it.
+
+        Args:
+            factors: [rows, count], with orthonormal columns, count <= rows.
+        """
+        for place, shard in enumerate(self.space.zeros() if self._rows else []):
+            turn = factors.T.to(shard)
+            for first in range(0, len(shard), STRIP):
+                strips = [rows[:, first : first + STRIP] for rows in self._filled(place)]
+                new = turn @ torch.cat(strips)
+                for strip, part in zip(strips, new.split(SLAB), strict=False):
+                    strip[: len(part)] = part
+        self.cut(factors.shape[1])
+
+    def slabs(self) -> list[list[Tensor]]:
+        """All memory of the rows, [slab][shard], on the CPU: what `restored` takes. Not to be written to."""
+        return [[shard.cpu() for shard in slab] for slab in self._slabs]
+
+    def restored(self, slabs: Sequence[Sequence[Tensor]], rows: int) -> Basis:
+        """This basis with the rows that another one had, in the same memory layout, so that sums round alike."""
+        like = self.space.zeros()
+        self._slabs = [[shard.to(one, copy=True) for shard, one in zip(slab, like, strict=True)] for slab in slabs]
+        self._rows = rows
+        return self
+
+    def _filled(self, place: int) -> list[Tensor]:
+        """On one shard the slabs' rows that hold something."""
+        return [slab[place][: self._rows - number * SLAB] for number, slab in enumerate(self._slabs)]
+
+
+class Split(NamedTuple):
+    """A vector as a part in the span of a basis and the rest."""
+
+    inside: Tensor  # inner products with the rows: [rows], float64, on the CPU
+    norm: float  # of the rest
+
+    @property
+    def whole(self) -> float:
+        """The norm before."""
+        return float(torch.linalg.vector_norm(self.inside).hypot(torch.tensor(self.norm, dtype=torch.float64)))
+
+
+def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> list[Split]:
+    """Take from each vector, in place, its part in the span of its basis: three all-reduces for all of them.
+
+    Args:
+        what: the vectors are products of, for the error.
+
+    Raises:
+        FloatingPointError: an entry is not finite.
+    """
+    space = bases[0].space
+    counts = [len(basis) for basis in bases]
+    inside = [torch.zeros(count, dtype=torch.float64) for count in counts]
+    for _ in range(2):
+        shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
+        for lane, found in enumerate(_finite(space.sum_over(torch.cat(shares)), what).split(counts)):
+            bases[lane].subtract_(vecs[lane], found)
+            inside[lane] += found
+    squares = torch.cat([space.local_dots([vec], [vec]).flatten() for vec in vecs])
+    norms = _finite(space.sum_over(squares), what).clamp(min=0.0).sqrt().tolist()
+    return [Split(one, norm) for one, norm in zip(inside, norms, strict=True)]
+
+
+def is_noise(norm: float, scale: float, space: Space) -> bool:
+    """Whether what is left of a product is no more than its rounding.
+
+    Args:
+        norm: of what is left.
+        scale: the largest norm of a product with a unit vector so far.
+    """
+    return norm <= NOISE * torch.finfo(space.dtype).eps * scale
+
+
+def products_of(A: LinearMap, vecs: Sequence[Vec]) -> Iterator[tuple[int, list[Vec]]]:
+    """The products in groups of as many as are best asked for at a time, each with the number of its first vector."""
+    for first in range(0, len(vecs), A.block):
+        yield first, A.products(vecs[first : first + A.block])
+
+
+def _finite(numbers: Tensor, what: str) -> Tensor:
+    if not bool(torch.isfinite(numbers).all()):
+        raise FloatingPointError(
+            f"a product of the {what} with a vector has entries that are infinite, not a number, or so large that "
+            "the sum of their squares is. Look at the loss and its gradient first: are they finite at these "
+            "parameters? If they are, take the space in float64."
+        )
+    return numbers

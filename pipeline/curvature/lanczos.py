@@ -1,0 +1,243 @@
+"""Which steps lead to the wanted eigenpairs: Lanczos with blocks, in rounds, until a random start finds no other.
+
+    round 1:  random block --> Krylov space --> k Ritz pairs have converged --> lock them
+    round 2:  another random block, at right angles to the locked --> Krylov space
+                 --> a wanted pair more (a second copy of an eigenvalue, say) --> lock it, round 3
+                 --> surely none: `Chain.longest` falls under `shortest` --> done
+
+    rows of the basis:   locked | with known products ... | without: the next to multiply
+                                  <------- the projection's columns ------>
+                                  <------- its rows, and here too ------------------->
+
+A Krylov space of b starts shows b copies of an eigenvalue at most; the rounds show the others, b copies each.
+The last round is the price of being sure: about as many products as the first one, since both must tell the k-th value
+from the next (Parlett 1980, ch. 13; deflation by locking: Grimes, Lewis and Simon 1994). With `most` rows at most,
+the space is cut down to its best Ritz vectors whenever it is full: thick restart (Wu and Simon 2000). Then the last
+round may also end when the outermost Ritz pair of its own has converged, with no number for the probability.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.krylov import Basis, is_noise, orthogonalise_, products_of
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.ritz import Chain, Ritz, limits, ritz, shortest, wanted
+from pipeline.curvature.space import Vec, scale_
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is wanted, and how surely."""
+
+    k: int
+    which: str
+    tol: float  # residuals, relative to the largest magnitude of an eigenvalue
+    seed: int
+    block: int  # starts of a round
+    most: int | None  # rows of the basis
+    miss: float  # probability that a round may fail to see another wanted eigenpair
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a run has come, but for the rows: replaced as one at the end of each step, so that it is never torn."""
+
+    locked: Tensor  # their values
+    projection: Tensor  # [p + f, p]
+    chain: Chain | None  # none while fewer than k are locked: nothing is to be proved yet
+    starts: int = 0  # of this round
+    products: int = 0
+    drawn: int = 0  # random vectors
+    image: float = 0.0  # the largest norm of a product with a unit vector
+    largest: float = 0.0  # magnitude of a Ritz value
+    judged: bool = True  # whether `_judge` has seen the last products
+    done: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Rows without products."""
+        return self.projection.shape[0] - self.projection.shape[1]
+
+
+class Run:
+    """Lanczos for one goal. Over ranks all processes take the same steps: what decides are sums over them.
+
+    The caller asks `at.done` and calls `step`; between two steps the run can be saved.
+    """
+
+    def __init__(self, A: LinearMap, goal: Goal) -> None:
+        self.map, self.goal = A, goal
+        self.basis = Basis(A.space)
+        self.at = Place(torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64), None)
+        self._found = ritz(self.at.projection)
+        self._turning = False
+
+    def step(self) -> None:
+        """Multiply the rows that wait; then lock what has converged, or cut down a full space."""
+        if self.at.judged and not self.at.waiting:
+            self._begin_round()
+        elif self.at.judged:
+            self._multiply()
+        if not self.at.judged:
+            self._judge()
+
+    @property
+    def next(self) -> int:
+        """How many products the next step takes."""
+        return self.at.waiting
+
+    def best(self) -> list[Vec]:
+        """New vectors: the k best approximations now, the most wanted first."""
+        found, picks = self._best()
+        return self.basis.combined(self._factors(found, picks))
+
+    def converged(self) -> int:
+        """How many of the k best have, for the progress bar."""
+        found, picks = self._best()
+        known = len(self.at.locked)
+        return sum(pick < known or float(found.residuals[pick - known]) <= self._enough() for pick in picks)
+
+    def state(self) -> dict[str, Any] | None:
+        """All that a run needs to go on; None in the moment in which rows are being overwritten."""
+        if self._turning:
+            return None
+        self.basis.cut(len(self.at.locked) + self.at.projection.shape[0])
+        return {"place": asdict(self.at), "slabs": self.basis.slabs(), "rows": len(self.basis)}
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        place = dict(state["place"])
+        place["chain"] = None if place["chain"] is None else Chain(**place["chain"])
+        self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
+        self.at = Place(**place)
+        self._found = ritz(self.at.projection)
+
+    # ------------------------------------------------------------------------------------------------- a round
+
+    def _begin_round(self) -> None:
+        """Draw a block at right angles to the locked; or be done, if nothing is left or is to be proved."""
+        locked, goal = self.at.locked, self.goal
+        left = self.map.space.size - len(locked)
+        if not left or (len(locked) == goal.k and goal.miss >= 1):
+            self.at = replace(self.at, done=True)
+            return
+        starts, drawn = min(goal.block, left), self.at.drawn
+        while len(self.basis) < len(locked) + starts:
+            vec = self.map.space.random("normal", goal.seed, drawn)
+            [split] = orthogonalise_([self.basis], [vec], "random start")
+            drawn += 1
+            if not is_noise(split.norm, split.whole, self.map.space):
+                self.basis.append(scale_(vec, 1 / split.norm))
+        chain = Chain.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
+        empty = torch.zeros(starts, 0, dtype=torch.float64)
+        self._found = ritz(empty)
+        self.at = replace(self.at, projection=empty, chain=chain, starts=starts, drawn=drawn)
+
+    def _multiply(self) -> None:
+        """Multiply the rows that wait; what leads out of the span become rows that wait."""
+        at, space = self.at, self.map.space
+        known = len(at.locked)
+        first, waiting = len(self.basis) - at.waiting, at.waiting
+        projection = torch.zeros(len(self.basis) - known + waiting, first - known + waiting, dtype=torch.float64)
+        projection[: at.projection.shape[0], : at.projection.shape[1]] = at.projection
+        column, image = first - known, at.image
+        for _, images in products_of(self.map, [self.basis.row(row) for row in range(first, len(self.basis))]):
+            for vec in images:
+                [split] = orthogonalise_([self.basis], [vec], self.map.name)
+                image = max(image, split.whole)
+                projection[: len(self.basis) - known, column] = split.inside[known:]
+                if len(self.basis) < space.size and not is_noise(split.norm, image, space):
+                    projection[len(self.basis) - known, column] = split.norm
+                    self.basis.append(scale_(vec, 1 / split.norm))
+                column += 1
+        projection = projection[: len(self.basis) - known]
+        products = at.products + waiting
+        self.at = replace(at, projection=projection, products=products, image=image, judged=False)
+
+    def _judge(self) -> None:
+        """Decide what comes after products."""
+        self._found = found = ritz(self.at.projection)
+        largest = max(self.at.largest, float(found.values.abs().max()))
+        self.at = replace(self.at, largest=largest)
+        _, picks = self._best()
+        fresh = [pick - len(self.at.locked) for pick in picks if pick >= len(self.at.locked)]
+        enough = len(picks) == self.goal.k and bool((found.residuals[fresh] <= self._enough()).all())
+        if fresh and (enough or not self.at.waiting):
+            self._lock(found, picks)
+        elif not fresh and self._proved(found):
+            self.at = replace(self.at, judged=True, done=True)
+        elif self.goal.most is not None and len(self.basis) + self.at.waiting > self.goal.most:
+            self._restart(found, len(fresh))
+        else:
+            self.at = replace(self.at, judged=True)
+
+    def _best(self) -> tuple[Ritz, list[int]]:
+        """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
+        found, known = self._found, len(self.at.locked)
+        values = torch.cat([self.at.locked, found.values])
+        behind = torch.where(torch.arange(len(values)) < known, 0.0, self._slack() * (known == self.goal.k))
+        return found, wanted(values, self.goal.k, self.goal.which, behind)
+
+    def _proved(self, found: Ritz) -> bool:
+        """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
+        at = self.at
+        if not at.waiting:
+            return True
+        assert at.chain is not None  # k are locked when no Ritz pair is among the k best
+        dimensions = self.map.space.size - len(at.locked)
+        if at.chain.longest(found) <= shortest(dimensions, at.starts, self.goal.miss):
+            return True
+        # A space that is cut down after every few steps may never prove it: what each cycle tells is lost but for the
+        # chain. Then the round ends as other restarted methods do, when its own outermost pairs have converged.
+        ends = wanted(found.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
+        return at.chain.first > 0 and bool((found.residuals[ends] <= self._enough()).all())
+
+    def _lock(self, found: Ritz, picks: list[int]) -> None:
+        """Keep the k best, and forget the rest of the space."""
+        values = torch.cat([self.at.locked, found.values])[picks]
+        empty = torch.zeros(0, 0, dtype=torch.float64)
+        place = replace(self.at, locked=values, projection=empty, chain=None, starts=0, judged=True)
+        self._turn(self._factors(found, picks), place)
+
+    def _factors(self, found: Ritz, picks: list[int]) -> Tensor:
+        """The picks in terms of the rows: [rows, picks]."""
+        whole = torch.block_diag(torch.eye(len(self.at.locked), dtype=torch.float64), found.vectors)
+        factors = torch.zeros(len(self.basis), len(picks), dtype=torch.float64)
+        factors[: len(whole)] = whole[:, picks]
+        return factors
+
+    def _restart(self, found: Ritz, fresh: int) -> None:
+        """Cut the space down to its best Ritz vectors and the rows that wait, which still lead out of it alike."""
+        assert self.goal.most is not None
+        known, waiting = len(self.at.locked), self.at.waiting
+        room = self.goal.most - known - 2 * waiting
+        keep = wanted(found.values, min(room, max(fresh, room // 2)), self.goal.which)
+        factors = torch.block_diag(
+            torch.eye(known, dtype=torch.float64), found.vectors[:, keep], torch.eye(waiting, dtype=torch.float64)
+        )
+        chain = None if self.at.chain is None else self.at.chain.followed(found, len(keep))
+        projection = torch.cat([torch.diag(found.values[keep]), found.rest[:, keep]])
+        self._turn(factors, replace(self.at, projection=projection, chain=chain, judged=True))
+
+    def _turn(self, factors: Tensor, place: Place) -> None:
+        self._turning = True
+        self.basis.rotate_(factors)
+        self.at, self._found = place, ritz(place.projection)
+        self._turning = False
+
+    # ------------------------------------------------------------------------------------------------- tolerances
+
+    def _enough(self) -> float:
+        """For a residual: so small that rows mixed of k such ones are good enough still; never under the rounding."""
+        eps = torch.finfo(self.map.space.dtype).eps
+        return max(self.goal.tol / (2 * math.sqrt(self.goal.k)), 4 * eps) * self.at.largest
+
+    def _slack(self) -> float:
+        """How much more wanted another eigenvalue must be to count: what tolerance and rounding let tell apart."""
+        return max(self.goal.tol, math.sqrt(torch.finfo(self.map.space.dtype).eps), 1e-6) * self.at.largest

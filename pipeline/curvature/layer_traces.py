@@ -1,0 +1,187 @@
+"""What does each layer add to the trace?
+
+    z, A z --by name--> the sum of z * A z over the entries of a layer      for all layers, from one product
+    mean = trace of the layer's own diagonal block; entries of other layers add variance, no bias
+
+What HAWQ (Dong et al. 2019, arXiv 1911.03852) chooses the bits of each layer by. Over ranks each adds what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results import Result
+from pipeline.curvature.sampling import checked_goal, estimate
+from pipeline.curvature.space import Space, Vec
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTraces(Result):
+    """The traces of the diagonal blocks of a matrix, one for each layer.
+
+    Args:
+        values: layer -> trace of its block.
+        stderr: layer -> standard error; 0 if exact, inf if one draw is all there is.
+        entries: layer -> rows of its block; value / entries is the mean eigenvalue.
+        samples: products spent, on all layers together.
+        stopped: "samples" (all spent), "tolerance" (the errors are as small as asked) or "exact".
+        matrix: the name of the matrix.
+    """
+
+    values: dict[str, float]
+    stderr: dict[str, float]
+    entries: dict[str, int]
+    samples: int
+    stopped: str
+    matrix: str
+
+    @property
+    def converged(self) -> bool:
+        """Whether the errors are as small as asked, or zero."""
+        return self.stopped != "samples"
+
+    def lines(self) -> Iterator[str]:
+        yield f"traces of layers of {self.matrix}  ({self.samples} products, stopped by: {self.stopped})"
+        wide = max(map(len, self.values), default=0)
+        yield f"  {'':{wide}} {'trace':>12}    {'error':<9} {'entries':>12} {'mean eigenvalue':>16}"
+        for name, value in self.values.items():
+            count = self.entries[name]
+            mean = f"{value / count:>16.4g}"
+            yield f"  {name:{wide}} {value:>12.6g} +- {self.stderr[name]:<9.2g} {count:>12,} {mean}"
+
+    def draw(self, ax: Any) -> None:
+        """A bar for each layer, with its standard error."""
+        names, places = list(self.values), range(len(self.values))
+        errors = [self.stderr[name] if self.samples > 1 else 0.0 for name in names]
+        ax.bar(places, [self.values[name] for name in names], yerr=errors)
+        ax.set_xticks(places, names, rotation=90)
+        ax.set_ylabel(f"trace of the layer's block of {self.matrix}")
+
+
+def layer_traces(
+    A: LinearMap,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    samples: int = 100,
+    *,
+    rel: float | None = None,
+    abs: float | None = None,
+    min_samples: int = 10,
+    seed: int = 0,
+    show: bool = False,
+) -> LayerTraces:
+    """The trace of each layer's own block of A, all from the same products.
+
+    With `samples` at least the size of A the result is exact. An entry that several processes have (tied weights)
+    counts once, with the process that counts it in sums.
+
+    Args:
+        A: the matrix; over ranks every process makes the same call.
+        groups: layer -> names of its parameters, those of all processes, the same on each. None: one for each module.
+        samples: the most products to spend.
+        rel: end where every layer's standard error is at most this times the magnitude of its trace.
+        abs: end where every one is at most this. Of two bounds the looser one holds for each layer.
+        min_samples: draws before the first look at the errors, which few draws often make far too small.
+        seed: of the random vectors; equal seeds give equal results.
+        show: a progress bar.
+
+    Returns:
+        the same numbers on every process.
+
+    Raises:
+        ValueError: an argument means nothing, a group is empty or has a name that no process has, or the processes were
+            given different groups.
+        FloatingPointError: a product is not finite.
+    """
+    goal = checked_goal(samples, rel, abs, min_samples)
+    here = _counted_entries(A.space)
+    names = _agreed(A.space, list(here))
+    found = _by_module(names) if groups is None else _checked_groups(A.space, groups, names)
+
+    def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
+        local = [_local_sums(A.space, found, vec, product) for vec, product in zip(vectors, products, strict=True)]
+        return A.space.sum_over(torch.stack(local))
+
+    title = f"traces of layers of {A.name}"
+    drawn = estimate(A, by_layer, samples, goal, "rademacher", seed, title, show)
+    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in found.values()], dtype=torch.float64))
+    return LayerTraces(
+        dict(zip(found, drawn.mean.tolist(), strict=True)),
+        dict(zip(found, drawn.stderr.tolist(), strict=True)),
+        dict(zip(found, map(int, sizes.tolist()), strict=True)),
+        drawn.spent,
+        drawn.stopped,
+        A.name,
+    )
+
+
+def _local_sums(space: Space, groups: Mapping[str, Sequence[str]], vec: Vec, product: Vec) -> Tensor:
+    """z * A z summed over the entries of each group that count here: [groups]."""
+    times = [one * other * counts for one, other, counts in zip(vec, product, space.counted, strict=True)]
+    sums = {name: part.sum(dtype=torch.float64).cpu() for name, part in space.named(times).items()}
+    none = torch.zeros((), dtype=torch.float64)
+    return torch.stack([sum((sums.get(name, none) for name in group), none) for group in groups.values()])
+
+
+def _counted_entries(space: Space) -> dict[str, int]:
+    """The names of parameters that count in sums here, and their entries."""
+    marked = space.zeros()
+    for shard, counts in zip(marked, space.counted, strict=True):
+        shard.fill_(float(counts))
+    return {name: part.numel() for name, part in space.named(marked).items() if part.numel() and part.any()}
+
+
+def _size(group: Sequence[str], here: Mapping[str, int]) -> int:
+    return sum(here.get(name, 0) for name in group)
+
+
+def _agreed(space: Space, names: Sequence[str]) -> list[str]:
+    """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
+    own = torch.tensor(list("\n".join(names).encode()), dtype=torch.float64)
+    lengths = torch.zeros(space.ranks, dtype=torch.float64)
+    lengths[space.rank] = len(own)
+    ends = space.sum_over(lengths).long().cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    text = torch.zeros(ends[-1], dtype=torch.float64)
+    text[starts[space.rank] : ends[space.rank]] = own
+    whole = bytes(space.sum_over(text).long().tolist())
+    parts = [whole[start:end].decode().split("\n") for start, end in zip(starts, ends, strict=True) if end > start]
+    return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
+    """Parameters of one module together.
+
+    Example:
+        >>> _by_module(["0.weight", "0.bias", "scale"])
+        {'0': ['0.weight', '0.bias'], 'scale': ['scale']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return groups
+
+
+def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
+    digests = torch.zeros(space.ranks, dtype=torch.float64)
+    digests[space.rank] = crc32(repr([(layer, list(group)) for layer, group in groups.items()]).encode())
+    if len(set(space.sum_over(digests).tolist())) > 1:
+        raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")
+    if not groups:
+        raise ValueError("groups is empty: give layer -> names of its parameters, or None for a group for each module")
+    for layer, group in groups.items():
+        if isinstance(group, str) or not group:
+            raise ValueError(f"group {layer!r} is {group!r}: give a list of names of parameters")
+        if len(set(group)) < len(group):
+            raise ValueError(f"group {layer!r} has a name twice: {list(group)}; give each once")
+    known = set(names)
+    unknown = sorted({name for group in groups.values() for name in group} - known)
+    if unknown:
+        raise ValueError(f"no process has parameters named {unknown} that count; there are {list(names)}")
+    return {layer: list(group) for layer, group in groups.items()}

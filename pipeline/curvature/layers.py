@@ -1,0 +1,138 @@
+"""Where in the model is the curvature: what are the eigenvalues and the trace of each layer's own block of the matrix?
+
+    matrix, cut by layers      block of "0" --Lanczos--> its top eigenvalues     one row of the table,
+    [ "0"  .  ]                             --Hutchinson--> its trace            one group of bars
+    [  .  "2" ]                block of "2" --> ...
+
+The blocks leave out how layers act together: the whole matrix's top eigenvalue may lie far above that of each block.
+Layer-wise traces and eigenvalues as a measure of sensitivity: Dong et al. 2020, HAWQ-V2 (arXiv 1911.03852).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.measured import Eigenvalues, LayerEstimates, error_bounds, rows
+from pipeline.curvature.plots import finite, symlog
+from pipeline.curvature.results import Result
+from pipeline.curvature.tables import aligned, with_error
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpectra(Result):
+    """The top eigenvalues, and maybe the trace, of each layer's block of a matrix.
+
+    Args:
+        names: of the layers, or of whatever blocks of parameters.
+        sizes: how many rows each block has.
+        values: [layers, k], each layer's eigenvalues from the top; nan where a block has fewer.
+        value_errors: [layers, k], in units of eigenvalue: some eigenvalue of the block is no further from the value.
+        matrix: the name of the matrix.
+        traces: [layers], or None.
+        trace_errors: [layers], standard errors of the traces; 0 if exact, inf if unknown. None without traces.
+
+    Example:
+        >>> import torch
+        >>> print(LayerSpectra(["0", "2"], [72, 10], torch.tensor([[9.5, 2.0], [0.25, -1.0]]), torch.zeros(2, 2), "H"))
+        H by layers, 82 rows in all
+          layer  rows  eigenvalue 1  eigenvalue 2
+          0        72      9.5 +- 0        2 +- 0
+          2        10     0.25 +- 0       -1 +- 0
+    """
+
+    names: list[str]
+    sizes: list[int]
+    values: Tensor
+    value_errors: Tensor
+    matrix: str
+    traces: Tensor | None = None
+    trace_errors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layers = len(self.names)
+        if self.values.dim() != 2 or self.values.shape != self.value_errors.shape:
+            raise ValueError(
+                "values and value_errors must both be [layers, k] "
+                f"(values: {list(self.values.shape)}, value_errors: {list(self.value_errors.shape)})"
+            )
+        if (self.traces is None) != (self.trace_errors is None):
+            raise ValueError("traces and trace_errors come together, or neither does")
+        lengths = {"sizes": len(self.sizes), "values": len(self.values)}
+        if self.traces is not None and self.trace_errors is not None:
+            lengths |= {"traces": self.traces.numel(), "trace_errors": self.trace_errors.numel()}
+        if wrong := {what: length for what, length in lengths.items() if length != layers}:
+            raise ValueError(f"each of the {layers} layers needs one row in {', '.join(wrong)} (rows: {wrong})")
+
+    @classmethod
+    def of(
+        cls,
+        matrix: str,
+        sizes: Mapping[str, int],
+        eigenpairs: Mapping[str, Eigenvalues],
+        traces: LayerEstimates | None = None,
+    ) -> LayerSpectra:
+        """Gathered from what was found of each layer.
+
+        Args:
+            matrix: its name.
+            sizes: layer -> rows of its block; in the order in which the layers are shown.
+            eigenpairs: layer -> anything with `values` and `residuals`, [k], and the residuals' `scale`: `Eigenpairs`.
+            traces: anything with `values` and `stderr` by the layers' names: `LayerTraces`.
+        """
+        found = [eigenpairs[name] for name in sizes]
+        return cls(
+            names=list(sizes),
+            sizes=list(sizes.values()),
+            values=rows([one.values for one in found]),
+            value_errors=rows([error_bounds(one) for one in found]),
+            matrix=matrix,
+            traces=None if traces is None else _by_layer(sizes, traces.values),
+            trace_errors=None if traces is None else _by_layer(sizes, traces.stderr),
+        )
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.matrix} by layers, {sum(self.sizes):,} rows in all"
+        heads = [f"eigenvalue {place + 1}" for place in range(self.values.shape[1])]
+        table = [["layer", "rows", *heads, *([] if self.traces is None else ["trace"])]]
+        for layer, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
+            pairs = list(zip(self.values[layer].tolist(), self.value_errors[layer].tolist(), strict=True))
+            if self.traces is not None and self.trace_errors is not None:
+                pairs.append((float(self.traces[layer]), float(self.trace_errors[layer])))
+            table.append([name, f"{size:,}", *(with_error(*pair) for pair in pairs)])
+        yield from (f"  {line}" for line in aligned(table))
+
+    def draw(self, ax: Any) -> None:
+        """Bars for each layer's eigenvalues, a diamond for its trace; logarithmic in both directions."""
+        layers, k = self.values.shape
+        thick = 0.8 / max(1, k)
+        for place, (values, errors) in enumerate(zip(self.values.T, finite(self.value_errors).T, strict=True)):
+            heights = [layer + (place - (k - 1) / 2.0) * thick for layer in range(layers)]
+            label = f"eigenvalue {place + 1}"
+            ax.barh(heights, finite(values).tolist(), height=thick, xerr=errors.tolist(), label=label)
+        drawn = [self.values]
+        if self.traces is not None and self.trace_errors is not None:
+            errors = finite(self.trace_errors).tolist()
+            ax.errorbar(self.traces.tolist(), range(layers), xerr=errors, fmt="kD", markersize=4, label="trace")
+            drawn.append(self.traces)
+        symlog(ax, "x", *drawn)
+        ax.axvline(0.0, color="black", linewidth=0.8)
+        ax.set_yticks(range(layers), self.names)
+        ax.invert_yaxis()  # the first layer on top
+        ax.set_xlabel(f"of each layer's block of {self.matrix}")
+        if k or self.traces is not None:
+            ax.legend()
+
+    def inches(self) -> tuple[float, float]:
+        """As high as the layers need; a page of a PDF holds 200 inches."""
+        bars = len(self.names) * max(1, self.values.shape[1])
+        return 6.4, min(200.0, max(4.8, math.ceil(1.0 + 0.15 * bars + 0.1 * len(self.names))))
+
+
+def _by_layer(layers: Iterable[str], numbers: Mapping[str, float]) -> Tensor:
+    return torch.tensor([numbers[name] for name in layers], dtype=torch.float64)

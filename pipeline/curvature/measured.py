@@ -1,0 +1,61 @@
+"""What do results that gather others (one for each layer, one for each step) take from them, and in which units?
+
+    Eigenpairs    values, residuals * scale --rows--> [entries, k], nan where an entry has fewer
+    Trace         value, stderr
+    LayerTraces   values, stderr, by the layers' names
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Eigenvalues(Protocol):
+    """Eigenvalues, [k], whose residuals, [k], are relative to a scale, as those of `Eigenpairs`."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def residuals(self) -> Tensor: ...
+
+    @property
+    def scale(self) -> float: ...
+
+
+class Estimate(Protocol):
+    """A number with its standard error, as `Trace`."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def stderr(self) -> float: ...
+
+
+class LayerEstimates(Protocol):
+    """A number with its standard error for each layer, as `LayerTraces`."""
+
+    @property
+    def values(self) -> Mapping[str, float]: ...
+
+    @property
+    def stderr(self) -> Mapping[str, float]: ...
+
+
+def error_bounds(found: Eigenvalues) -> Tensor:
+    """[k], in units of eigenvalue: some eigenvalue of the matrix is no further from each value."""
+    return found.residuals.double() * found.scale
+
+
+def rows(of: Sequence[Tensor]) -> Tensor:
+    """[entries, k], float64, of one tensor for each entry; nan at the end of the shorter ones."""
+    table = torch.full((len(of), max(map(len, of), default=0)), math.nan, dtype=torch.float64)
+    for row, found in zip(table, of, strict=True):
+        row[: len(found)] = found
+    return table

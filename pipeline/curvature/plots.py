@@ -1,0 +1,78 @@
+"""What do all pictures share: where do axes come from, where does the figure go, how do values of any size fit in?
+
+    draw(ax), a result's --drawn--> new axes, or the caller's --> a file, or the screen
+
+matplotlib is imported when a picture is asked for, and not before. A figure that goes to a file never meets a window
+system: it is made without pyplot, whose back end stays as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.curvature.encoding import ResultError
+
+_SUFFIXES = ".png", ".svg", ".pdf"
+
+
+def drawn(
+    draw: Callable[[Any], None], path: str | PathLike[str] | None, ax: Any, inches: tuple[float, float]
+) -> Any:
+    """The axes, with the picture on them; also in a file if `path` is given.
+
+    Args:
+        draw: the picture, on axes.
+        path: of the file, or None.
+        ax: the caller's axes; new ones if None.
+        inches: width and height of a new figure.
+
+    Raises:
+        ResultError: the path's suffix is none of png, svg and pdf.
+        ImportError: matplotlib is not installed.
+    """
+    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
+        raise ResultError(f"a picture goes to a file named *.png, *.svg or *.pdf (path: {path})")
+    if ax is None:
+        ax = _new_axes(inches, on_screen=path is None)
+    draw(ax)
+    if path is not None:
+        ax.get_figure(root=True).savefig(path)
+    return ax
+
+
+def _new_axes(inches: tuple[float, float], on_screen: bool) -> Any:
+    if on_screen:
+        return _matplotlib("pyplot").subplots(figsize=inches, layout="constrained")[1]
+    return _matplotlib("figure").Figure(figsize=inches, layout="constrained").subplots()
+
+
+def _matplotlib(module: str) -> Any:
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install penstock[curvature]") from error
+
+
+def symlog(ax: Any, axis: str, *drawn: Tensor) -> None:
+    """Makes an axis logarithmic in both directions from 0, so that 600 and -0.03 are both seen.
+
+    Args:
+        axis: "x" or "y".
+        drawn: the values. About a thousandth of the largest finite one, and less, is drawn linearly.
+    """
+    largest = max((float(finite(values).abs().max()) for values in drawn if values.numel()), default=0.0)
+    if largest > 0.0:
+        linear = 10.0 ** math.floor(math.log10(largest) - 2.5)  # of other than powers of ten the labels overlap
+        getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
+
+
+def finite(values: Tensor) -> Tensor:
+    """With 0 for what is not finite: an error that nobody knows has no bar."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,83 @@
+"""How far is a long estimate, and what does it say so far?
+
+    with Progress(100, "trace of Hessian", show) as bar:
+        bar.advance(4, note="638 +- 12")       trace of Hessian:  4%|4    | 4/100 [00:02<00:48, 638 +- 12]
+
+tqdm draws the bar. Without it a plain line comes every few seconds. All of it goes to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+_SECONDS = 5.0  # between two plain lines
+
+
+class Progress:
+    """A progress bar, or nothing at all.
+
+    Args:
+        total: how many steps there are, None if nobody knows.
+        what: the work's name, shown at the left.
+        show: whether to show anything. Over ranks, the caller asks for it on one.
+
+    Example:
+        >>> with Progress(10, "trace of Hessian", show=False) as bar:
+        ...     bar.advance(4, note="638 +- 12")
+    """
+
+    def __init__(self, total: int | None, what: str, show: bool) -> None:
+        self._total, self._what, self._show = total, what, show
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if self._show:
+            self._bar = _bar(self._total, self._what)
+        return self
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        """Goes on by `n` steps; a note replaces the one at the right, an empty one leaves it."""
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=not n)
+            self._bar.update(n)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _bar(total: int | None, what: str) -> Any:
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return _PlainLines(total, what, sys.stderr)
+    return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True)
+
+
+class _PlainLines:
+    """tqdm's methods that we call. A line each few seconds and one at the end."""
+
+    def __init__(self, total: int | None, what: str, stream: TextIO) -> None:
+        self._of = "" if total is None else f"/{total}"
+        self._what, self._stream, self._note = what, stream, ""
+        self._done, self._last = 0, time.monotonic()
+
+    def set_postfix_str(self, note: str, refresh: bool = True) -> None:
+        self._note = f"  {note}"
+
+    def update(self, n: int) -> None:
+        self._done += n
+        if time.monotonic() - self._last >= _SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        print(f"{self._what}: {self._done}{self._of}{self._note}", file=self._stream, flush=True)
+        self._last = time.monotonic()

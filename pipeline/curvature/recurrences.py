@@ -1,0 +1,164 @@
+"""Which steps lead from products with a symmetric matrix to the solution of its linear system?
+
+    recurrence --Product(v)----> M v, M = A + damping I, from who has the matrix
+               --Dots(u.w, ...)> numbers, from who can sum over the processes: the same on all of them
+
+A recurrence is a generator for one right-hand side: it reads as in its paper. Who drives several of them answers their
+products in one call and their inner products in one all-reduce (systems.py).
+
+Conjugate gradients: Hestenes and Stiefel 1952; for positive definite M, 5 vectors.
+MINRES: Paige and Saunders, "Solution of sparse indefinite systems of linear equations", 1975; for any M, 8 vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from pipeline.curvature.space import Vec, add_, copy, scale_
+
+T = TypeVar("T")
+
+
+class IndefiniteError(ValueError):
+    """Conjugate gradients met a direction in which the matrix does not curve upwards."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Asks for M times a vector, a new one; says how large the residual is by now."""
+
+    vec: Vec
+    residual: float = math.nan
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Asks for inner products, as a list of floats."""
+
+    pairs: tuple[tuple[Vec, Vec], ...]
+
+
+Steps: TypeAlias = Generator[Product | Dots, Any, T]
+
+
+@dataclass(frozen=True)
+class System:
+    """What the right-hand sides have in common."""
+
+    name: str
+    damping: float
+    dtype: torch.dtype
+    scales: Vec | None
+    """The preconditioner: about the inverse of M's diagonal, all above 0."""
+
+    @property
+    def eps(self) -> float:
+        """Of the entries: what rounding leaves."""
+        return torch.finfo(self.dtype).eps
+
+    def scaled(self, vec: Vec) -> Vec:
+        """The preconditioner times a vector: a new one, or the same where there is none."""
+        return vec if self.scales is None else [part * scale for part, scale in zip(vec, self.scales, strict=True)]
+
+
+def conjugate_gradients(
+    system: System, residual: Vec, aim: float, limit: int, norm: float = 0.0
+) -> Steps[tuple[Vec, int, float]]:
+    """Solves M x = residual.
+
+    Args:
+        residual: is used up.
+        aim: the norm of the residual to end at.
+        limit: on steps, each one product.
+        norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
+            makes nothing of shows only beside what M makes of others.
+
+    Returns:
+        x, the number of steps, and what is known of the norm now.
+
+    Raises:
+        IndefiniteError: M is not positive definite.
+    """
+    left, found = residual, [torch.zeros_like(part) for part in residual]
+    scaled = system.scaled(left)
+    along = copy(scaled)
+    energy, square = yield Dots(((left, scaled), (left, left)))
+    step = 0
+    while step < limit and math.sqrt(square) > aim:
+        step += 1
+        image = yield Product(along, math.sqrt(square))
+        curvature, length, reach = yield Dots(((along, image), (along, along), (image, image)))
+        # Below this not even the sign of p.Mp is known; for positive definite M p.Mp is never near it.
+        if curvature <= system.eps * math.sqrt(length * reach):
+            raise IndefiniteError(_indefinite(system, curvature / max(length, torch.finfo(torch.float64).tiny), step))
+        add_(found, along, energy / curvature)
+        add_(left, image, -energy / curvature)
+        scaled = system.scaled(left)
+        before = energy
+        energy, square = yield Dots(((left, scaled), (left, left)))
+        add_(scale_(along, energy / before), scaled)
+    return found, step, norm
+
+
+def minimal_residual(
+    system: System, residual: Vec, aim: float, limit: int, norm: float = 0.0
+) -> Steps[tuple[Vec, int, float]]:
+    """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
+
+    Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
+    """
+    found, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
+    fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
+    scaled = system.scaled(fresh)
+    energy, square = yield Dots(((fresh, scaled), (fresh, fresh)))
+    beta = phi_bar = math.sqrt(energy)
+    here, along = _unit(fresh, scaled, beta)
+    rest, left = copy(here), math.sqrt(square)  # residual = phi_bar * rest
+    cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
+    step = 0
+    while step < limit and left > aim:
+        step += 1
+        fresh = yield Product(along, left)
+        (alpha,) = yield Dots(((along, fresh),))
+        add_(add_(fresh, here, -alpha), older, -beta if step > 1 else 0.0)
+        scaled = system.scaled(fresh)
+        energy, across, square, rests = yield Dots(((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest)))
+        beta, epsilon_old = math.sqrt(max(energy, 0.0)), epsilon
+        delta, gamma_bar = cos * delta_bar + sin * alpha, sin * delta_bar - cos * alpha
+        epsilon, delta_bar = sin * beta, -cos * beta
+        norm = max(norm, abs(alpha), beta)
+        gamma = math.hypot(gamma_bar, beta)
+        if math.hypot(gamma_bar, delta_bar) <= system.eps ** (2.0 / 3.0) * norm:
+            break  # |M residual| / |residual| is nothing: M is singular, and what is left is out of its reach
+        cos, sin = gamma_bar / gamma, beta / gamma
+        # The new direction, in the memory of the oldest: (along - epsilon_old * old - delta * last) / gamma.
+        old, last = last, scale_(add_(add_(scale_(old, -epsilon_old), last, -delta), along), 1.0 / gamma)
+        add_(found, last, cos * phi_bar)
+        phi_bar *= sin
+        if beta <= system.eps * norm:  # the space is complete
+            break
+        older, (here, along) = here, _unit(fresh, scaled, beta)
+        left = phi_bar * math.sqrt(
+            max(sin * sin * rests - 2.0 * sin * cos * across / beta + cos * cos * square / beta**2, 0.0)
+        )
+        add_(scale_(rest, sin), here, -cos)
+    return found, step, norm
+
+
+def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:
+    along = scaled if scaled is fresh else scale_(scaled, 1.0 / norm)
+    return scale_(fresh, 1.0 / norm), along
+
+
+def _indefinite(system: System, curvature: float, step: int) -> str:
+    return (
+        f"{system.name} + damping * I is not positive definite: conjugate gradients met curvature {curvature:.3g} "
+        f"(p.Mp / p.p) at step {step}, with damping {system.damping:g}. Use a damping above "
+        f"{system.damping - curvature:.3g}, maybe well above, since the smallest eigenvalue may be lower still; "
+        "or a matrix that is never negative, such as GaussNewton; or method='minres', which solves indefinite systems."
+    )

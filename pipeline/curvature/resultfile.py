@@ -1,0 +1,131 @@
+"""What is in a result's file, and how does it get there whole?
+
+    run.json   {"format": "penstock result", "version": 1, "class": "Trace", "module": ..., "fields": {...}}
+    run.npz    the same JSON as the text "result", and an array for each tensor: a zip of *.npy, no pickle in it
+    fields --> run.npz.4711.part --rename--> run.npz      so that a run that dies leaves the old file as it was
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from pipeline.curvature.encoding import Arrays, ResultError, ToJson, as_data, decoded, encoded
+
+_FORMAT, _VERSION = "penstock result", 1
+_TEXT = "result"
+
+
+class Stored(NamedTuple):
+    """A class by its name, the module that it was in, and its fields."""
+
+    name: str
+    module: str
+    fields: dict[str, Any]
+
+
+def write(path: str | PathLike[str], stored: Stored) -> None:
+    """Writes a file. Where one of that name is, it stays whole until it is replaced.
+
+    Raises:
+        ResultError: another suffix than .npz and .json, or a value of a type that a file cannot hold.
+        FileNotFoundError: the folder is not there.
+    """
+    path = Path(path)
+    if _is_json(path):
+        content = _text(stored, as_data).encode() + b"\n"
+        _replace(path, lambda file: file.write(content))
+    else:
+        arrays = Arrays()
+        arrays.named[_TEXT] = np.array("")  # takes the name
+        arrays.named[_TEXT] = np.array(_text(stored, arrays.put))
+        _replace(path, lambda file: _write_zip(file, arrays.named))
+
+
+def read(path: str | PathLike[str]) -> Stored:
+    """Reads what `write` wrote.
+
+    Raises:
+        ResultError: it is something else, damaged, or written by a newer version.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    try:
+        if _is_json(path):
+            return _stored(path.read_text(encoding="utf-8"), {}, path)
+        with zipfile.ZipFile(path) as file:
+            arrays = _Members(file)
+            return _stored(str(arrays[_TEXT]), arrays, path)
+    except (ResultError, FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    # zipfile, numpy and json say in many types that a file is not theirs, or was cut short
+    except Exception as error:
+        raise ResultError(f"{path} is no saved result, or a damaged one ({type(error).__name__}: {error})") from error
+
+
+def _is_json(path: Path) -> bool:
+    if path.suffix not in (".npz", ".json"):
+        raise ResultError(f"a result's file is named *.npz or *.json (path: {path})")
+    return path.suffix == ".json"
+
+
+def _text(stored: Stored, tensor: ToJson) -> str:
+    top = {"format": _FORMAT, "version": _VERSION, "class": stored.name, "module": stored.module}
+    fields = {name: encoded(value, name, tensor) for name, value in stored.fields.items()}
+    return json.dumps({**top, "fields": fields}, allow_nan=False)
+
+
+def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> Stored:
+    top = json.loads(text)
+    if not isinstance(top, dict) or top.get("format") != _FORMAT:
+        raise ResultError(f"{path} is no saved result: it does not say {_FORMAT!r}")
+    if top["version"] > _VERSION:
+        raise ResultError(
+            f"{path} was written by a newer version: its format is {top['version']}, this version knows {_VERSION}. "
+            "Update penstock."
+        )
+    return Stored(top["class"], top["module"], {name: decoded(value, arrays) for name, value in top["fields"].items()})
+
+
+def _replace(path: Path, write_to: Callable[[IO[bytes]], object]) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} (path: {path}). Make it first.")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # beside it: a rename is whole within one file system
+    try:
+        with open(part, "wb") as file:
+            write_to(file)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_zip(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
+    """What numpy.savez does, which takes no array of the name "file"."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+class _Members(Mapping[str, Any]):
+    """The arrays in a zip file, each read when it is asked for."""
+
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Any:
+        with self._file.open(f"{name}.npy") as member:
+            return np.lib.format.read_array(member, allow_pickle=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removesuffix(".npy") for name in self._file.namelist())
+
+    def __len__(self) -> int:
+        return len(self._file.namelist())

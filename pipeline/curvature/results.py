@@ -1,0 +1,152 @@
+"""How does a finding get out of the program: to a person, to a file and back, to a picture?
+
+    Trace(value=638.3, ...) --print--> lines()         --plot--> draw() on matplotlib's axes
+                            --save---> run.npz | run.json --load--> an equal Trace
+
+A result knows its fields, its lines and its picture; files and figures are the same for all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from os import PathLike
+from typing import Any, Self, TypeAlias
+
+from pipeline.curvature import plots, resultfile
+from pipeline.curvature.encoding import ResultError
+
+Path: TypeAlias = "str | PathLike[str]"
+
+__all__ = ["Result", "ResultError"]
+
+
+@dataclass(frozen=True, eq=False)
+class Result(ABC):
+    """What an estimator found. Frozen; its tensors are on the CPU.
+
+    A result knows nothing of ranks. Where each process has a part of its own (vectors, diagonals), each saves it under
+    a name of its own: `found.save(f"top.rank{rank}.npz")`. What is the same on all processes, one of them saves.
+
+    Example:
+        >>> import tempfile, torch
+        >>> @dataclass(frozen=True, eq=False)
+        ... class Extremes(Result):
+        ...     values: torch.Tensor
+        ...     def lines(self):
+        ...         yield f"from {self.values.min():g} to {self.values.max():g}"
+        >>> found = Extremes(torch.tensor([3.0, 1.0, 2.0]))
+        >>> print(found)
+        from 1 to 3
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found.save(f"{folder}/extremes.json")
+        ...     Result.load(f"{folder}/extremes.json")
+        <Extremes: from 1 to 3>
+    """
+
+    def __init_subclass__(cls) -> None:
+        # @dataclass would write a __repr__ with every number of every tensor, but leaves one alone that is there.
+        if "__repr__" not in vars(cls):
+            setattr(cls, "__repr__", Result.__repr__)
+
+    @abstractmethod
+    def lines(self) -> Iterator[str]:
+        """What print shows."""
+
+    def draw(self, ax: Any) -> None:
+        """The picture, on matplotlib's axes."""
+        raise ResultError(f"{type(self).__name__} has no picture. Print it, or plot its fields yourself.")
+
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the picture, where the result makes the figure."""
+        return 6.4, 4.8
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {next(iter(self.lines()), '').strip()}>"
+
+    def save(self, path: Path) -> None:
+        """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
+
+        Args:
+            path: *.npz, where numpy.load finds each tensor under its field's name; or *.json, which people and other
+                languages read, for small results: 20 bytes a number.
+
+        Raises:
+            ResultError: another suffix; or a field holds what a file cannot.
+            FileNotFoundError: the folder is not there.
+        """
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        resultfile.write(path, resultfile.Stored(type(self).__name__, type(self).__module__, named))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what `save` wrote. No code in a file is run: a file from anywhere may be opened.
+
+        Args:
+            path: *.npz or *.json. `Result.load` gives whatever result it holds; `Trace.load` a Trace or an error.
+
+        Raises:
+            ResultError: it is no such file, holds another class, or was written by a newer version.
+            FileNotFoundError: there is none.
+        """
+        name, module, named = resultfile.read(path)
+        found = _found(name, module, path)
+        if not issubclass(found, cls):
+            raise ResultError(f"{path} holds a {name}, no {cls.__name__}: use {name}.load, or Result.load for any.")
+        _check_fields(found, named, path)
+        return found(**named)
+
+    def plot(self, path: Path | None = None, ax: Any = None) -> Any:
+        """Draws the result with matplotlib.
+
+        Args:
+            path: a *.png, *.svg or *.pdf to write. Without it, `matplotlib.pyplot.show()` shows the figure.
+            ax: axes to draw on; new ones if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ResultError: the result has no picture, or the path another suffix.
+            ImportError: matplotlib is not installed.
+        """
+        if type(self).draw is Result.draw:
+            self.draw(ax)
+        return plots.drawn(self.draw, path, ax, self.inches())
+
+
+def _found(name: str, module: str, path: Path) -> type[Result]:
+    """The class of that name; if two have it, the one of that module."""
+    if module.startswith("pipeline."):  # ours may not be imported yet; what else a file names is not imported for it
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            pass  # the module may have another name today: the class's name counts
+    named = [found for found in _subclasses(Result) if found.__name__ == name]
+    of_module = [found for found in named if found.__module__ == module]
+    if not (of_module or len(named) == 1):
+        raise ResultError(f"{path} holds a {name} of {module}, which is not known here. Import {module} first.")
+    return (of_module or named)[-1]
+
+
+def _subclasses(of: Any) -> Iterator[type[Result]]:
+    for found in of.__subclasses__():
+        yield found
+        yield from _subclasses(found)
+
+
+def _check_fields(of: type[Result], named: dict[str, Any], path: Path) -> None:
+    known = {field.name for field in fields(of)}
+    needed = {
+        field.name for field in fields(of) if field.default is MISSING and field.default_factory is MISSING
+    }
+    if wrong := sorted((needed - set(named)) | (set(named) - known)):
+        raise ResultError(
+            f"{path} does not have the fields of a {of.__name__} of this version (they differ in: {', '.join(wrong)}). "
+            "Load it with the version that wrote it."
+        )

@@ -1,0 +1,173 @@
+"""How does a run that was interrupted go on from where it was, on every process from the same step?
+
+    every few minutes, and on any exception:   state --> path.part --os.replace--> path        one file a process
+    over several processes                      path --> path.before first, so that two steps are on the disk
+
+    at the start:  files --> steps of each process --one all-reduce--> the latest step that all have --> state
+
+Files are written by `torch.save` and read with `weights_only`: tensors, numbers and text, no code.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.space import Space
+
+Plain: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
+
+
+class ResumeError(ValueError):
+    """A run cannot go on from a file, or cannot be saved there."""
+
+
+class Saves:
+    """The files of one run on this process.
+
+    Args:
+        path: with `.rank{r}of{n}` put before its suffix where several processes share the vectors.
+        settings: what makes it this run and no other: all must be as they were.
+        every: seconds between two saves; 0 saves at each step.
+
+    Example:
+        >>> import tempfile
+        >>> from tests.pipeline.dense_map import DenseSpace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saves = Saves(f"{folder}/run.pt", DenseSpace(3), {"seed": 0})
+        ...     print(saves.latest())
+        ...     saves.write(7, {"sum": 1.5})
+        ...     print(saves.latest())
+        None
+        {'sum': 1.5}
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], space: Space, settings: Mapping[str, Plain], every: float = 300.0
+    ) -> None:
+        self.path = file_of_rank(Path(path), space.rank, space.ranks)
+        self.before = self.path.with_name(self.path.name + ".before")
+        self._space, self._settings, self._every = space, dict(settings), every
+        self._written = time.monotonic()
+
+    def latest(self) -> Plain | None:
+        """The state of the latest step that all processes have; None if no process has any. All call it.
+
+        Raises:
+            ResumeError: a file is of other settings or cannot be read, or no step is on all processes.
+        """
+        found, refusal = {}, None
+        try:
+            self._check_folder()
+            found = {kept["step"]: kept["state"] for kept in (self._read(self.before), self._read(self.path)) if kept}
+        except ResumeError as error:
+            refusal = error
+        steps = self._agreed(sorted(found), refusal)
+        return found[max(steps)] if steps else None
+
+    def due(self) -> bool:
+        """Whether it is time to save: rank 0's clock decides for all. All call it."""
+        now = float(time.monotonic() - self._written >= self._every and self._space.rank == 0)
+        if self._space.ranks > 1:
+            now = float(self._space.sum_over(torch.tensor([now], dtype=torch.float64)))
+        return now > 0
+
+    def write(self, step: int, state: Plain) -> None:
+        """Save the state after a step. A process that dies meanwhile leaves the last file whole."""
+        part = self.path.with_name(self.path.name + ".part")
+        try:
+            with open(part, "wb") as file:
+                torch.save({"settings": self._settings, "step": step, "state": state}, file)
+                file.flush()
+                os.fsync(file.fileno())  # or a crash of the machine could leave a new name with old content
+            if self._space.ranks > 1 and self.path.exists() and self._step_of(self.path) != step:
+                os.replace(self.path, self.before)
+            os.replace(part, self.path)
+        finally:
+            part.unlink(missing_ok=True)
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """The run is done: nothing is to be gone on from."""
+        self.path.unlink(missing_ok=True)
+        self.before.unlink(missing_ok=True)
+
+    def _check_folder(self) -> None:
+        if not self.path.parent.is_dir():  # now, and not after minutes at the first save
+            raise ResumeError(f"{self.path.parent} is no folder: make it, so that the run can be saved in it.")
+
+    def _read(self, path: Path) -> dict[str, Plain] | None:
+        if not path.exists():
+            return None
+        try:
+            kept: dict[str, Plain] = torch.load(path, map_location="cpu", weights_only=True)
+            then = kept["settings"]
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+            raise ResumeError(
+                f"{path} cannot be read as the state of a run ({type(error).__name__}: {str(error)[:200]}). "
+                "Delete it to begin anew, or give another path to resume."
+            ) from error
+        if then != self._settings:
+            raise ResumeError(
+                f"{path} is the state of another run: {', '.join(_changes(then, self._settings))}. "
+                "Call with what it was to go on, or delete the file, or give another path to resume."
+            )
+        return kept
+
+    def _step_of(self, path: Path) -> int:
+        return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"])
+
+    def _agreed(self, mine: list[int], refusal: ResumeError | None) -> set[int]:
+        """The steps that all processes have; all raise if one has to."""
+        table = torch.full((self._space.ranks, 3), 0.0, dtype=torch.float64)
+        table[self._space.rank] = torch.tensor([refusal is not None, *(step + 1 for step in mine), 0, 0][:3])
+        table = self._space.sum_over(table)
+        if refusal is not None:
+            raise refusal
+        if bool(table[:, 0].any()):
+            raise ResumeError(
+                f"rank {int(table[:, 0].argmax())} cannot go on from its file, so that no rank can: see its error."
+            )
+        steps = [{int(step) - 1 for step in row if step} for row in table[:, 1:]]
+        common = set.intersection(*steps)
+        if any(steps) and not common:
+            each = "; ".join(
+                f"rank {rank} has {' and '.join(map(str, sorted(one))) or 'none'}" for rank, one in enumerate(steps)
+            )
+            raise ResumeError(
+                f"no step of the run is on all processes ({each}), files like {self.path}. Put back the file that is "
+                "missing, or delete them all to begin anew."
+            )
+        return common
+
+
+def file_of_rank(path: Path, rank: int, ranks: int) -> Path:
+    """Where one process keeps its part.
+
+    Example:
+        >>> file_of_rank(Path("top.pt"), 1, 4).name, file_of_rank(Path("top.pt"), 0, 1).name
+        ('top.rank1of4.pt', 'top.pt')
+    """
+    return path if ranks == 1 else path.with_name(f"{path.stem}.rank{rank}of{ranks}{path.suffix}")
+
+
+def shard_sizes(space: Space) -> list[int]:
+    """How many entries this process has on each shard: a state fits only the same cut."""
+    return [len(shard) for shard in space.zeros()]
+
+
+def _changes(then: Mapping[str, Plain], now: Mapping[str, Plain]) -> list[str]:
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return [f"{name} was {_short(then.get(name))} and is {_short(now.get(name))}" for name in names]
+
+
+def _short(value: Plain) -> str:
+    text = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,154 @@
+"""How does the curvature change while a model learns?
+
+    history = SharpnessHistory("Hessian")
+    every 100 steps:   history = history.with_entry(step, eigenpairs=..., trace=..., loss=..., lr=...)
+    history.save("run.json")      print(history)      history.plot("run.svg")     eigenvalue, trace, 2 / lr over steps
+
+Gradient descent with full batches drives the top eigenvalue up to 2 / lr and then hovers there: the edge of stability,
+Cohen et al. 2021 (arXiv 2103.00065).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.measured import Eigenvalues, Estimate, error_bounds, rows
+from pipeline.curvature.plots import finite, symlog
+from pipeline.curvature.results import Result
+from pipeline.curvature.tables import aligned, with_error
+
+
+def _none() -> Tensor:
+    return torch.zeros(0, dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class SharpnessHistory(Result):
+    """Curvature over training, one entry for each step at which it was measured. nan stands for "not measured".
+
+    Args:
+        matrix: the name of the matrix.
+        steps: [entries], int64, growing.
+        values: [entries, k], float64: eigenvalues, in the order of the method that found them.
+        value_errors: [entries, k], float64, in units of eigenvalue: some eigenvalue is no further from the value.
+        traces: [entries], float64.
+        trace_errors: [entries], float64, standard errors; inf if unknown.
+        losses: [entries], float64.
+        lrs: [entries], float64, learning rates. The line 2 / lr is that of plain gradient descent.
+
+    Example:
+        >>> from pipeline.curvature.trace import Trace
+        >>> history = SharpnessHistory("Hessian")
+        >>> for step, value in (0, 12.5), (100, 17.25):
+        ...     trace = Trace(value, 0.5, 10, "hutchinson", "samples", torch.zeros(10), "Hessian", 82)
+        ...     history = history.with_entry(step, trace=trace, loss=1.0 / (step + 1), lr=0.1)
+        >>> print(history)
+        sharpness of Hessian over training
+          step      loss         trace  2 / lr
+          0            1   12.5 +- 0.5      20
+          100   0.009901  17.25 +- 0.5      20
+    """
+
+    matrix: str
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    values: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    value_errors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    traces: Tensor = field(default_factory=_none)
+    trace_errors: Tensor = field(default_factory=_none)
+    losses: Tensor = field(default_factory=_none)
+    lrs: Tensor = field(default_factory=_none)
+
+    def with_entry(
+        self,
+        step: int,
+        eigenpairs: Eigenvalues | None = None,
+        trace: Estimate | None = None,
+        loss: float | None = None,
+        lr: float | None = None,
+    ) -> SharpnessHistory:
+        """A new history, with one entry more. This one stays as it is.
+
+        Args:
+            step: of training; after the last entry's.
+            eigenpairs: anything with `values` and `residuals`, [k], and the residuals' `scale`: `Eigenpairs`. k may
+                differ between entries.
+            trace: anything with `value` and `stderr`: `Trace`.
+            loss: at that step.
+            lr: learning rate at that step, for the line 2 / lr.
+
+        Raises:
+            ValueError: the step is not after the last one.
+        """
+        if len(self.steps) and step <= int(self.steps[-1]):
+            raise ValueError(
+                f"step {step} is not after the last one, {int(self.steps[-1])}. If the training went back to an "
+                f"earlier step, go on from history.before({step})."
+            )
+        found = _none() if eigenpairs is None else eigenpairs.values
+        errors = _none() if eigenpairs is None else error_bounds(eigenpairs)
+        return SharpnessHistory(
+            matrix=self.matrix,
+            steps=torch.cat([self.steps, torch.tensor([step])]),
+            values=rows([*self.values, found]),
+            value_errors=rows([*self.value_errors, errors]),
+            traces=_more(self.traces, None if trace is None else trace.value),
+            trace_errors=_more(self.trace_errors, None if trace is None else trace.stderr),
+            losses=_more(self.losses, loss),
+            lrs=_more(self.lrs, lr),
+        )
+
+    def before(self, step: int) -> SharpnessHistory:
+        """A new history, of the entries before that step."""
+        kept = self.steps < step
+        columns = self.values, self.value_errors, self.traces, self.trace_errors, self.losses, self.lrs
+        return SharpnessHistory(self.matrix, self.steps[kept], *(column[kept] for column in columns))
+
+    def lines(self) -> Iterator[str]:
+        yield f"sharpness of {self.matrix} over training"
+        unknown = torch.full((len(self.steps),), math.inf, dtype=torch.float64)
+        columns = [["step", *(str(step) for step in self.steps.tolist())]]
+        for head, values, errors in ("loss", self.losses, unknown), *self._curves(), (_EDGE, self._edge, unknown):
+            if not bool(values.isnan().all()):
+                columns.append([head, *map(with_error, values.tolist(), errors.tolist())])
+        yield from (f"  {line}" for line in aligned(list(zip(*columns, strict=True))))
+
+    def draw(self, ax: Any) -> None:
+        """Eigenvalues and traces with error bars over steps, and 2 / lr dashed. Traces make the axis logarithmic."""
+        for head, values, errors in self._curves():
+            known = values.isfinite()
+            if bool(known.any()):
+                points = self.steps[known].tolist(), values[known].tolist(), finite(errors[known]).tolist()
+                ax.errorbar(*points, fmt="o-", markersize=3, label=head)
+        known = self._edge.isfinite()
+        if bool(known.any()):
+            ax.plot(self.steps[known].tolist(), self._edge[known].tolist(), "k--", label=_EDGE)
+        if bool(self.traces.isfinite().any()):
+            symlog(ax, "y", self.values, self.traces)
+        ax.set_xlabel("step")
+        ax.set_ylabel(f"of {self.matrix}")
+        if ax.get_legend_handles_labels()[1]:
+            ax.legend()
+
+    def _curves(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Head, values and their errors."""
+        for place in range(self.values.shape[1]):
+            yield f"eigenvalue {place + 1}", self.values[:, place], self.value_errors[:, place]
+        yield "trace", self.traces, self.trace_errors
+
+    @property
+    def _edge(self) -> Tensor:
+        """[entries]: the top eigenvalue above which a step of gradient descent makes things worse."""
+        return 2.0 / self.lrs
+
+
+_EDGE = "2 / lr"
+
+
+def _more(column: Tensor, value: float | None) -> Tensor:
+    return torch.cat([column, torch.tensor([math.nan if value is None else value], dtype=torch.float64)])

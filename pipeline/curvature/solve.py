@@ -1,0 +1,148 @@
+"""Which x is it that (A + damping I) x = b, where A is known by its products alone?
+
+    b by name or as a vector --systems.py--> x, true residual, products --> Solution: x by name, how good, how dear
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.recurrences import IndefiniteError
+from pipeline.curvature.results import Result
+from pipeline.curvature.space import Vec
+from pipeline.curvature.systems import fitting, planned, solved
+
+__all__ = ["IndefiniteError", "Solution", "solve", "solve_many"]
+
+
+@dataclass(frozen=True, eq=False)
+class Solution(Result):
+    """The solution of one linear system, as far as it was found."""
+
+    name: str
+    """Of the matrix A."""
+    x: dict[str, Tensor]
+    """By the parameters' names, in their shapes, on the CPU; over ranks those of this process."""
+    residual: float
+    """|b - (A + damping I) x| / |b|, computed from x by a product."""
+    converged: bool
+    """Whether the residual is at most tol."""
+    products: int
+    """With the matrix, for this system."""
+    damping: float
+    tol: float
+    method: str
+    """"cg" or "minres"."""
+
+    def lines(self) -> Iterator[str]:
+        yield f"solution of ({self.name} + {self.damping:g} I) x = b by {self.method}"
+        yield f"  relative residual {self.residual:9.2g}   tol {self.tol:.2g}"
+        yield f"  products          {self.products:9d}"
+        if not self.converged:
+            yield "  NOT CONVERGED: give it more damping, products (max_products) or a preconditioner, or a larger tol"
+
+
+def solve(
+    A: LinearMap,
+    b: Vec | Mapping[str, Tensor],
+    *,
+    damping: float = 0.0,
+    tol: float = 1e-6,
+    max_products: int | None = None,
+    preconditioner: Vec | Mapping[str, Tensor] | None = None,
+    start: Vec | Mapping[str, Tensor] | None = None,
+    method: str = "cg",
+    show: bool = False,
+) -> Solution:
+    """Solves (A + damping I) x = b.
+
+    The true residual decides: where the recurrence has drifted away from it, it begins again from there, as long as
+    that halves the residual at least. A result that is not `converged` says so; nothing is raised.
+
+    Args:
+        A: a symmetric matrix.
+        b: the right-hand side, a vector of A's space or its entries by name.
+        damping: added to all eigenvalues of A.
+        tol: of |b - (A + damping I) x| / |b|. In float32 hardly below 1e-6.
+        max_products: with A, at least 2; 1000 if None.
+        preconditioner: A's diagonal, about (damping is added to it here): one entry for each of b, such that
+            entry + damping is above 0. Helps where the diagonal's entries differ much in size.
+        start: a guess of x; zeros if None.
+        method: "cg", conjugate gradients, for A + damping I positive definite; "minres" for any that has an inverse.
+        show: a progress bar.
+
+    Raises:
+        IndefiniteError: by "cg", where A + damping I is not positive definite.
+        FloatingPointError: a product, or b, has entries that are not finite.
+        ValueError: an argument is out of its range, or a vector does not fit.
+
+    Example:
+        >>> import torch
+        >>> from tests.pipeline.dense_map import DenseMap
+        >>> A = DenseMap(torch.diag(torch.tensor([1.0, 3.0, 7.0]).double()))
+        >>> solution = solve(A, A.space.cut(torch.tensor([2.0, 8.0, 8.0])), damping=1.0)
+        >>> solution.converged, {name: [round(entry, 6) for entry in x.tolist()] for name, x in solution.x.items()}
+        (True, {'a': [1.0], 'b': [2.0, 1.0]})
+    """
+    return solve_many(
+        A,
+        [b],
+        damping=damping,
+        tol=tol,
+        max_products=max_products,
+        preconditioner=preconditioner,
+        starts=None if start is None else [start],
+        method=method,
+        show=show,
+    )[0]
+
+
+def solve_many(
+    A: LinearMap,
+    bs: Sequence[Vec | Mapping[str, Tensor]],
+    *,
+    damping: float = 0.0,
+    tol: float = 1e-6,
+    max_products: int | None = None,
+    preconditioner: Vec | Mapping[str, Tensor] | None = None,
+    starts: Sequence[Vec | Mapping[str, Tensor]] | None = None,
+    method: str = "cg",
+    show: bool = False,
+) -> list[Solution]:
+    """`solve` for several right-hand sides: `A.block` at a time, whose products are asked for together.
+
+    Takes and raises what `solve` does.
+
+    Args:
+        bs: the right-hand sides.
+        max_products: for each of them.
+        starts: a guess for each of them.
+    """
+    space = A.space
+    if starts is not None and len(starts) != len(bs):
+        raise ValueError(f"{len(starts)} starts for {len(bs)} right-hand sides: give one each, or none")
+    plan = planned(A, damping, tol, max_products, preconditioner, method)
+    found = solved(
+        A,
+        plan,
+        [fitting(space, b, "b") for b in bs],
+        None if starts is None else [fitting(space, start, "start") for start in starts],
+        show,
+    )
+    return [
+        Solution(
+            name=A.name,
+            x={name: part.detach().cpu() for name, part in space.named(end.x).items()},
+            residual=end.residual,
+            converged=end.residual <= tol,
+            products=end.products,
+            damping=plan.system.damping,
+            tol=tol,
+            method=method,
+        )
+        for end in found
+    ]

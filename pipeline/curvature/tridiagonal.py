@@ -1,0 +1,95 @@
+"""What does a Krylov space tell of a matrix: the small tridiagonal matrix that Lanczos leaves of it.
+
+    start / its norm = q0 --A--> alpha0 = q0'A q0,  rest = beta0 q1 --A--> alpha1,  rest = beta1 q2 --> ...
+
+        alpha0 beta0                      its eigenvalues: nodes of Gauss's rule for the spectral measure of the start,
+        beta0  alpha1 beta1               its eigenvectors' first entries, squared: the rule's weights
+               beta1  alpha2 ...          (Golub and Welsch 1969; Lanczos 1950)
+
+Every new vector is made orthogonal to all before, so that no eigenvalue comes again as a ghost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.krylov import Basis, Split, is_noise, orthogonalise_, products_of
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.space import Space, Vec, copy, scale_
+
+
+def tridiagonals(
+    A: LinearMap, starts: Sequence[Vec], steps: int, advance: Callable[[int], None] = lambda products: None
+) -> list[tuple[Tensor, Tensor]]:
+    """Run Lanczos from each of some vectors, all in lockstep, so that their products are asked for together.
+
+    It holds len(starts) * steps vectors.
+
+    Args:
+        starts: of any length but 0; not changed.
+        steps: products for each start. Fewer are spent once its Krylov space is invariant, at the latest after as
+            many as vectors have entries.
+        advance: told after each group of products how many it was.
+
+    Returns:
+        for each start alphas [m] and betas [m - 1], float64, on the CPU, the same on every process; m <= steps.
+
+    Raises:
+        ValueError: a start is zero, or `steps` is not positive.
+        FloatingPointError: a product is not finite.
+
+    Example:
+        >>> from tests.pipeline.dense_map import DenseMap
+        >>> A = DenseMap(torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64))
+        >>> [(alphas, betas)] = tridiagonals(A, [A.space.cut(torch.tensor([2.0, 0.0]))], 5)
+        >>> alphas.tolist(), betas.tolist()
+        ([2.0, 2.0], [1.0])
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")
+    lanes = [_Lane(A.space, start, number) for number, start in enumerate(starts)]
+    for step in range(1, min(steps, A.space.size) + 1):
+        live = [lane for lane in lanes if len(lane.basis) == step]
+        for first, images in products_of(A, [lane.basis.row(-1) for lane in live]):
+            group = live[first : first + len(images)]
+            splits = orthogonalise_([lane.basis for lane in group], images, A.name)
+            for lane, image, split in zip(group, images, splits, strict=True):
+                lane.take(image, split, last=step == min(steps, A.space.size))
+            advance(len(images))
+    return [lane.coefficients() for lane in lanes]
+
+
+@dataclass
+class _Lane:
+    """One start and what has come of it."""
+
+    space: Space
+    start: Vec
+    number: int
+    alphas: list[float] = field(default_factory=list)
+    betas: list[float] = field(default_factory=list)
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.basis = Basis(self.space)
+        norm = self.space.norm(self.start)
+        if not norm > 0:
+            raise ValueError(f"start {self.number} has norm {norm}: Lanczos needs a vector that is not zero.")
+        self.basis.append(scale_(copy(self.start), 1 / norm))
+
+    def take(self, image: Vec, split: Split, last: bool) -> None:
+        """The product of the last row, of which `image` is the rest that is orthogonal to all rows."""
+        self.alphas.append(float(split.inside[-1]))
+        self.scale = max(self.scale, split.whole)
+        if last or is_noise(split.norm, self.scale, self.space):
+            self.basis.cut(0)
+        else:
+            self.betas.append(split.norm)
+            self.basis.append(scale_(image, 1 / split.norm))
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.alphas, dtype=torch.float64), torch.tensor(self.betas, dtype=torch.float64)

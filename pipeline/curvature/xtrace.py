@@ -1,0 +1,160 @@
+"""What if each random vector serves both to find the large directions and to probe the rest?
+
+    w_1 .. w_k random      Y = A w_1 .. A w_k = Q R      H = Q' A Q           2 k products
+    without w_i:  Q_i = the part of Q's span that A w_j, j != i, have; w_i knows nothing of it
+    t_i = tr(Q_i' A Q_i) + u . A u,  u = (1 - Q_i Q_i') w_i at its mean length       value = mean of t_i
+
+XTrace of Epperly, Tropp, Webber 2024 (arXiv 2301.07825): leaving one out costs no products. With s_i the unit vector
+along row i of inverse(R), Q_i Q_i' = Q (1 - s_i s_i') Q', and all t_i come from Q' A Q, Q' W, R and the w_i . A w_i.
+A normal w_i has, given Q_i, a u of uniform direction, so that u may be set to the length that it has on average, the
+root of its dimension, without bias (their "improved" XTrace). Of others that is false: these vectors are normal.
+
+The t_i share most of their sketch. Their spread / root of k, the paper's error estimate, takes them as independent;
+over spectra of many shapes it came out 1.1 to 1.5 times too small, and one value in five lay outside twice of it. Here
+the error is the jackknife's: the whole is done again without each w_i in turn, in small matrices, at no product. Its
+square is in the mean at least the variance of a run with one vector fewer (Efron, Stein 1981, "The jackknife estimate
+of variance"). It errs to the safe side: by 1.3 times where eigenvalues fall slowly, 2 to 5 where they fall quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.progress import Progress
+from pipeline.curvature.sampling import (
+    Drawn,
+    Goal,
+    append_orthonormal,
+    blocks,
+    finite,
+    mean_and_stderr,
+    paired_dots,
+    plus_minus,
+)
+from pipeline.curvature.space import Vec
+
+
+def xtrace(A: LinearMap, samples: int, goal: Goal, seed: int, bar: Progress) -> Drawn:
+    """The trace by XTrace. Half as many vectors are held as products are spent.
+
+    The error is looked at each time that there are a quarter more vectors than at the last look.
+
+    Args:
+        A: of more than `samples` entries.
+        samples: the most products to spend, at least 4: two for each random vector.
+    """
+    sketch, looked = _Sketch(A, seed), 0
+    for block in blocks(range(samples // 2), A.block):
+        bar.advance(sketch.grow(len(block)))
+        if goal.asked and sketch.count >= max(goal.least, 1.25 * looked):
+            looked = sketch.count
+            drawn = sketch.drawn()
+            bar.advance(0, note=plus_minus(drawn.mean, drawn.stderr))
+            if goal.reached(drawn.mean, drawn.stderr, sketch.count):
+                return drawn._replace(stopped="tolerance")
+    return sketch.drawn()
+
+
+class _Sketch:
+    """Q, and in small matrices what the t_i need. Random vectors are drawn again where they are needed again."""
+
+    def __init__(self, A: LinearMap, seed: int) -> None:
+        self.A, self.seed = A, seed
+        self.basis: list[Vec] = []  # Q
+        self.columns: list[Tensor] = []  # of R
+        self.within = torch.zeros(0, 0, dtype=torch.float64)  # H
+        self.alone: list[Tensor] = []  # w_i . A w_i
+        self.spent = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.columns)
+
+    def grow(self, more: int) -> int:
+        """By random vectors; the number of products that it took."""
+        before, known = self.spent, len(self.basis)
+        vectors = self._random(range(self.count, self.count + more))
+        products = self.A.products(vectors)
+        self.alone.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
+        del vectors
+        self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
+        self._grow_within(known)
+        self.spent += more + len(self.basis) - known
+        return self.spent - before
+
+    def _grow_within(self, known: int) -> None:
+        if new := self.basis[known:]:
+            found = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
+            old, self.within = self.within, torch.zeros(len(found), len(found), dtype=torch.float64)
+            self.within[:known, :known] = old
+            self.within[:, known:] = found
+            self.within[known:, :known] = found[:known].T
+
+    def drawn(self) -> Drawn:
+        """The trace from the vectors so far."""
+        known = self._known()
+        values = leave_one_out(self.A.space.size, known)
+        stderr = jackknife(self.A.space.size, known)
+        return Drawn(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
+
+    def _known(self) -> _Known:
+        R = torch.zeros(len(self.basis), self.count, dtype=torch.float64)
+        for one, column in enumerate(self.columns):
+            R[: len(column), one] = column
+        along, squares = [], []
+        for block in blocks(range(self.count), self.A.block):
+            vectors = self._random(block)
+            along.append(self.A.space.dots(self.basis, vectors))
+            squares.append(paired_dots(self.A.space, vectors, vectors)[:, 0])
+        return _Known(R, torch.cat(along, 1), self.within, torch.cat(self.alone), torch.cat(squares))
+
+    def _random(self, indices: Sequence[int]) -> list[Vec]:
+        return [self.A.space.random("normal", self.seed, index) for index in indices]
+
+
+class _Known(NamedTuple):
+    """What the t_i are made of. If r < k, Y has not full rank, nor has it then without any one column."""
+
+    R: Tensor  # [r, k], Y = Q R
+    W: Tensor  # [r, k], Q' times the random vectors
+    H: Tensor  # [r, r], Q' A Q
+    alone: Tensor  # [k], the w_i . A w_i
+    squares: Tensor  # [k], the w_i . w_i
+
+    def without(self, one: int) -> _Known:
+        """As if w_i had never been drawn."""
+        rest = [index for index in range(len(self.alone)) if index != one]
+        Q, R = torch.linalg.qr(self.R[:, rest])
+        return _Known(R, Q.T @ self.W[:, rest], Q.T @ self.H @ Q, self.alone[rest], self.squares[rest])
+
+
+def leave_one_out(size: int, known: _Known) -> Tensor:
+    """The t_i of a matrix of `size` rows: [k]."""
+    R, W, H, alone, squares = known
+    r, k = R.shape
+    S = torch.zeros(k, r, dtype=torch.float64)  # rows s_i; zero where leaving one out changes no span
+    if r == k:
+        inverse = torch.linalg.solve_triangular(R, torch.eye(k, dtype=torch.float64), upper=True)
+        S = inverse / inverse.norm(dim=1, keepdim=True)
+    inside = W.T - S * (S * W.T).sum(1, keepdim=True)  # rows: the coordinates in Q of Q_i Q_i' w_i
+    caught = H.trace() - ((S @ H) * S).sum(1)
+    rest = alone - 2.0 * (inside * R.T).sum(1) + ((inside @ H) * inside).sum(1)  # u . A u; Q' A w_i is R's column
+    dimension = size - r + (1 if r == k else 0)
+    return caught + dimension * rest / (squares - inside.square().sum(1))
+
+
+def jackknife(size: int, known: _Known) -> Tensor:
+    """The standard error of the mean of the t_i: a number.
+
+    A sketch that has caught all of the matrix leaves t_i that share nothing but what is exact, as plain draws do.
+    """
+    r, k = known.R.shape
+    if r < k:
+        return mean_and_stderr(leave_one_out(size, known))[1]
+    without = torch.stack([leave_one_out(size, known.without(one)).mean() for one in range(k)])
+    return (without - without.mean()).square().sum().sqrt()

@@ -1,0 +1,463 @@
+"""Is the second derivative right, operation by operation?
+
+    Linear -> [the operation] -> Linear, cut before and behind it, in 3 chunks
+
+    H @ v   against   (gradient(w + h v) - gradient(w - h v)) / 2h                     of the plain module
+    G @ v   against   J^T u,  u = (dL/dy (y + h J v) - ...) / 2h,  J v = (y(w + h v) - ...) / 2h
+
+Only first derivatives of torch are used for the reference. What cannot be right is refused: test_curvature_refusals.py.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeline import Pipe, layer_seed
+from pipeline.curvature import GaussNewton, Hessian
+
+SEED, ROWS, CHUNKS = 5, 5, 3
+COMPLEX = "ignore:Casting complex values to real discards the imaginary part:UserWarning"
+
+
+class Case(NamedTuple):
+    """An operation in the middle.
+
+    Attributes:
+        build: makes the module.
+        shape: of what it takes, without the dimension of the rows.
+        train: the mode.
+        chunks: into which the mini-batch is cut.
+        single: compute in float32.
+    """
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (8,)
+    train: bool = False
+    chunks: int = CHUNKS
+    single: bool = False
+
+
+class Apply(nn.Module):
+    """`function` as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class With(nn.Module):
+    """`function(x, weight)`."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+class Inner(nn.Module):
+    """`function(module, x)`."""
+
+    def __init__(self, function, module):
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.module, x)
+
+
+class Join(nn.Module):
+    def forward(self, x):
+        return x.reshape(len(x), -1)
+
+
+def apply(function, *shape, **more):
+    return Case(partial(Apply, function), shape or (8,), **more)
+
+
+def module(build, *shape, **more):
+    return Case(build, shape or (8,), **more)
+
+
+def run(function, build, *shape, **more):
+    return Case(lambda: Inner(function, build()), shape or (8,), **more)
+
+
+def first(layer, x):
+    return layer(x)[0]
+
+
+def rows_of(x, columns, count):
+    """Indices that depend on the place alone."""
+    return (torch.arange(len(x) * columns).view(len(x), columns) * 3 + 1) % count
+
+
+def embedded(layer, x):
+    return layer(rows_of(x, x.shape[1], 7)).tanh() * x[..., None]
+
+
+def positive(x):
+    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+def rotated(x):
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
+        torch.ones(4, 2, dtype=x.dtype), torch.arange(8, dtype=x.dtype).view(4, 2)
+    )
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def to_complex(x):
+    found = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.cat([found.abs(), found.angle()], -1)
+
+
+def attended(x, w, **options):
+    query, key, value = (x @ w).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+    return F.scaled_dot_product_attention(query, key, value, **options)
+
+
+def attended_math(x, w, **options):
+    with sdpa_kernel(SDPBackend.MATH):
+        return attended(x, w, **options)
+
+
+def attention(**options):
+    return Case(lambda: With(partial(attended, **options), 4, 24), (3, 4))
+
+
+def self_attended(needs, layer, x):
+    return layer(x, x, x, need_weights=needs)[0]
+
+
+def sampled(x):
+    return F.grid_sample(x[:, :1], x[:, 1:].permute(0, 2, 3, 1).tanh(), align_corners=False, mode="bilinear")
+
+
+def pairwise(x):
+    return torch.stack([F.pdist(each) for each in x])
+
+
+def of_kind(build, kind):
+    return getattr(nn.utils.parametrizations, kind)(build())
+
+
+def warmed(layer, x):
+    """A spectral norm whose power iteration has converged."""
+    return layer(x)
+
+
+class Cube(torch.autograd.Function):
+    """As torch's documentation writes one that can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class CubeWithJvp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * tangent
+
+
+class ScaledCube(torch.autograd.Function):
+    """Its backward is a Function too."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x**3 * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return 3 * Cube.apply(x) / x * w * grad, (Cube.apply(x) * grad).sum(0)
+
+
+def sequence(kind, **options):
+    return lambda: getattr(nn, kind)(4, 3, batch_first=True, **options)
+
+
+def cell(kind):
+    return lambda: getattr(nn, kind)(8, 5)
+
+
+def encoder(**options):
+    return lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, **options)
+
+
+IMAGE, LINE, VOLUME = (2, 6, 6), (2, 8), (1, 4, 4, 4)
+MASK = torch.randn(3, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+POINTWISE = {
+    kind: module(getattr(nn, kind))
+    for kind in (
+        "GELU ELU SELU CELU Softplus Hardswish Hardtanh LogSigmoid Sigmoid Tanh Softsign Tanhshrink ReLU ReLU6 LeakyReLU "
+        "PReLU SiLU Mish GLU Hardsigmoid Hardshrink Softshrink Threshold"
+    ).split()
+    if kind != "Threshold"
+}
+OPERATORS = POINTWISE | {
+    "GELU tanh": module(lambda: nn.GELU("tanh")),
+    "ReLU inplace": module(lambda: nn.ReLU(inplace=True)),
+    "Threshold": module(lambda: nn.Threshold(0.1, 0.2)),
+    "Linear": module(lambda: nn.Linear(8, 5)),
+    "Bilinear": run(lambda layer, x: layer(x, x.tanh()), lambda: nn.Bilinear(8, 8, 5)),
+    "Conv1d": module(lambda: nn.Conv1d(2, 3, 3), *LINE),
+    "Conv2d": module(lambda: nn.Conv2d(2, 3, 3), *IMAGE),
+    "Conv2d grouped dilated": module(lambda: nn.Conv2d(2, 4, 2, groups=2, dilation=2, stride=2), *IMAGE),
+    "Conv3d": module(lambda: nn.Conv3d(1, 2, 2), *VOLUME),
+    "ConvTranspose2d": module(lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), *IMAGE),
+    "LayerNorm": module(lambda: nn.LayerNorm(8)),
+    "RMSNorm": module(lambda: nn.RMSNorm(8)),
+    "rms_norm without weight": apply(lambda x: F.rms_norm(x, (8,))),
+    "GroupNorm": module(lambda: nn.GroupNorm(2, 4), 4, 5),
+    "InstanceNorm2d": module(lambda: nn.InstanceNorm2d(2, affine=True), *IMAGE),
+    "LocalResponseNorm": module(lambda: nn.LocalResponseNorm(2), *IMAGE),
+    "BatchNorm1d": module(lambda: nn.BatchNorm1d(8)),
+    "BatchNorm2d": module(lambda: nn.BatchNorm2d(2), *IMAGE),
+    "BatchNorm1d train": module(lambda: nn.BatchNorm1d(8), train=True, chunks=1),
+    "BatchNorm2d train": module(lambda: nn.BatchNorm2d(2), *IMAGE, train=True, chunks=1),
+    "batch_norm train without buffers": apply(lambda x: F.batch_norm(x, None, None, training=True), chunks=1),
+    "Dropout": module(lambda: nn.Dropout(0.3), train=True),
+    "AlphaDropout": module(lambda: nn.AlphaDropout(0.3), train=True),
+    "RReLU train": module(lambda: nn.RReLU(), train=True),
+    "MaxPool1d": module(lambda: nn.MaxPool1d(2), *LINE),
+    "MaxPool2d": module(lambda: nn.MaxPool2d(2), *IMAGE),
+    "MaxPool3d": module(lambda: nn.MaxPool3d(2), *VOLUME),
+    "AvgPool2d": module(lambda: nn.AvgPool2d(2), *IMAGE),
+    "AdaptiveAvgPool2d(1)": module(lambda: nn.AdaptiveAvgPool2d(1), *IMAGE),
+    "AdaptiveAvgPool2d(3)": module(lambda: nn.AdaptiveAvgPool2d(3), *IMAGE),
+    "AdaptiveMaxPool2d": module(lambda: nn.AdaptiveMaxPool2d(2), *IMAGE),
+    "LPPool2d": module(lambda: nn.LPPool2d(2, 2), *IMAGE),
+    "FractionalMaxPool2d": module(lambda: nn.FractionalMaxPool2d(2, 3), *IMAGE),
+    "PixelShuffle": module(lambda: nn.PixelShuffle(2), 4, 3, 3),
+    "ChannelShuffle": module(lambda: nn.ChannelShuffle(2), 4, 3, 3),
+    "RNN 2 layers": run(first, sequence("RNN", num_layers=2), 3, 4),
+    "GRU 2 layers": run(first, sequence("GRU", num_layers=2), 3, 4),
+    "LSTM 2 layers": run(first, sequence("LSTM", num_layers=2), 3, 4),
+    "LSTM bidirectional": run(first, sequence("LSTM", bidirectional=True, proj_size=2), 3, 4),
+    "RNN float32": run(first, sequence("RNN"), 3, 4, single=True),
+    "GRU float32": run(first, sequence("GRU"), 3, 4, single=True),
+    "LSTM float32": run(first, sequence("LSTM"), 3, 4, single=True),
+    "RNNCell": module(cell("RNNCell")),
+    "GRUCell": module(cell("GRUCell")),
+    "LSTMCell": run(first, cell("LSTMCell")),
+    "Embedding": run(embedded, lambda: nn.Embedding(7, 3), 4),
+    "F.embedding": Case(lambda: With(lambda x, w: F.embedding(rows_of(x, 4, 7), w).tanh() * x[..., None], 7, 3), (4,)),
+    "index_select": apply(lambda x: x.index_select(1, torch.tensor([2, 0, 2]))),
+    "advanced index": apply(lambda x: x[:, [2, 0, 2]] * x[:, torch.tensor([True] * 3 + [False] * 5)]),
+    "gather": apply(lambda x: x.gather(1, rows_of(x, 5, 8))),
+    "scatter_add": apply(lambda x: torch.zeros(len(x), 4, dtype=x.dtype).scatter_add(1, rows_of(x, 8, 4), x)),
+    "index_add": apply(lambda x: torch.zeros(len(x), 4, dtype=x.dtype).index_add(1, torch.arange(8) % 4, x)),
+    "masked_fill, where": apply(lambda x: torch.where(x > 0, x.masked_fill(x < -1, 0.5), x.sin())),
+    "topk": apply(lambda x: x.topk(3, 1).values),
+    "sort": apply(lambda x: x.sort(1).values.cumsum(1)),
+    "cumsum": apply(lambda x: x.cumsum(1)),
+    "cumprod": apply(lambda x: x.cumprod(1)),
+    "einsum": Case(lambda: With(lambda x, w: torch.einsum("bi,ijk,bk->bj", x, w, x), 8, 4, 8)),
+    "bmm, baddbmm": apply(lambda x: torch.baddbmm(x, x, x.bmm(x)), 3, 3),
+    "rfft": apply(lambda x: torch.view_as_real(torch.fft.rfft(x)).square()),
+    "fft convolution": Case(
+        lambda: With(lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w, 8), n=8), 8)
+    ),
+    "rotary, complex": apply(rotated, 4, 4),
+    "complex abs, angle": apply(to_complex),
+    "interpolate bilinear": apply(lambda x: F.interpolate(x, size=4, mode="bilinear"), *IMAGE),
+    "interpolate nearest": apply(lambda x: F.interpolate(x, size=4), *IMAGE),
+    "interpolate bicubic": apply(lambda x: F.interpolate(x, size=4, mode="bicubic"), *IMAGE),
+    "interpolate antialias": apply(lambda x: F.interpolate(x, size=4, mode="bilinear", antialias=True), *IMAGE),
+    "pad reflect": apply(lambda x: F.pad(x, (1, 2), mode="reflect"), *LINE),
+    "pad replicate": apply(lambda x: F.pad(x, (1, 2), mode="replicate"), *LINE),
+    "unfold": apply(lambda x: F.unfold(x, 2), *IMAGE),
+    "fold": apply(lambda x: F.fold(x, (3, 3), 2), 4, 4),
+    "cosine_similarity": Case(lambda: With(lambda x, w: F.cosine_similarity(x[:, None], w, dim=-1), 5, 8)),
+    "normalize": apply(lambda x: F.normalize(x)),
+    "softmax": apply(lambda x: x.softmax(1)),
+    "log_softmax": apply(lambda x: x.log_softmax(1)),
+    "logsumexp": apply(lambda x: x.logsumexp(2), 3, 4),
+    "std, norm, prod": apply(lambda x: torch.stack([x.std(1), x.norm(dim=1), x.prod(1)], 1)),
+    "cholesky": apply(lambda x: torch.linalg.cholesky(positive(x)), 3, 3),
+    "eigvalsh": apply(lambda x: torch.linalg.eigvalsh(x + x.mT), 3, 3),
+    "eigh": apply(lambda x: torch.linalg.eigh(x + x.mT).eigenvectors.square(), 3, 3),
+    "linalg.solve": apply(lambda x: torch.linalg.solve(positive(x), x), 3, 3),
+    "linalg.inv, slogdet": apply(lambda x: torch.linalg.inv(positive(x)) * positive(x).slogdet()[1][:, None, None], 3, 3),
+    "attention": attention(),
+    "attention causal": attention(is_causal=True),
+    "attention mask": attention(attn_mask=MASK),
+    "attention dropout": attention(dropout_p=0.3),
+    "attention grouped": Case(
+        lambda: With(
+            lambda x, w: F.scaled_dot_product_attention(
+                (x @ w)[:, None, :, :4].expand(-1, 4, -1, -1), x[:, None].expand(-1, 2, -1, -1), x[:, None].expand(-1, 2, -1, -1),
+                enable_gqa=True,
+            ), 4, 4),
+        (3, 4),
+    ),
+    "attention MATH": Case(lambda: With(attended_math, 4, 24), (3, 4)),
+    "attention MATH causal": Case(lambda: With(partial(attended_math, is_causal=True), 4, 24), (3, 4)),
+    "grid_sample": apply(sampled, 3, 3, 3),
+    "spectral_norm": module(lambda: of_kind(lambda: nn.Linear(8, 5), "spectral_norm")),
+    "orthogonal": module(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 5), orthogonal_map="matrix_exp")),
+    "Function": apply(Cube.apply),
+    "Function with setup_context and jvp": apply(CubeWithJvp.apply),
+    "Function whose backward is one": Case(lambda: With(ScaledCube.apply, 8)),
+} | {
+    f"MultiheadAttention train={train} need_weights={needs}": run(
+        partial(self_attended, needs), lambda: nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.1), 3, 4,
+        train=train,
+    )
+    for train in (True, False)
+    for needs in (True, False)
+} | {
+    f"TransformerEncoderLayer train={train}": module(encoder(dropout=0.1), 3, 4, train=train) for train in (True, False)
+} | {
+    "TransformerEncoderLayer norm first, float32": module(encoder(norm_first=True), 3, 4, single=True),
+    "TransformerDecoderLayer": run(
+        lambda layer, x: layer(x, x.tanh()), lambda: nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), 3, 4
+    ),
+    "TransformerEncoder": run(
+        lambda layer, x: layer(x, is_causal=True, mask=nn.Transformer.generate_square_subsequent_mask(3)),
+        lambda: nn.TransformerEncoder(encoder()(), 2, enable_nested_tensor=False), 3, 4,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ the reference
+
+
+def model_of(case):
+    """Parameters before the operation, in it and behind it."""
+    torch.manual_seed(1)
+    before = nn.Sequential(nn.Linear(6, math.prod(case.shape)), nn.Unflatten(1, case.shape))
+    middle = case.build()
+    for layer in [before, middle]:
+        layer.to(torch.float32 if case.single else torch.float64)
+    x, y = data(case)
+    width = Join()(copy.deepcopy(middle).eval()(before(x[:2]))).shape[1]
+    behind = nn.Sequential(Join(), nn.Linear(width, 3).to(x.dtype))
+    return nn.Sequential(before, middle, behind).train(case.train), x, y
+
+
+def data(case):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
+    return x.float() if case.single else x, torch.tensor([0, 2, 1, 1, 0])
+
+
+def outputs(model, x, chunks):
+    """Of the plain module, chunk by chunk with the generators of a call whose seed is SEED."""
+    found = []
+    for chunk, part in enumerate(x.tensor_split(chunks)):
+        for layer, each in enumerate(model):
+            torch.default_generator.manual_seed(layer_seed(SEED, chunk, layer))
+            part = each(part)
+        found.append(part)
+    return torch.cat(found)
+
+
+def value(loss):
+    return loss[0] / loss[1] if isinstance(loss, tuple) else loss
+
+
+class Reference:
+    """Products by central differences of first derivatives, in float64."""
+
+    def __init__(self, model, x, y, loss_fn, chunks):
+        self.model, self.x = copy.deepcopy(model).double(), x.double()
+        self.y, self.loss_fn, self.chunks = y, loss_fn, chunks
+        self.parameters = list(self.model.parameters())
+        self.start = [parameter.detach().clone() for parameter in self.parameters]
+        self.buffers = copy.deepcopy(list(self.model.buffers()))
+
+    def at(self, vec, step):
+        """The output, moved along `vec`."""
+        parts = vec.double().split([part.numel() for part in self.start])
+        with torch.no_grad():
+            for parameter, start, part in zip(self.parameters, self.start, parts, strict=True):
+                parameter.copy_(start + step * part.view_as(start))
+            for buffer, start in zip(self.model.buffers(), self.buffers, strict=True):
+                buffer.copy_(start)
+        return outputs(self.model, self.x, self.chunks)
+
+    def pulled(self, out, grad=None):
+        found = torch.autograd.grad(out, self.parameters, grad, allow_unused=True, materialize_grads=True)
+        return torch.cat([each.to_dense().flatten() for each in found])
+
+    def hessian(self, vec, step=1e-5):
+        grads = [self.pulled(value(self.loss_fn(self.at(vec, sign * step), self.y))) for sign in (1, -1)]
+        return (grads[0] - grads[1]) / (2 * step)
+
+    def gauss_newton(self, vec, step=1e-5):
+        along = (self.at(vec, step).detach() - self.at(vec, -step).detach()) / (2 * step)
+        out = self.at(vec, 0)
+        sides = [(out.detach() + sign * step * along).requires_grad_() for sign in (1, -1)]
+        slopes = [torch.autograd.grad(value(self.loss_fn(side, self.y)), side)[0] for side in sides]
+        return self.pulled(out, (slopes[0] - slopes[1]) / (2 * step))
+
+
+def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
+    """Both products, for both cuts."""
+    model, x, labels = model_of(case)
+    y = labels if y is None else y
+    reference = Reference(model, x, y, loss_fn, case.chunks)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    vec, other = torch.randn(2, size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    wanted = {Hessian: reference.hessian(vec), GaussNewton: reference.gauss_newton(vec)}
+    tolerance = 1e-3 if case.single else 1e-6
+    for balance in balances:
+        pipe = Pipe(model, balance, case.chunks, devices=["cpu"] * len(balance))
+        for kind, expected in wanted.items():
+            operator = kind(pipe, (x, y), loss_fn, training=case.train, seed=SEED)
+            found, back = (operator @ torch.stack([vec, other], 1).to(operator.dtype)).double().unbind(1)
+            assert float(expected.norm()) > 1e-6, "nothing to compare"
+            error = float((found - expected).norm() / expected.norm())
+            assert error < tolerance, f"{kind.__name__}, {balance}: {error:.1e}"
+            gap = abs(float(found @ other - back @ vec))
+            assert gap < (1e-4 if case.single else 1e-10) * float(found.norm() * other.norm()), "not symmetric"
+
+
+# ---------------------------------------------------------------------------------------------------------- the laws
+
+
+@pytest.mark.filterwarnings(COMPLEX)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_products_equal_differences_of_the_gradient(name):
+    check(OPERATORS[name])

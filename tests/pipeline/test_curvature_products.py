@@ -1,0 +1,1074 @@
+"""Is the Hessian, Gauss-Newton or Fisher matrix of a Pipe that of the plain module, and is nothing else left changed?
+
+The reference is curvature_reference.py: whole-graph double backward of the plain module, chunk by chunk.
+"""
+
+import gc
+import random
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from itertools import product
+
+import numpy
+import pytest
+import torch
+from curvature_reference import Loss, forward, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from law_check import CHECKPOINTS, DRIVES, balance_of
+from law_cover import pairwise
+from law_models import MODELS, Apply, normal, per_row, sum_loss
+from skip_models import SKIPS
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from pipeline import Pipe
+from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
+
+MATRICES = {"Hessian": Hessian, "GaussNewton": GaussNewton, "EmpiricalFisher": EmpiricalFisher}
+CASES = {name: build for name, build in {**MODELS, **SKIPS}.items() if name != "checkpoint_reentrant"}
+TWO_A_LANE = ("interleaved", "zb-v", "looped-bfs")
+SEED = 9
+AXES = {
+    "name": tuple(CASES),
+    "matrix": tuple(MATRICES),
+    "balance": ("whole", "first alone", "last alone", "halves", "each alone"),
+    "chunks": (1, 2, 3, 5),
+    "rows": (1, 2, 5, 7),
+    "schedule": ("gpipe", "1f1b", "zb-h1", *TWO_A_LANE),
+    "checkpoint": tuple(CHECKPOINTS),
+    "drive": tuple(DRIVES),
+    "training": (True, False, None),
+}
+every_matrix = pytest.mark.parametrize("matrix", MATRICES)
+SUM = Loss(lambda out, y: sum_loss(out), lambda out, y: per_row(out), "sum")
+MSE = Loss(functional.mse_loss, lambda out, y: (out - y).square().flatten(1).mean(1))
+CE = Loss(functional.cross_entropy, lambda out, y: functional.cross_entropy(out, y, reduction="none"))
+
+
+def close(found, wanted, rtol=1e-10):
+    """Equal relative to the largest entry."""
+    assert found.shape == wanted.shape
+    assert bool(torch.isfinite(found).all())
+    assert float((found - wanted).abs().max()) <= rtol * (float(wanted.abs().max()) or 1.0)
+
+
+def flat(named):
+    return torch.cat([part.flatten() for part in named.values()])
+
+
+def columns(count, number=2, seed=3):
+    return normal(count, number, seed=seed)
+
+
+def entries(module):
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def sized(balance, schedule, layers):
+    """The layers of each stage, an even number of stages where the schedule needs that."""
+    sizes = balance_of(balance, layers)
+    if schedule in TWO_A_LANE and len(sizes) % 2:
+        return [layers - layers // 2, layers // 2] if len(sizes) == 1 else [sizes[0] + sizes[1], *sizes[2:]]
+    return sizes
+
+
+def small(*extra):
+    """A curve, a mask, four layers."""
+    torch.manual_seed(20)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3), *extra).double()
+
+
+def rows_of(count=7, width=3):
+    return normal(count, width), torch.arange(count) % 3
+
+
+def piped(model=None, chunks=3, checkpoint="always", **what):
+    model = small() if model is None else model
+    half = len(model) // 2
+    return Pipe(model, [half, len(model) - half] if half else [1], chunks, checkpoint=checkpoint, **what)
+
+
+def agree(build, data, loss, chunks=3, train=False, matrices=tuple(MATRICES), pipe_of=piped, **what):
+    """Dense matrix, gradient and loss of a Pipe equal the plain module's."""
+    wanted = truth(build().train(train), data, loss, chunks=chunks, seed=SEED)
+    reduction = "sum" if loss.kind == "sum" else None
+    for matrix in matrices:
+        pipe = pipe_of(build(), chunks)
+        op = MATRICES[matrix](pipe, data, loss.whole, training=train, seed=SEED, loss_reduction=reduction, **what)
+        close(op @ torch.eye(op.shape[0], dtype=op.dtype), wanted.products[matrix])
+        close(flat(op.gradient()), wanted.gradient)
+        assert float(op.loss()) == pytest.approx(wanted.loss, rel=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- the laws
+
+
+@cache
+def expected(name, chunks, rows, train):
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+        case = CASES[name]()
+        vectors = columns(entries(case.model))
+        data = [(case.make_input(rows), None)]
+        return vectors, truth(case.model.train(train), data, SUM, vectors, chunks=min(chunks, rows), seed=SEED)
+
+
+def check(config):
+    case = CASES[config["name"]]()
+    sizes = sized(config["balance"], config["schedule"], len(case.model))
+    pipe = Pipe(
+        case.model, sizes, config["chunks"], checkpoint=CHECKPOINTS[config["checkpoint"]],
+        schedule=config["schedule"], **DRIVES[config["drive"]](len(sizes)),
+    )
+    rows, train = config["rows"], config["training"] is not False
+    chunks = min(config["chunks"], rows)
+    pipe.train(config["training"] is None)  # the other mode than the one that is asked for
+    op = MATRICES[config["matrix"]](
+        pipe, (case.make_input(rows), None), SUM.whole, loss_reduction="sum", training=config["training"], seed=SEED
+    )
+    if train and chunks > 1 and any("BatchNorm" in type(module).__name__ for module in pipe.modules()):
+        with pytest.raises(ValueError, match="normalises with the statistics of the rows"):
+            op @ columns(entries(case.model))
+        return
+    vectors, wanted = expected(config["name"], chunks, rows, train)
+    close(op @ vectors, wanted.products[config["matrix"]])
+
+
+@pytest.mark.parametrize("config", pairwise(AXES), ids=lambda config: ", ".join(map(str, config.values())))
+def test_products_equal_the_plain_modules_for_every_pair_of_settings(config):
+    check(config)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("training", AXES["training"])
+@pytest.mark.parametrize("name", CASES)
+def test_products_equal_the_plain_modules_for_every_setting(name, training):
+    draw = random.Random(0)
+    for values in product(*(AXES[axis] for axis in ("balance", "chunks", "schedule", "checkpoint"))):
+        config = dict(zip(("balance", "chunks", "schedule", "checkpoint"), values, strict=True))
+        others = {axis: draw.choice(AXES[axis]) for axis in ("matrix", "rows", "drive")}
+        check({"name": name, "training": training, **config, **others})
+
+
+ACTIVATIONS = [nn.Tanh, nn.GELU, nn.Softplus, nn.Sigmoid, lambda: nn.Dropout(0.3), lambda: nn.ReLU(inplace=True)]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_products_equal_the_plain_modules_for_random_networks(data):
+    draw = data.draw
+    widths = draw(st.lists(st.integers(1, 4), min_size=2, max_size=6))
+    kinds = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=len(widths), max_size=len(widths)))
+
+    def build():
+        torch.manual_seed(1)
+        pairs = zip(widths, widths[1:], kinds, strict=False)
+        return nn.Sequential(*(layer for a, b, kind in pairs for layer in (nn.Linear(a, b), kind()))).double()
+
+    cuts = sorted(draw(st.sets(st.integers(1, 2 * len(widths) - 3), max_size=4))) if len(widths) > 2 else []
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, 2 * len(widths) - 2], strict=True)]
+    schedules = [each for each in AXES["schedule"] if len(sizes) % 2 == 0 or each not in TWO_A_LANE]
+    chunks, train = draw(st.integers(1, 4)), draw(st.booleans())
+    pipe = Pipe(
+        build(), sizes, chunks, schedule=draw(st.sampled_from(schedules)),
+        checkpoint=CHECKPOINTS[draw(st.sampled_from(list(CHECKPOINTS)))],
+        **DRIVES[draw(st.sampled_from(list(DRIVES)))](len(sizes)),
+    )
+    counts = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    batches = [
+        (normal(count, widths[0], seed=count), normal(count, widths[-1], seed=count + 9)) for count in counts
+    ]
+    vectors = columns(entries(pipe), draw(st.integers(1, 3)))
+    wanted = truth(build().train(train), batches, MSE, vectors, chunks=chunks, seed=SEED)
+    for name, matrix in MATRICES.items():
+        op = matrix(pipe, batches, MSE.whole, training=train, seed=SEED, block=draw(st.integers(1, 3)))
+        close(op @ vectors, wanted.products[name])
+
+
+def test_the_reference_is_the_matrix_of_second_derivatives():
+    """By torch's own functional.hessian and jacobian, which know no products."""
+    model = small()
+    x, y = rows_of()
+    wanted = truth(model, [(x, y)], CE, chunks=2, seed=SEED)
+    names, params = zip(*model.named_parameters(), strict=True)
+    sizes = [param.numel() for param in params]
+    start = torch.cat([param.detach().flatten() for param in params])
+
+    def output(whole):
+        parts = [part.view_as(p) for part, p in zip(whole.split(sizes), params, strict=True)]
+        swapped = [
+            nn.Module() if isinstance(layer, nn.Module) and not list(layer.parameters()) else None for layer in model
+        ]
+        assert len(swapped) == len(model)
+        named = dict(zip(names, parts, strict=True))
+        layers = [
+            Apply(lambda h, i=i, layer=layer: torch.func.functional_call(
+                layer, {key.partition(".")[2]: part for key, part in named.items() if key.startswith(f"{i}.")}, (h,)
+            ))
+            for i, layer in enumerate(model)
+        ]
+        return forward(nn.Sequential(*layers), x, 2, SEED)[0]
+
+    hessian = torch.autograd.functional.hessian(lambda whole: CE.whole(output(whole), y), start)
+    jacobian = torch.autograd.functional.jacobian(lambda whole: output(whole).flatten(), start)
+    bend = torch.autograd.functional.hessian(lambda out: CE.whole(out.view(7, 3), y), output(start).flatten())
+    rows = torch.autograd.functional.jacobian(lambda whole: CE.each(output(whole), y), start)
+    close(wanted.products["Hessian"], hessian)
+    close(wanted.products["GaussNewton"], jacobian.T @ bend @ jacobian)
+    close(wanted.products["EmpiricalFisher"], rows.T @ rows / 7)
+
+
+# -------------------------------------------------------------------------------------------------- what layers may do
+
+
+def tied(apart):
+    """One weight in two layers, of one stage or of two."""
+    torch.manual_seed(2)
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = one.weight
+    between = [nn.Tanh(), nn.Sigmoid()] if apart else [nn.Tanh()]
+    after = [] if apart else [nn.Sigmoid(), nn.Linear(3, 3), nn.Tanh()]
+    return nn.Sequential(one, *between, other, *after).double()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("drive", DRIVES)
+def test_a_tied_weight_is_one_parameter_whose_parts_add_up(apart, drive):
+    agree(
+        lambda: tied(apart), [rows_of()], CE, train=True,
+        pipe_of=lambda model, chunks: piped(model, chunks, **DRIVES[drive](2)),
+    )
+
+
+class Choosing(nn.Module):
+    """Which of its parts computes depends on the data: each chunk has another one."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        return self.parts[int(x[0, -1].detach().abs()) % len(self.parts)](x)
+
+
+def chunks_choose(model):
+    """Three chunks, which choose part 0, 1 and 0."""
+    x = normal(6, 3)
+    x[:, -1] = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+    return model, (x, torch.arange(6) % 3)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_a_parameter_that_only_some_chunks_use_has_their_curvature(mode):
+    def build():
+        torch.manual_seed(5)
+        return nn.Sequential(Choosing(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 3)).double()
+
+    _, data = chunks_choose(None)
+    agree(build, [data], CE, pipe_of=lambda model, chunks: piped(model, chunks, CHECKPOINTS[mode]))
+
+
+class Captured(nn.Module):
+    """Uses through a list a parameter that another stage's layer has registered."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.held = [weight]
+
+    def forward(self, x):
+        return (x @ self.held[0]).tanh()
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_parameter_captured_by_a_layer_of_another_stage_has_both_its_paths(mode, place):
+    def build():
+        torch.manual_seed(5)
+        owner = nn.Linear(3, 3)
+        layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
+        layers[2 if place == 0 else 0] = owner
+        layers.insert(place, Captured(owner.weight))
+        model = nn.Sequential(*layers).double()
+        model[place].held[0] = owner.weight
+        return model
+
+    agree(build, [rows_of()], CE, pipe_of=lambda model, chunks: piped(model, chunks, CHECKPOINTS[mode]))
+
+
+class Inside(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_own_checkpoints_inside_layers_repeat_their_masks():
+    def build():
+        torch.manual_seed(5)
+        inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.4), nn.Linear(4, 3))
+        return nn.Sequential(Inside(inner), nn.Tanh(), Inside(nn.Sequential(nn.Linear(3, 3), Inside(nn.GELU())))).double()
+
+    agree(build, [rows_of()], CE, train=True)
+
+
+@every_matrix
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_reentrant_checkpoint_is_refused_in_words(matrix, stages):
+    case = MODELS["checkpoint_reentrant"]()
+    pipe = Pipe(case.model, balance_of("whole" if stages == 1 else [1, 2, 2], 5), 2)
+    op = MATRICES[matrix](pipe, (case.make_input(4), None), SUM.whole, loss_reduction="sum")
+    with pytest.raises(RuntimeError, match=r"use_reentrant=True, which autograd cannot differentiate twice. Use use_"):
+        op @ columns(entries(pipe))
+
+
+@pytest.mark.parametrize("inner_mode", CHECKPOINTS)
+def test_a_pipe_inside_a_pipe_has_the_plain_modules_curvature(inner_mode):
+    def build(inner_of):
+        torch.manual_seed(5)
+        inside = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        first, last = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+        return nn.Sequential(first, inner_of(inside), nn.Sigmoid(), last)
+
+    wanted = truth(build(lambda inside: inside), [rows_of()], CE, chunks=3)
+    inner = CHECKPOINTS[inner_mode]
+    model = build(lambda inside: Pipe(inside, [2, 1], 2, checkpoint=inner))
+    for name, matrix in MATRICES.items():
+        op = matrix(piped(model), rows_of(), CE.whole)
+        close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products[name])
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_spectral_norm_is_that_of_its_buffers_now(train, chunks):
+    def build():
+        torch.manual_seed(5)
+        return nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 3))).double()
+
+    agree(build, [rows_of(), rows_of(4)], CE, chunks=chunks, train=train)
+
+
+def normed():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model(normal(20, 3, seed=8))
+    return model
+
+
+@pytest.mark.parametrize("train, chunks", [(False, 3), (True, 1)])
+def test_batch_norm_by_running_statistics_or_by_those_of_one_chunk(train, chunks):
+    agree(normed, [rows_of(), rows_of(5)], CE, chunks=chunks, train=train)
+
+
+@every_matrix
+def test_batch_norm_in_train_mode_over_chunks_is_refused_in_words(matrix):
+    op = MATRICES[matrix](piped(normed()), rows_of(), CE.whole, training=True)
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) normalises with .* Analyse in eval mode \(training=Fal"):
+        op @ columns(entries(op._pipe))
+
+
+def test_training_none_takes_each_module_in_its_own_mode():
+    def build():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+
+    model, plain = build(), build()
+    for each in (model, plain):
+        each[3].eval()
+    wanted = truth(plain, [rows_of()], CE, chunks=3, seed=SEED)
+    op = Hessian(piped(model), rows_of(), CE.whole, training=None, seed=SEED)
+    close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
+    assert [module.training for module in model] == [True, True, True, False, True]
+
+
+# --------------------------------------------------------------------------------------- layers without a second derivative
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.pow(3)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x.square() * grad
+
+
+class Forgets(torch.autograd.Function):
+    """Its backward is right, and computed where autograd cannot see what it depends on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.pow(3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            return 3 * x.square() * grad
+
+
+class OldNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.v, self.g = nn.Parameter(normal(3, 3, seed=4)), nn.Parameter(normal(3, 1, seed=6))
+
+    def forward(self, x):
+        return x @ torch._weight_norm(self.v, self.g, 0)
+
+
+WRONG = {
+    "once_differentiable": (lambda: Apply(Once.apply), "once_differentiable"),
+    "forgetful": (lambda: Apply(Forgets.apply), "cannot be differentiated"),
+    "fused weight norm": (OldNorm, "second derivative is wrong in torch"),
+    "hardsigmoid": (nn.Hardsigmoid, "without a second derivative.*clamp"),
+    "max_norm": (
+        lambda: nn.Sequential(Apply(lambda x: x.argmax(1)), nn.Embedding(3, 3, max_norm=0.5)), "Renormalise the weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_second_derivative_that_would_be_wrong_is_refused_in_words(what, place, mode):
+    build, words = WRONG[what]
+    layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
+    layers.insert(place, build())
+    op = Hessian(piped(nn.Sequential(*layers).double(), 2, mode), rows_of(4), CE.whole)
+    if what == "hardsigmoid" and place == 0 or what == "once_differentiable" and place == 0:
+        pytest.skip("by the input alone: there is no second derivative in it")
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        op @ columns(op.shape[0])
+
+
+@pytest.mark.parametrize("what", ["once_differentiable", "forgetful", "fused weight norm", "hardsigmoid"])
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("last", [False, True])
+def test_what_only_a_later_chunk_computes_with_is_refused_too(what, mode, last):
+    build, words = WRONG[what]
+    torch.manual_seed(5)
+    choosing = nn.Sequential(
+        Apply(lambda x: (x, x[:, -1:])),
+        Apply(lambda pair: torch.cat([pair[0] * 1.0, pair[1]], 1)),
+    )
+    assert len(choosing) == 2
+
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.odd = nn.Linear(3, 3), build()
+
+        def forward(self, x):
+            return self.odd(self.first(x)) if int(x[0, -1].detach()) % 2 else self.first(x)
+
+    after = [] if last else [nn.Tanh(), nn.Linear(3, 3)]
+    before = [nn.Identity(), nn.Identity()] if last else []
+    model, data = chunks_choose(nn.Sequential(*before, Choice(), *after).double())
+    pipe = Pipe(model, [2, 1] if last else [1, 2], 3, checkpoint=mode)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        Hessian(pipe, data, CE.whole) @ columns(entries(pipe))
+
+
+def test_weight_norm_is_written_out_so_that_it_is_right():
+    from torch.nn.utils.parametrizations import weight_norm
+
+    class Plain(nn.Module):
+        def __init__(self, v, g, bias):
+            super().__init__()
+            self.bias, self.g, self.v = nn.Parameter(bias), nn.Parameter(g), nn.Parameter(v)
+
+        def forward(self, x):
+            return x @ (self.v * (self.g / self.v.norm(dim=1, keepdim=True))).T + self.bias
+
+    torch.manual_seed(5)
+    layer = weight_norm(nn.Linear(3, 3)).double()
+    values = [layer.parametrizations.weight.original1, layer.parametrizations.weight.original0, layer.bias]
+    plain = nn.Sequential(Plain(*(value.detach().clone() for value in values)), nn.Tanh())
+    wanted = truth(plain, [rows_of()], CE, chunks=3)
+    op = Hessian(Pipe(nn.Sequential(layer, nn.Tanh()), [1, 1], 3), rows_of(), CE.whole)
+    close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
+
+
+# ------------------------------------------------------------------------------------------------------------- losses
+
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+
+def counted(out, y):
+    """Cross entropy with class weights, in which label -100 does not count: (sum, count)."""
+    total = functional.cross_entropy(out, y, weight=WEIGHTS, reduction="sum")
+    return total, WEIGHTS[y[y >= 0]].sum()
+
+
+COUNT = Loss(counted, lambda out, y: functional.cross_entropy(out, y, weight=WEIGHTS, reduction="none"), "count")
+LOSSES = {
+    "mse": MSE,
+    "mse sum": Loss(nn.MSELoss(reduction="sum"), lambda out, y: (out - y).square().sum(1), "sum"),
+    "cross entropy": CE,
+    "cross entropy sum": Loss(nn.CrossEntropyLoss(reduction="sum"), CE.each, "sum"),
+    "count": COUNT,
+    "linear": Loss(lambda out, y: (out * y).sum(1).mean(), lambda out, y: (out * y).sum(1)),
+}
+
+
+def data_for(name, counts):
+    real = name in ("mse", "mse sum", "linear")
+    return [
+        (normal(count, 3, seed=count), normal(count, 3, seed=count + 40) if real else rows_of(count)[1])
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize("counts", [[7], [5, 2, 4]])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_matrices_of_every_kind_of_loss_over_mini_batches_of_uneven_rows(name, chunks, counts):
+    agree(small, data_for(name, counts), LOSSES[name], chunks=chunks, train=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_tokens_that_do_not_count_and_a_mini_batch_without_any_that_do(chunks):
+    data = data_for("count", [5, 3, 4])
+    data[0][1][:2] = -100
+    data[1][1][:] = -100
+    agree(small, data, COUNT, chunks=chunks)
+    agree(small, data[1:], COUNT, chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_torchs_cross_entropy_with_weights_and_ignored_labels_is_the_sum_over_the_count(chunks):
+    """As in `Pipe.step`, it is a mean over what counts, over all mini-batches too."""
+    data = data_for("count", [5, 3])
+    data[0][1][:2] = -100
+    wanted = truth(small(), data, COUNT, chunks=chunks)
+    op = Hessian(piped(small(), chunks), data, nn.CrossEntropyLoss(weight=WEIGHTS))
+    close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
+
+
+TOKENS = {
+    "mean": Loss(
+        lambda out, y: functional.cross_entropy(out, y.flatten()),
+        lambda out, y: functional.cross_entropy(out, y.flatten(), reduction="none"),
+    ),
+    "sum": Loss(
+        lambda out, y: functional.cross_entropy(out, y.flatten(), reduction="sum"),
+        lambda out, y: functional.cross_entropy(out, y.flatten(), reduction="none"), "sum",
+    ),
+    "count": Loss(
+        lambda out, y: (functional.cross_entropy(out, y.flatten(), reduction="sum"), (y >= 0).sum()),
+        lambda out, y: functional.cross_entropy(out, y.flatten(), reduction="none"), "count",
+    ),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("kind", TOKENS)
+def test_an_output_with_a_row_for_each_token_is_summed_over_tokens(kind, chunks):
+    def build():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Embedding(5, 3), nn.Tanh(), nn.Linear(3, 3), nn.Flatten(0, 1)).double()
+
+    def draw(rows):
+        generator = torch.Generator().manual_seed(rows)
+        found = [torch.randint(high, (rows, 4), generator=generator) for high in (5, 3)]
+        if kind == "count":
+            found[1][0, 1:3] = -100
+        return tuple(found)
+
+    agree(build, [draw(3), draw(5)], TOKENS[kind], chunks=chunks)
+
+
+@every_matrix
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(matrix):
+    op = MATRICES[matrix](piped(), data_for("mse", [7]), lambda out, y: (out - y).norm())
+    with pytest.raises(ValueError, match="depends on other rows|not a mean over rows"):
+        op @ columns(op.shape[0])
+
+
+@every_matrix
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_loss_that_reads_a_parameter_is_refused_and_says_what_to_do(matrix, chunks):
+    model = small()
+
+    def loss(out, y):
+        return functional.cross_entropy(out, y) + model[0].weight.square().sum()
+
+    op = MATRICES[matrix](piped(model, chunks), rows_of(), loss)
+    with pytest.raises(RuntimeError, match=r"shape \[4, 3\] that requires a gradient and is no output.*Detach it"):
+        op @ columns(op.shape[0])
+
+
+@every_matrix
+def test_a_loss_that_depends_on_no_parameter_is_refused(matrix):
+    op = MATRICES[matrix](piped(), rows_of(), lambda out, y: functional.cross_entropy(out.detach(), y))
+    with pytest.raises(RuntimeError, match="does not depend on any of the parameters"):
+        op @ columns(op.shape[0])
+
+
+@every_matrix
+def test_what_has_no_curvature_has_a_product_of_zeros(matrix):
+    """A linear model under a linear loss: only the Fisher is not zero."""
+    data = data_for("linear", [6])
+    wanted = truth(nn.Sequential(*list(small())[:1]), [(data[0][0], normal(6, 4))], LOSSES["linear"], chunks=3)
+    model = nn.Sequential(*list(small())[:1])
+    op = MATRICES[matrix](Pipe(model, [1], 3), (data[0][0], normal(6, 4)), LOSSES["linear"].whole)
+    found = op @ torch.eye(op.shape[0], dtype=torch.float64)
+    close(found, wanted.products[matrix])
+    assert (matrix == "EmpiricalFisher") == bool(found.any())
+
+
+# -------------------------------------------------------------------------------------------------------- closed forms
+
+
+def whitened(rows, width):
+    q, _ = torch.linalg.qr(normal(rows, width))
+    return q * rows**0.5
+
+
+def half_square(out, y):
+    return 0.5 * (out - y).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("layers, width", [(2, 3), (4, 2), (6, 2)])
+def test_a_deep_linear_identity_chain_has_eigenvalues_of_its_depth_alone(layers, width):
+    """(1/2) |W_L .. W_1 x - x|^2 at identities: H = (1 1^T) kron I, so depth `width`^2 times, and zeros."""
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).double()
+    for layer in model:
+        nn.init.eye_(layer.weight)
+    x = whitened(12, width)
+    for matrix in (Hessian, GaussNewton):
+        op = matrix(piped(model), (x, x), half_square)
+        dense = op @ torch.eye(op.shape[0], dtype=torch.float64)
+        values = torch.zeros((layers - 1) * width**2 + width**2, dtype=torch.float64)
+        values[-(width**2) :] = layers
+        close(torch.linalg.eigvalsh(dense), values)
+        assert float(dense.trace()) == pytest.approx(layers * width**2)
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_a_scalar_chain_at_ones_has_a_hessian_of_ones(layers):
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers))).double()
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).double()
+    op = Hessian(piped(model, 2), (x, x), half_square)
+    close(op @ torch.eye(layers, dtype=torch.float64), torch.ones(layers, layers).double())
+
+
+def test_softmax_regression_at_zero_has_its_closed_form():
+    """(1/C) (I - 1 1^T / C) kron X^T X / N."""
+    x, y = normal(10, 3), torch.arange(10) % 4
+    model = nn.Sequential(nn.Identity(), nn.Linear(3, 4, bias=False)).double()
+    nn.init.zeros_(model[1].weight)
+    bend = (torch.eye(4) - torch.full((4, 4), 0.25)).double() / 4
+    for matrix in (Hessian, GaussNewton):
+        op = matrix(piped(model), (x, y), functional.cross_entropy)
+        close(op @ torch.eye(12, dtype=torch.float64), torch.kron(bend, x.T @ x / 10))
+    share = torch.eye(4).double()[y] - 0.25
+    rows = torch.einsum("nc,nd->ncd", share, x).flatten(1)
+    op = EmpiricalFisher(piped(model), (x, y), functional.cross_entropy)
+    close(op @ torch.eye(12, dtype=torch.float64), rows.T @ rows / 10)
+
+
+def test_linear_regression_has_the_covariance_of_its_inputs():
+    x, y = normal(9, 3), normal(9, 2, seed=4)
+    model = nn.Sequential(nn.Linear(3, 2, bias=False)).double()
+    op = Hessian(Pipe(model, [1], 4), (x, y), half_square)
+    close(op @ torch.eye(6, dtype=torch.float64), torch.kron(torch.eye(2).double(), x.T @ x / 9))
+
+
+# ---------------------------------------------------------------------------------------------------- nothing is written
+
+
+class Draws(nn.Module):
+    """Draws from every generator that there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        private = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return x * private * torch.rand_like(x) * random.random() * float(numpy.random.rand())
+
+
+def busy():
+    """All that could be written: statistics, power iterations, masks, generators."""
+    torch.manual_seed(5)
+    layers = [spectral_norm(nn.Linear(3, 4)), nn.BatchNorm1d(4), Draws(), nn.Tanh(), nn.Dropout(0.2), Draws()]
+    return nn.Sequential(*layers, nn.Linear(4, 3)).double()
+
+
+@contextmanager
+def untouched(model):
+    """At the end everything is what it was."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: (tensor, tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    grads = {name: (parameter.grad, parameter.grad._version) for name, parameter in model.named_parameters()}
+    own = [module.generator for module in model.modules() if isinstance(module, Draws)]
+
+    def rest():
+        return (
+            [module.training for module in model.modules()],
+            [parameter.requires_grad for parameter in model.parameters()],
+            [sorted(vars(module)) for module in model.modules()],
+            random.getstate(), [str(each) for each in numpy.random.get_state()],
+            [state.tolist() for state in (torch.get_rng_state(), *(each.get_state() for each in own))],
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled(),
+        )
+
+    before = rest()
+    yield
+    assert rest() == before
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, (tensor, version, value) in values.items():
+        assert now[name] is tensor and torch.equal(tensor, value)
+        assert name not in grads or tensor._version == version
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is grads[name][0] and parameter.grad._version == grads[name][1]
+        assert bool((parameter.grad == 0.5).all())
+
+
+@every_matrix
+@pytest.mark.parametrize("drive", ["inline", "threads"])
+@pytest.mark.parametrize("training, chunks", [(False, 3), (True, 1), (None, 1)])
+def test_a_product_leaves_everything_as_it_was(matrix, training, chunks, drive):
+    model = busy()
+    pipe = piped(model, chunks, **DRIVES[drive](2))
+    op = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=training, seed=SEED)
+    with untouched(model):
+        found = op @ columns(op.shape[0])
+        op.gradient()
+        op.loss()
+    assert bool(found.abs().max() > 0)
+
+
+class Fails(nn.Module):
+    """Raises at its n-th call."""
+
+    def __init__(self, when, error):
+        super().__init__()
+        self.counter, self.when, self.error = [0], when, error
+
+    def forward(self, x):
+        self.counter[0] += 1
+        if self.counter[0] == self.when:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("here"), KeyboardInterrupt("here")])
+@pytest.mark.parametrize("when", [1, 2, 4])
+@pytest.mark.parametrize("drive", ["inline", "threads"])
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_failure_leaves_everything_as_it_was(error, when, drive, place):
+    model = busy()
+    layers = [each for each in model if not isinstance(each, nn.BatchNorm1d)]
+    layers.insert(place, Fails(when, error))
+    model = nn.Sequential(*layers).double()
+    pipe = Pipe(model, [3, 4], 3, checkpoint="always", **DRIVES[drive](2))
+    op = Hessian(pipe, [rows_of(), rows_of(4)], CE.whole, training=True, seed=SEED)
+    with untouched(model), pytest.raises(type(error), match="here"):
+        op @ columns(op.shape[0])
+    wanted = op @ columns(op.shape[0])
+    assert torch.equal(wanted, op @ columns(op.shape[0]))
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("here"), KeyboardInterrupt("here")])
+def test_a_failure_of_the_loss_leaves_everything_as_it_was(error):
+    model = busy()
+    calls = []
+
+    def loss(out, y):
+        calls.append(0)
+        if len(calls) == 1:
+            raise error
+        return functional.cross_entropy(out, y)
+
+    op = Hessian(piped(model, 1), rows_of(), loss, training=True)
+    with untouched(model), pytest.raises(type(error), match="here"):
+        op @ columns(op.shape[0])
+    assert bool(torch.isfinite(op @ columns(op.shape[0])).all())
+
+
+@every_matrix
+def test_hooks_of_parameters_do_not_run(matrix):
+    model = small()
+    wanted = truth(small(), [rows_of()], CE, columns(entries(model)), chunks=3)
+    seen = []
+
+    def doubled(grad):
+        seen.append(1)
+        return 2 * grad
+
+    for parameter in model.parameters():
+        parameter.register_hook(doubled)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(2))
+    op = MATRICES[matrix](piped(model), rows_of(), CE.whole)
+    close(op @ columns(op.shape[0]), wanted.products[matrix])
+    assert seen == [] and all(parameter.grad is None for parameter in model.parameters())
+
+
+@every_matrix
+def test_hooks_of_a_captured_parameter_do_not_run(matrix):
+    case, plain = MODELS["captured"](), MODELS["captured"]()
+    vectors = columns(entries(case.model))
+    wanted = truth(plain.model.eval(), [(plain.make_input(5), None)], SUM, vectors, chunks=3)
+    case.model[1].w.register_hook(lambda grad: 2 * grad)
+    op = MATRICES[matrix](Pipe(case.model, [2, 3], 3), (case.make_input(5), None), SUM.whole, loss_reduction="sum")
+    close(op @ vectors, wanted.products[matrix])
+
+
+@every_matrix
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("drive", ["inline", "threads"])
+def test_a_product_does_not_care_about_the_grad_mode_around_it(matrix, within, drive):
+    wanted = truth(small(), [rows_of()], CE, columns(entries(small())), chunks=3)
+    op = MATRICES[matrix](piped(**DRIVES[drive](2)), rows_of(), CE.whole, seed=SEED, training=False)
+    plain = truth(small().eval(), [rows_of()], CE, columns(entries(small())), chunks=3)
+    assert not torch.equal(plain.gradient, wanted.gradient)  # the masks
+    with within():
+        found = op @ columns(op.shape[0])
+        before = torch.is_grad_enabled()
+    assert before == (within is torch.enable_grad)
+    close(found.clone(), plain.products[matrix])
+
+
+def test_data_and_vectors_made_in_inference_mode_may_be_given():
+    with torch.inference_mode():
+        data, vectors = data_for("mse", [5]), columns(entries(small()))
+    wanted = truth(small().eval(), data_for("mse", [5]), MSE, columns(entries(small())), chunks=3)
+    close(Hessian(piped(), data, MSE.whole) @ vectors, wanted.products["Hessian"])
+
+
+@every_matrix
+def test_autocast_around_a_product_is_that_of_the_layers(matrix):
+    """bfloat16 has 8 bits: errors of a few per cent, over three products of matrices."""
+    model = small().float().eval()
+    x, y = rows_of()
+    op = MATRICES[matrix](piped(model), (x.float(), y), CE.whole)
+    vectors = columns(op.shape[0]).float()
+    exact = op @ vectors
+    with torch.autocast("cpu", torch.bfloat16):
+        found = op @ vectors
+        assert torch.is_autocast_enabled("cpu")
+    assert found.dtype == torch.float32 and not torch.equal(found, exact)
+    close(found, exact, rtol=0.1)
+
+
+# --------------------------------------------------------------------------------------------------------- randomness
+
+
+@every_matrix
+@pytest.mark.parametrize("drive", ["inline", "threads"])
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+def test_products_of_one_operator_agree_bit_for_bit_whatever_is_drawn_in_between(matrix, drive, mode):
+    layers = [each for each in busy() if not isinstance(each, nn.BatchNorm1d)]
+    model = nn.Sequential(*layers)
+    pipe = piped(model, 3, CHECKPOINTS[mode], **DRIVES[drive](2))
+    op = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=True)
+    vectors = columns(op.shape[0], 3)
+    first, gradient = op @ vectors, flat(op.gradient())
+    random.random(), numpy.random.rand(), torch.rand(3), [torch.rand(2, generator=each.generator) for each in (model[1],)]
+    pipe(normal(3, 3))
+    assert torch.equal(op @ vectors, first) and torch.equal(flat(op.gradient()), gradient)
+    other = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=True)
+    assert not torch.equal(other @ vectors, first)  # another seed, other masks
+    again = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=True, seed=op.seed)
+    assert op.fingerprint() == op.fingerprint()
+    assert again.seed == op.seed
+
+
+@every_matrix
+def test_matrices_with_every_kind_of_randomness_are_symmetric(matrix):
+    model = nn.Sequential(*(each for each in busy() if not isinstance(each, nn.BatchNorm1d | nn.modules.batchnorm._BatchNorm)))
+    for each in model:
+        torch.nn.utils.parametrize.remove_parametrizations(each, "weight") if hasattr(each, "parametrizations") else None
+    op = MATRICES[matrix](piped(model), [rows_of(), rows_of(4)], CE.whole, training=True)
+    dense = op @ torch.eye(op.shape[0], dtype=torch.float64)
+    close(dense, dense.T, rtol=1e-12)
+    if matrix != "Hessian":
+        assert float(torch.linalg.eigvalsh(dense).min()) >= -1e-12 * float(dense.abs().max())
+
+
+def test_one_product_of_a_block_is_that_of_the_vector_alone():
+    op = Hessian(piped(), rows_of(), CE.whole, training=True, block=3)
+    vectors = columns(op.shape[0], 7)
+    found = op @ vectors
+    for number in range(7):
+        close(found[:, number], op @ vectors[:, number], rtol=1e-14)
+
+
+# --------------------------------------------------------------------------------------------------- data that change
+
+
+@every_matrix
+def test_data_that_change_between_products_are_refused(matrix):
+    x, y = rows_of()
+    op = MATRICES[matrix](piped(), (x, y), CE.whole)
+    op @ columns(op.shape[0])
+    x[0, 0] += 1.0
+    with pytest.raises(ValueError, match="mini-batch 0 of the data is not what it was in the first product"):
+        op @ columns(op.shape[0])
+
+
+def test_a_loader_that_shuffles_is_refused():
+    data = torch.utils.data.TensorDataset(*rows_of(12))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    op = Hessian(piped(), loader, CE.whole)
+    op @ columns(op.shape[0])
+    with pytest.raises(ValueError, match="not what it was in the first product. .*shuffle=False"):
+        op @ columns(op.shape[0])
+
+
+def test_targets_that_change_are_refused():
+    x, y = rows_of()
+    op = Hessian(piped(), [(x, y)], CE.whole)
+    op @ columns(op.shape[0])
+    y[0] = 2
+    with pytest.raises(ValueError, match="not what it was"):
+        op @ columns(op.shape[0])
+
+
+def test_more_or_fewer_mini_batches_than_the_first_time_are_refused():
+    for change in (lambda batches: batches.pop(), lambda batches: batches.append(rows_of(2))):
+        batches = [rows_of(), rows_of(4)]
+        op = Hessian(piped(), batches, CE.whole)
+        op @ columns(op.shape[0])
+        change(batches)
+        with pytest.raises(ValueError, match="the data gave 1 mini-batches|mini-batch 2 of the data is not"):
+            op @ columns(op.shape[0])
+
+
+@every_matrix
+def test_parameters_that_change_give_the_matrix_at_the_new_ones(matrix):
+    model, plain = small(), small()
+    op = MATRICES[matrix](piped(model), rows_of(), CE.whole)
+    op @ columns(op.shape[0])
+    for each in (model, plain):
+        with torch.no_grad():
+            each[0].weight.mul_(2.0)
+            each[3].weight = nn.Parameter(each[3].weight - 1.0)
+    wanted = truth(plain.eval(), [rows_of()], CE, columns(op.shape[0]), chunks=3)
+    close(op @ columns(op.shape[0]), wanted.products[matrix])
+
+
+# ------------------------------------------------------------------------------------------------------ low precision
+
+
+@every_matrix
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("build", [small, lambda: tied(True)])
+def test_products_in_low_precision_are_float32_and_near_those_of_float64(matrix, dtype, rtol, build):
+    model = build().to(dtype)
+    x, y = rows_of()
+    vectors = columns(entries(model)).to(dtype).double()
+    plain = build()
+    with torch.no_grad():
+        for parameter, rounded in zip(plain.parameters(), model.parameters(), strict=True):
+            parameter.copy_(rounded)
+    wanted = truth(plain.eval(), [(x.to(dtype).double(), y)], CE, vectors, chunks=3)
+    op = MATRICES[matrix](piped(model), (x.to(dtype), y), CE.whole)
+    assert op.dtype == torch.float32
+    found = op @ vectors.float()
+    assert found.dtype == torch.float32
+    close(found.double(), wanted.products[matrix], rtol)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Holder:
+    """What stands in autograd's graph for a saved tensor."""
+
+    __slots__ = ("tensor", "__weakref__")
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+
+
+class Saved:
+    """The bytes that autograd holds: each piece of memory once, parameters not at all."""
+
+    def __init__(self, module):
+        self._known = {tensor.data_ptr() for tensor in module.parameters()}
+        self._held = {}
+        self.bytes = self.peak = 0
+
+    def counted(self):
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda holder: holder.tensor)
+
+    def _pack(self, tensor):
+        import weakref
+
+        holder = Holder(tensor)
+        key = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        if key[0] not in self._known and key[1]:
+            self.bytes += key[1] * (not self._held.get(key))
+            self._held[key] = self._held.get(key, 0) + 1
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(holder, self._free, key)
+        return holder
+
+    def _free(self, key):
+        self._held[key] -= 1
+        self.bytes -= key[1] * (not self._held[key])
+
+
+DEPTH, WIDTH, ROWS = 16, 8, 64
+
+
+def deep():
+    torch.manual_seed(5)
+    pairs = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*pairs).double()
+
+
+def peak_of(model, compute):
+    gc.collect()
+    saved = Saved(model)
+    with saved.counted():
+        compute()
+    assert saved.bytes == 0
+    return saved.peak
+
+
+def whole_graph(model, x, y):
+    """A double backward of the plain module, as one writes it."""
+    params = list(model.parameters())
+    grads = torch.autograd.grad(functional.mse_loss(model(x), y), params, create_graph=True)
+    return torch.autograd.grad(grads, params, [torch.ones_like(grad) for grad in grads])
+
+
+@pytest.mark.parametrize("stages, chunks", [(1, 8), (4, 4), (8, 8)])
+@pytest.mark.parametrize("drive", ["inline"])
+def test_what_autograd_holds_is_one_stages_graph_of_one_chunk(stages, chunks, drive):
+    """Of a graph for all layers and rows: 1/stages of the layers, 1/chunks of the rows, at a time."""
+    x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=2)
+    model = deep()
+    whole = peak_of(model, lambda: whole_graph(model, x, y))
+    one_layer = 8 * ROWS * WIDTH
+    assert whole > DEPTH * one_layer  # it holds at least each activation
+    pipe = Pipe(model, [2 * DEPTH // stages] * stages, chunks, checkpoint="always", **DRIVES[drive](stages))
+    op = Hessian(pipe, (x, y), functional.mse_loss)
+    vector = columns(op.shape[0])[:, 0]
+    op @ vector  # the first product of a Pipe compares
+    found = peak_of(model, lambda: op @ vector)
+    assert found <= 1.5 * whole / (stages * chunks) + one_layer  # and the loss, and a chunk's boundary
+    with nullcontext():
+        assert found < whole / 3

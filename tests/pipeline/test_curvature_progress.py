@@ -1,0 +1,82 @@
+"""Progress: counts and notes arrive on stderr, with tqdm and without; nothing does when it is off."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pipeline.curvature import progress
+from pipeline.curvature.progress import Progress
+
+BOTH = pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "plain lines"], indirect=True)
+
+
+@pytest.fixture
+def tqdm(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+
+
+def run(total: int | None, show: bool = True) -> None:
+    with Progress(total, "trace of Hessian", show) as bar:
+        bar.advance(4, note="638 +- 12")
+        bar.advance()
+        bar.advance(0, note="640 +- 9")
+
+
+def last_line(text: str) -> str:
+    return text.replace("\r", "\n").strip().splitlines()[-1].strip()
+
+
+@BOTH
+def test_nothing_is_printed_when_it_is_off(tqdm, capfd):
+    run(10, show=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_shows_name_count_total_and_the_last_note(capfd):
+    run(10)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert last_line(err).startswith("trace of Hessian:  50%") and " 5/10 [" in err and "640 +- 9" in last_line(err)
+
+
+def test_the_bar_without_a_total_counts(capfd):
+    run(None)
+    assert last_line(capfd.readouterr().err).startswith("trace of Hessian: 5it [")
+
+
+@pytest.mark.parametrize("tqdm", [False], indirect=True)
+@pytest.mark.parametrize("total, of", [(10, "5/10"), (None, "5")])
+def test_without_tqdm_a_line_at_the_end_tells_the_same(tqdm, total, of, capfd):
+    run(total)
+    assert capfd.readouterr() == ("", f"trace of Hessian: {of}  640 +- 9\n")
+
+
+@pytest.mark.parametrize("tqdm", [False], indirect=True)
+def test_without_tqdm_a_line_comes_every_five_seconds(tqdm, monkeypatch, capfd):
+    clock = iter(range(0, 100, 2))  # two seconds between looks
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    with Progress(None, "density", show=True) as bar:
+        for _ in range(7):
+            bar.advance()
+    assert capfd.readouterr().err.splitlines() == ["density: 3", "density: 6", "density: 7"]
+
+
+@BOTH
+def test_an_exception_passes_and_the_bar_ends_where_it_was(tqdm, capfd):
+    with pytest.raises(KeyError, match="from within"):
+        with Progress(8, "solve", show=True) as bar:
+            bar.advance(3)
+            raise KeyError("from within")
+    err = capfd.readouterr().err
+    assert "3/8" in last_line(err) and err.endswith("\n")
+    bar.advance(2)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_outside_of_with_nothing_is_shown(show, capfd):
+    Progress(8, "solve", show).advance(3, note="1.0")
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,304 @@
+"""Laws of runs that are interrupted: they go on to the same bits, on one process and over several, or say why not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.curvature.eigenpairs import Eigenpairs, top_eigenpairs
+from pipeline.curvature.krylov import Basis
+from pipeline.curvature.resume import ResumeError, Saves
+from pipeline.curvature.space import Vec
+from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
+from tests.pipeline.dense_ranks import RankMap, over_ranks
+
+# Two rounds that find something, a third that does not, and restarts on the way.
+VALUES = torch.tensor([6.0, 6.0, 6.0, 5.0] + [0.1 * place for place in range(26)])
+WANTED: dict[str, Any] = {"k": 3, "tol": 1e-9, "block": 2, "max_basis": 18}
+
+
+class Interrupted(DenseMap):
+    """Ends with an error in place of its n-th call of `products`, as often as n's are given."""
+
+    def __init__(self, matrix: Tensor, at: Sequence[int]) -> None:
+        super().__init__(matrix)
+        self.calls, self.at = 0, at
+
+    def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+        self.calls += 1
+        if self.calls in self.at:
+            raise KeyboardInterrupt
+        return super().products(vectors)
+
+
+def assert_equal(one: Eigenpairs, other: Eigenpairs) -> None:
+    assert torch.equal(one.values, other.values) and torch.equal(one.residuals, other.residuals)
+    assert (one.products, one.converged) == (other.products, other.converged)
+    assert (one.scale, one.why) == (other.scale, other.why)
+    for left, right in zip(one.vectors, other.vectors, strict=True):
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def calls_of_a_whole_run() -> int:
+    A = Interrupted(symmetric(VALUES), [])
+    top_eigenpairs(A, **WANTED)
+    return A.calls
+
+
+def test_interrupted_at_any_product_and_called_again_a_run_gives_the_same_bits(tmp_path: Path) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    straight = top_eigenpairs(DenseMap(matrix), **WANTED)
+    assert straight.converged and straight.values.tolist() == pytest.approx([6.0, 6.0, 6.0])
+    calls = calls_of_a_whole_run()
+    assert calls > 20
+    for at in range(1, calls + 1):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            top_eigenpairs(Interrupted(matrix, [at]), resume=path, **WANTED)
+        assert "products is in" in caught.value.__notes__[0]
+        rest = Interrupted(matrix, [])
+        assert_equal(top_eigenpairs(rest, resume=path, **WANTED), straight)
+        assert rest.calls == calls - at + 1  # nothing is done twice
+        assert not list(tmp_path.iterdir())  # a run that is done leaves no file
+
+
+def test_interrupted_at_every_product_in_turn_a_run_gives_the_same_bits(tmp_path: Path) -> None:
+    matrix, path, times = symmetric(VALUES), tmp_path / "top.pt", 0
+    while True:
+        try:
+            found = top_eigenpairs(Interrupted(matrix, [2]), resume=path, **WANTED)
+            break
+        except KeyboardInterrupt:
+            times += 1
+    # two calls measure the residuals, and are made again after the last interruption
+    assert times == calls_of_a_whole_run() - 1
+    assert_equal(found, top_eigenpairs(DenseMap(matrix), **WANTED))
+
+
+@pytest.mark.parametrize("method", ["append", "subtract_", "local_inside", "cut"])
+def test_interrupted_between_products_a_run_gives_the_same_bits(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, path, real, left = symmetric(VALUES), tmp_path / "top.pt", getattr(Basis, method), 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        result = real(*arguments)
+        if left == 0:
+            raise KeyboardInterrupt
+        return result
+
+    straight = top_eigenpairs(DenseMap(matrix), **WANTED)
+    monkeypatch.setattr(Basis, method, interrupted)
+    for at in [*range(1, 12), 40, 77, 120]:
+        left = at
+        try:
+            top_eigenpairs(DenseMap(matrix), resume=path, save_every=0, **WANTED)
+        except KeyboardInterrupt:
+            pass
+        left = 0
+        assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
+
+
+def test_rows_that_are_being_overwritten_are_not_saved_over_a_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    straight = top_eigenpairs(DenseMap(matrix), **WANTED)
+
+    def half(basis: Basis, factors: Tensor) -> None:
+        for shard in basis.row(0):
+            shard.zero_()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Basis, "rotate_", half)
+        with pytest.raises(KeyboardInterrupt):
+            top_eigenpairs(DenseMap(matrix), resume=path, save_every=0, **WANTED)
+    assert path.exists()
+    assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
+
+
+def test_a_run_that_ended_at_max_products_goes_on_with_more_of_them(tmp_path: Path) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    straight = top_eigenpairs(DenseMap(matrix), **WANTED)
+    for most in (20, 25, 40):
+        assert not top_eigenpairs(DenseMap(matrix), resume=path, max_products=most, **WANTED).converged
+        assert path.exists()
+    assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
+
+
+def test_a_process_that_is_killed_leaves_the_last_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    with monkeypatch.context() as patch:  # killed: nothing is saved on the way out, and a save may be half done
+        patch.setattr("pipeline.curvature.eigenpairs._rescue", lambda *arguments: None)
+        with pytest.raises(KeyboardInterrupt):
+            top_eigenpairs(Interrupted(matrix, [9]), resume=path, save_every=0, **WANTED)
+    path.with_name("top.pt.part").write_bytes(b"half")
+    rest = Interrupted(matrix, [])
+    assert_equal(top_eigenpairs(rest, resume=path, **WANTED), top_eigenpairs(DenseMap(matrix), **WANTED))
+    assert rest.calls == calls_of_a_whole_run() - 8
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"k": 2}, "is the state of another run: k was 3 and is 2. Call with what it was to go on, or delete the file"),
+        ({"seed": 1, "tol": 1e-8}, "tol was 1e-09 and is 1e-08, seed was 0 and is 1"),
+        ({"which": "LA"}, "which was 'LM' and is 'LA'"),
+    ],
+)
+def test_the_state_of_a_run_with_other_settings_is_refused_in_words(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    top_eigenpairs(DenseMap(matrix), resume=path, max_products=20, **WANTED)
+    with pytest.raises(ResumeError, match=words):
+        top_eigenpairs(DenseMap(matrix), resume=path, **{**WANTED, **change})
+    assert path.exists()
+
+
+def test_the_state_of_another_matrix_and_a_file_that_is_none_are_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "top.pt"
+    top_eigenpairs(DenseMap(symmetric(VALUES)), resume=path, max_products=20, **WANTED)
+    with pytest.raises(ResumeError, match="is the state of another run: fingerprint was '.*' and is '"):
+        top_eigenpairs(DenseMap(symmetric(VALUES + 1)), resume=path, **WANTED)
+    for rubbish in (b"", b"no file of ours", path.read_bytes()[:-100]):
+        path.write_bytes(rubbish)
+        with pytest.raises(ResumeError, match="cannot be read as the state of a run .* Delete it to begin anew"):
+            top_eigenpairs(DenseMap(symmetric(VALUES)), resume=path, **WANTED)
+
+
+def test_a_state_with_code_in_it_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"settings": Evil()}, tmp_path / "top.pt")
+    with pytest.raises(ResumeError, match="cannot be read"):
+        top_eigenpairs(DenseMap(symmetric(VALUES)), resume=tmp_path / "top.pt", **WANTED)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_error_is_told_even_where_the_state_cannot_be_saved(tmp_path: Path) -> None:
+    class Gone(Interrupted):
+        def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+            if self.calls == 2:
+                folder.rmdir()
+            return super().products(vectors)
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        top_eigenpairs(Gone(symmetric(VALUES), [3]), resume=folder / "top.pt", **WANTED)
+    assert "could not be saved" in caught.value.__notes__[0]
+
+
+def test_a_folder_that_is_not_there_is_told_before_the_first_product(tmp_path: Path) -> None:
+    A = DenseMap(symmetric(VALUES))
+    with pytest.raises(ResumeError, match="none is no folder: make it"):
+        top_eigenpairs(A, resume=tmp_path / "none" / "top.pt", **WANTED)
+    assert A.asked == 0
+
+
+def test_saves_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    saves = Saves(tmp_path / "run.pt", DenseSpace(3), {}, every=60)
+    now += 59
+    assert not saves.due()
+    now += 1
+    assert saves.due()
+    saves.write(1, {})
+    assert not saves.due()
+
+
+# ----------------------------------------------------------------------------------------------------- over ranks
+
+
+class OneFails(RankMap):
+    """Rank 1 ends with an error at its n-th call, before or after the others have its part of that product."""
+
+    calls, at, late = 0, 0, False
+
+    def products(self, vectors: Sequence[Vec]) -> list[Vec]:
+        self.calls += 1
+        failing = self.calls == self.at and self.space.rank == 1
+        if failing and not self.late:
+            raise OSError("the machine is gone")
+        images = super().products(vectors)
+        if failing:
+            raise OSError("the machine is gone")
+        return images
+
+
+def failing(A: RankMap, at: int, late: bool) -> OneFails:
+    other = OneFails(A.matrix, A.space, A.block)
+    other.at, other.late = at, late
+    return other
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 7, 16])
+def test_over_ranks_a_run_goes_on_from_a_step_that_all_have(tmp_path: Path, at: int, late: bool) -> None:
+    matrix, path = symmetric(VALUES), tmp_path / "top.pt"
+    straight = over_ranks(matrix, 2, lambda A: top_eigenpairs(A, **WANTED), tied=4)
+    with pytest.raises(OSError, match="the machine is gone"):
+        over_ranks(
+            matrix, 2, lambda A: top_eigenpairs(failing(A, at, late), resume=path, save_every=0, **WANTED), tied=4
+        )
+    assert {"top.rank0of2.pt", "top.rank1of2.pt"} <= {file.name for file in tmp_path.iterdir()}
+    again = over_ranks(matrix, 2, lambda A: top_eigenpairs(A, resume=path, **WANTED), tied=4)
+    for one, other in zip(straight, again, strict=True):
+        assert_equal(one, other)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_whose_last_saves_are_a_step_apart_begin_at_the_common_one(tmp_path: Path) -> None:
+    def last_saves(A: RankMap) -> Any:
+        saves = Saves(tmp_path / "run.pt", A.space, {})
+        for step in (3, 4, 5)[: 2 + A.space.rank]:
+            saves.write(step, {"step": step, "rank": A.space.rank})
+        A.space.exchange(A.space.rank, None)
+        return Saves(tmp_path / "run.pt", A.space, {}).latest()
+
+    found = over_ranks(torch.eye(4), 2, last_saves)
+    assert found == [{"step": 4, "rank": 0}, {"step": 4, "rank": 1}]
+
+
+def test_a_rank_without_its_file_is_told_on_all_ranks(tmp_path: Path) -> None:
+    def latest(A: RankMap) -> str:
+        saves = Saves(tmp_path / "run.pt", A.space, {})
+        if A.space.rank == 1:
+            saves.write(3, {})
+        A.space.exchange(A.space.rank, None)
+        with pytest.raises(ResumeError) as caught:
+            saves.latest()
+        return str(caught.value)
+
+    for told in over_ranks(torch.eye(4), 2, latest):
+        assert "no step of the run is on all processes (rank 0 has none; rank 1 has 3)" in told
+
+
+def test_a_file_that_one_rank_refuses_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    def latest(A: RankMap) -> str:
+        Saves(tmp_path / "run.pt", A.space, {"seed": 0}).write(3, {})
+        A.space.exchange(A.space.rank, None)
+        with pytest.raises(ResumeError) as caught:
+            Saves(tmp_path / "run.pt", A.space, {"seed": A.space.rank}).latest()
+        return str(caught.value)
+
+    mine, other = over_ranks(torch.eye(4), 2, latest)
+    assert "rank 1 cannot go on from its file" in mine
+    assert "seed was 0 and is 1" in other
+
+
+def test_no_thread_of_these_tests_is_left() -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
