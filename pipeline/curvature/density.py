@@ -131,7 +131,7 @@ def density(
     sigma: float | None = None,
     margin: float = 0.05,
     seed: int = 0,
-    show: bool = False,
+    show: bool | None = None,
 ) -> Density:
     """The spectral density by stochastic Lanczos quadrature.
 
@@ -147,7 +147,7 @@ def density(
         sigma: the width of the Gaussians, in units of eigenvalue; a hundredth of the nodes' range if None.
         margin: how far the grid goes on behind the outermost nodes, as a share of their range; at least 6 sigma.
         seed: of the random vectors. The same numbers on any number of devices and processes, up to rounding.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Raises:
         ValueError: a number is out of its range, or the matrix has no rows.
@@ -165,7 +165,7 @@ def density(
     _check(A, steps, runs, points, sigma, margin)
     asked = 0
     rules: list[tuple[Tensor, Tensor]] = []
-    with Progress(steps * runs, f"density of {A.name}", show and A.space.rank == 0) as bar:
+    with Progress(steps * runs, f"density of {A.name}", A.shows(show)) as bar:
 
         def advance(products: int) -> None:
             nonlocal asked

@@ -82,7 +82,7 @@ def diagonal(
     abs: float | None = None,
     min_samples: int = 10,
     seed: int = 0,
-    show: bool = False,
+    show: bool | None = None,
 ) -> Diagonal:
     """The diagonal of A, estimated without bias, with an error for each entry.
 
@@ -96,7 +96,7 @@ def diagonal(
         abs: end where it is at most this. Of two bounds the looser one holds.
         min_samples: draws before the first look at the error.
         seed: of the random vectors; equal seeds give equal results.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Raises:
         ValueError: an argument means nothing.
@@ -105,7 +105,7 @@ def diagonal(
     goal = checked_goal(samples, rel, abs, min_samples)
     exact = samples >= A.space.size
     running = _Running(A)
-    with Progress(A.space.size if exact else samples, f"diagonal of {A.name}", show and A.space.rank == 0) as bar:
+    with Progress(A.space.size if exact else samples, f"diagonal of {A.name}", A.shows(show)) as bar:
         stopped = _exactly(running, seed, bar) if exact else _draw(running, samples, goal, seed, bar)
     return running.result(stopped)
 

@@ -82,7 +82,7 @@ def top_eigenpairs(
     max_products: int | None = None,
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
-    show: bool = False,
+    show: bool | None = None,
     block: int | None = None,
     max_basis: int | None = None,
     miss: float = 1e-4,
@@ -105,7 +105,7 @@ def top_eigenpairs(
             every `save_every` seconds, at an exception, and at `max_products`. If there is such a file already, the
             run goes on from it, and gives to the bit what it would have given without the interruption. A run that
             is done deletes its file; one that ended at `max_products` keeps it, to go on with a larger number.
-        show: a progress bar, on rank 0.
+        show: a progress bar, on one process. None: where it goes to a terminal.
         block: vectors that are multiplied together; None: as many as suit A best. A larger block needs more products
             in all and fewer steps.
         max_basis: vectors to be held; the space is cut down to its best part when it is full (thick restart), which
@@ -137,7 +137,7 @@ def top_eigenpairs(
     if kept is not None:
         run.go_on(kept)
     try:
-        with Progress(max_products, f"eigenpairs of the {A.name}", show and A.space.rank == 0) as bar:
+        with Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show)) as bar:
             bar.advance(run.at.products)
             _advance(run, max_products, saves, bar.advance)
             found = _measured(run, bar.advance)

@@ -71,7 +71,7 @@ def frobenius_squared(
     abs: float | None = None,
     min_samples: int = 10,
     seed: int = 0,
-    show: bool = False,
+    show: bool | None = None,
 ) -> Norm:
     """The squared Frobenius norm of A, estimated without bias.
 
@@ -86,7 +86,7 @@ def frobenius_squared(
         abs: end where it is at most this. Of two bounds the looser one holds.
         min_samples: draws before the first look at the error, which few draws often make far too small.
         seed: of the random vectors; equal seeds give equal results.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Raises:
         ValueError: an argument means nothing.

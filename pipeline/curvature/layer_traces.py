@@ -74,7 +74,7 @@ def layer_traces(
     abs: float | None = None,
     min_samples: int = 10,
     seed: int = 0,
-    show: bool = False,
+    show: bool | None = None,
 ) -> LayerTraces:
     """The trace of each layer's own block of A, all from the same products.
 
@@ -89,7 +89,7 @@ def layer_traces(
         abs: end where every one is at most this. Of two bounds the looser one holds for each layer.
         min_samples: draws before the first look at the errors, which few draws often make far too small.
         seed: of the random vectors; equal seeds give equal results.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Returns:
         the same numbers on every process.

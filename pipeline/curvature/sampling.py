@@ -93,7 +93,7 @@ def check_kind(kind: str) -> str:
 
 
 def estimate(
-    A: LinearMap, measure: Measure, samples: int, goal: Goal, kind: str, seed: int, title: str, show: bool
+    A: LinearMap, measure: Measure, samples: int, goal: Goal, kind: str, seed: int, title: str, show: bool | None
 ) -> Drawn:
     """The mean of a measure over random vectors; exact, over a basis, where there are products enough for one.
 
@@ -101,7 +101,7 @@ def estimate(
         measure: a quadratic form or several, so that the sum over a basis is the mean over random vectors.
     """
     exact = samples >= A.space.size
-    with Progress(A.space.size if exact else samples, title, show and A.space.rank == 0) as bar:
+    with Progress(A.space.size if exact else samples, title, A.shows(show)) as bar:
         if exact:
             return exactly(A, measure, seed, bar)
         return draw(A, measure, samples, goal, kind, seed, bar)

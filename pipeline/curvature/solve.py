@@ -56,7 +56,7 @@ def solve(
     preconditioner: Vec | Mapping[str, Tensor] | None = None,
     start: Vec | Mapping[str, Tensor] | None = None,
     method: str = "cg",
-    show: bool = False,
+    show: bool | None = None,
 ) -> Solution:
     """Solves (A + damping I) x = b.
 
@@ -73,7 +73,7 @@ def solve(
             entry + damping is above 0. Helps where the diagonal's entries differ much in size.
         start: a guess of x; zeros if None.
         method: "cg", conjugate gradients, for A + damping I positive definite; "minres" for any that has an inverse.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
@@ -111,7 +111,7 @@ def solve_many(
     preconditioner: Vec | Mapping[str, Tensor] | None = None,
     starts: Sequence[Vec | Mapping[str, Tensor]] | None = None,
     method: str = "cg",
-    show: bool = False,
+    show: bool | None = None,
 ) -> list[Solution]:
     """`solve` for several right-hand sides: `A.block` at a time, whose products are asked for together.
 

@@ -43,7 +43,7 @@ class End:
     products: int
 
 
-def solved(A: LinearMap, plan: Plan, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool) -> list[End]:
+def solved(A: LinearMap, plan: Plan, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None) -> list[End]:
     """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
 
     Raises:
@@ -51,7 +51,7 @@ def solved(A: LinearMap, plan: Plan, bs: Sequence[Vec], starts: Sequence[Vec] | 
         FloatingPointError: a vector has entries that are not finite.
     """
     found: list[End] = []
-    with Progress(None, f"solve with {A.name}", show and A.space.rank == 0) as bar:
+    with Progress(None, f"solve with {A.name}", A.shows(show)) as bar:
         for first in range(0, len(bs), A.block):
             members = range(first, min(first + A.block, len(bs)))
             runs = [_refined(plan, bs[index], None if starts is None else starts[index]) for index in members]

@@ -86,7 +86,7 @@ def trace(
     min_samples: int = 10,
     sketch: int | None = None,
     seed: int = 0,
-    show: bool = False,
+    show: bool | None = None,
 ) -> Trace:
     """The trace of A, estimated without bias.
 
@@ -111,7 +111,7 @@ def trace(
         min_samples: draws before the first look at the error.
         sketch: columns of the sketch of Hutch++, which are held in memory; None: a third of the samples.
         seed: of the random vectors; equal seeds give equal results.
-        show: a progress bar.
+        show: a progress bar, on one process. None: where it goes to a terminal.
 
     Returns:
         the same numbers on every process.
@@ -148,9 +148,9 @@ def _quadratic(A: LinearMap) -> Measure:
 
 
 def _sketched(
-    A: LinearMap, samples: int, goal: Goal, method: str, kind: str, sketch: int | None, seed: int, show: bool
+    A: LinearMap, samples: int, goal: Goal, method: str, kind: str, sketch: int | None, seed: int, show: bool | None
 ) -> Drawn:
-    with Progress(samples, f"trace of {A.name}", show and A.space.rank == 0) as bar:
+    with Progress(samples, f"trace of {A.name}", A.shows(show)) as bar:
         if method == "xtrace":
             return xtrace(A, samples, goal, seed, bar)
         return hutchpp(A, samples, goal, kind, seed, bar, sketch)
