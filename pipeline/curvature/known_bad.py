@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -210,10 +209,10 @@ def _is_instance_norm(node: Any) -> bool:
 
 
 def is_foreign(node: Any) -> bool:
-    """Whether a node is an autograd.Function not known to be right: a user's, an extension's, one of torch.nn."""
+    """Whether a node is an autograd.Function not known to be right: a user's, an extension's, a backward hook's."""
     if isinstance(node, BackwardCFunction):
-        written: Any = type(node)._forward_cls  # type: ignore[attr-defined]
-        return written is not BackwardHookFunction and written.__module__.partition(".")[0] != "pipeline"
+        written_in: str = getattr(type(node)._forward_cls, "__module__", "")  # type: ignore[attr-defined]
+        return written_in.partition(".")[0] != "pipeline"
     return "CppNode" in node.name()
 
 

@@ -101,8 +101,8 @@ def layer_traces(
     """
     goal = checked_goal(samples, rel, abs, min_samples)
     here = _counted_entries(A.space)
-    names = _agreed(A.space, list(here))
-    found = _by_module(names) if groups is None else _checked_groups(A.space, groups, names)
+    names = agreed_names(A.space, list(here))
+    found = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, found, vec, product) for vec, product in zip(vectors, products, strict=True)]
@@ -141,7 +141,7 @@ def _size(group: Sequence[str], here: Mapping[str, int]) -> int:
     return sum(here.get(name, 0) for name in group)
 
 
-def _agreed(space: Space, names: Sequence[str]) -> list[str]:
+def agreed_names(space: Space, names: Sequence[str]) -> list[str]:
     """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
     own = torch.tensor(list("\n".join(names).encode()), dtype=torch.float64)
     lengths = torch.zeros(space.ranks, dtype=torch.float64)
@@ -155,11 +155,11 @@ def _agreed(space: Space, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
-def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
+def by_module(names: Sequence[str]) -> dict[str, list[str]]:
     """Parameters of one module together.
 
     Example:
-        >>> _by_module(["0.weight", "0.bias", "scale"])
+        >>> by_module(["0.weight", "0.bias", "scale"])
         {'0': ['0.weight', '0.bias'], 'scale': ['scale']}
     """
     groups: dict[str, list[str]] = {}

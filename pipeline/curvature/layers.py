@@ -111,7 +111,7 @@ class LayerSpectra(Result):
         """Bars for each layer's eigenvalues, a diamond for its trace; logarithmic in both directions."""
         layers, k = self.values.shape
         thick = 0.8 / max(1, k)
-        for place, (values, errors) in enumerate(zip(self.values.T, finite(self.value_errors).T, strict=True)):
+        for place, (values, errors) in enumerate(zip(self.values.T, self.value_errors.T, strict=True)):
             heights = [layer + (place - (k - 1) / 2.0) * thick for layer in range(layers)]
             label = f"eigenvalue {place + 1}"
             ax.barh(heights, finite(values).tolist(), height=thick, xerr=errors.tolist(), label=label)

@@ -10,18 +10,22 @@ A product is a call of the Pipe: its schedule, checkpoint mode, places, threads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check, names_of
+from pipeline.curvature.eigenpairs import Eigenpairs
 from pipeline.curvature.forms import Vectors, taken
+from pipeline.curvature.layer_traces import agreed_names, by_module
+from pipeline.curvature.layers import LayerSpectra
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.passes import Passes
 from pipeline.curvature.product import Told
+from pipeline.curvature.progress import Progress
 from pipeline.curvature.rules import Rule
 from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.sharded import ParameterSpace
@@ -144,6 +148,61 @@ class Operator(Analysis):
         """The loss over all data."""
         return self._passes.run(self.rule, [], True).loss
 
+    # ---------------------------------------------------------------------------------------------------- by layers
+
+    def restricted(self, names: Collection[str]) -> Self:
+        """The block of the matrix that belongs to some parameters.
+
+        Args:
+            names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
+        """
+        first = {member.name: member.first_name for member in self._space.members}
+        space = space_of(self._pipe, self._prefix, lambda name, _: first.get(name) in names)
+        return self._twin(_space=space, _passes=self._passes.of(space=space))
+
+    def per_layer(
+        self,
+        k: int = 1,
+        *,
+        samples: int | None = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        which: str = "LM",
+        tol: float = 1e-4,
+        seed: int = 0,
+        show: bool | None = None,
+    ) -> LayerSpectra:
+        """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
+
+        A block's products begin at its layer: stages before it only run forward.
+
+        Args:
+            k: how many eigenvalues; fewer of a layer that has fewer entries.
+            samples: products for the traces, of all layers together; None: no traces.
+            groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
+            which, tol, seed: see `top_eigenpairs`.
+            show: a progress bar, on one process. None: where it goes to a terminal.
+        """
+        found = by_module(agreed_names(self._space, self._counted())) if groups is None else groups
+        pairs: dict[str, Eigenpairs] = {}
+        sizes: dict[str, int] = {}
+        with Progress(len(found), f"layers of the {self.name}", self.shows(show)) as bar:
+            for layer, names in found.items():
+                block = self.restricted(frozenset(names))
+                sizes[layer] = block.shape[0]
+                pairs[layer] = block.top_eigenpairs(min(k, sizes[layer]), which=which, tol=tol, seed=seed, show=False)
+                bar.advance(note=f"{layer}: {pairs[layer].values[0]:.3g}")
+        traces = None if samples is None else self.layer_traces(found, samples, seed=seed, show=show)
+        return LayerSpectra.of(self.name, sizes, pairs, traces)
+
+    def _counted(self) -> list[str]:
+        return [member.name for member in self._space.members if member.counts]
+
+    def _twin(self, **others: Any) -> Self:
+        """One like this, but for some attributes."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, **others)
+        return twin
+
     # ------------------------------------------------------------------------------------------------------- checks
 
     def check(self, seed: int = 0) -> Report:
@@ -183,16 +242,13 @@ class Operator(Analysis):
         assert found is not None  # asked for
         return found
 
-    def in_one_stage(self) -> Operator | None:
+    def in_one_stage(self) -> Self | None:
         """The same with the whole model as one stage; None: it is not in one place."""
         pipe = self._pipe
         if pipe._company is not None or len(set(pipe._places)) > 1:
             return None
         whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
-        passes = self._passes.of(whole)
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, _pipe=whole, _passes=passes)
-        return twin
+        return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))
 
     def fingerprint(self) -> str:
         """Of parameters, buffers, data, loss and settings; the same text on all ranks."""

@@ -83,10 +83,11 @@ class Passes:
         self._loss_fn, self._reduction = loss_fn, reduction
         self.training, self._seed, self._space = training, seed, space
 
-    def of(self, pipe: Pipe) -> Passes:
-        """The same of another Pipe with the same layers."""
+    def of(self, pipe: Pipe | None = None, space: ParameterSpace | None = None) -> Passes:
+        """The same of another Pipe with the same layers, or of fewer parameters."""
         found = copy.copy(self)
-        found.pipe = pipe
+        found.pipe, found._space = pipe or self.pipe, space or self._space
+        found._confirmed = set()
         return found
 
     @property

@@ -98,9 +98,13 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
 
     Raises:
         ValueError: nothing is left, or a parameter is complex.
+        MismatchError: the ranks were given different params.
     """
     company = pipe._company
+    if params is not None and not isinstance(params, str) and not callable(params):
+        params = list(params)
     with turn(), pipe._peers("curvature") as peers:  # what is refused on one rank is refused on all
+        peers.open(lambda values: {"params": _in_words(params)}, draws=False)
         members, is_double = _members(pipe, prefix, params)
         is_double = bool(peers.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
     sum_over = _alone if company is None else _summing(pipe)
@@ -114,6 +118,10 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
             "Call requires_grad_(), or choose others."
         )
     return space
+
+
+def _in_words(params: Params) -> str:
+    return getattr(params, "__qualname__", "a function") if callable(params) else repr(params)
 
 
 def _members(pipe: Pipe, prefix: str, params: Params) -> tuple[list[Member], bool]:

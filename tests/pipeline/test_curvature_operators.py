@@ -8,7 +8,6 @@
 Only first derivatives of torch are used for the reference. What cannot be right is refused: test_curvature_refusals.py.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -154,11 +153,6 @@ def pairwise(x):
 
 def of_kind(build, kind):
     return getattr(nn.utils.parametrizations, kind)(build())
-
-
-def warmed(layer, x):
-    """A spectral norm whose power iteration has converged."""
-    return layer(x)
 
 
 class Cube(torch.autograd.Function):
@@ -371,7 +365,7 @@ def model_of(case):
     for layer in [before, middle]:
         layer.to(torch.float32 if case.single else torch.float64)
     x, y = data(case)
-    width = Join()(copy.deepcopy(middle).eval()(before(x[:2]))).shape[1]
+    width = Join()(case.build().to(x.dtype).eval()(before(x[:2]))).shape[1]
     behind = nn.Sequential(Join(), nn.Linear(width, 3).to(x.dtype))
     return nn.Sequential(before, middle, behind).train(case.train), x, y
 
@@ -401,11 +395,11 @@ class Reference:
     """Products by central differences of first derivatives, in float64."""
 
     def __init__(self, model, x, y, loss_fn, chunks):
-        self.model, self.x = copy.deepcopy(model).double(), x.double()
+        self.model, self.x = model.double(), x.double()
         self.y, self.loss_fn, self.chunks = y, loss_fn, chunks
-        self.parameters = list(self.model.parameters())
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.start = [parameter.detach().clone() for parameter in self.parameters]
-        self.buffers = copy.deepcopy(list(self.model.buffers()))
+        self.buffers = [buffer.clone() for buffer in model.buffers()]
 
     def at(self, vec, step):
         """The output, moved along `vec`."""
@@ -437,17 +431,17 @@ def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
     """Both products, for both cuts."""
     model, x, labels = model_of(case)
     y = labels if y is None else y
-    reference = Reference(model, x, y, loss_fn, case.chunks)
-    size = sum(parameter.numel() for parameter in model.parameters())
+    reference = Reference(model_of(case)[0], x, y, loss_fn, case.chunks)
+    size = sum(start.numel() for start in reference.start)
     vec, other = torch.randn(2, size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     wanted = {Hessian: reference.hessian(vec), GaussNewton: reference.gauss_newton(vec)}
     tolerance = 1e-3 if case.single else 1e-6
     for balance in balances:
         pipe = Pipe(model, balance, case.chunks, devices=["cpu"] * len(balance))
         for kind, expected in wanted.items():
+            assert float(expected.norm()) > 1e-6, "nothing to compare"
             operator = kind(pipe, (x, y), loss_fn, training=case.train, seed=SEED)
             found, back = (operator @ torch.stack([vec, other], 1).to(operator.dtype)).double().unbind(1)
-            assert float(expected.norm()) > 1e-6, "nothing to compare"
             error = float((found - expected).norm() / expected.norm())
             assert error < tolerance, f"{kind.__name__}, {balance}: {error:.1e}"
             gap = abs(float(found @ other - back @ vec))
@@ -461,3 +455,208 @@ def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_products_equal_differences_of_the_gradient(name):
     check(OPERATORS[name])
+
+
+OLD_STYLE = "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"
+WEIGHT_NORMS = {
+    "Linear": (lambda: nn.Linear(8, 5), (8,), (0, 1, -1, None)),
+    "Linear without bias": (lambda: nn.Linear(8, 5, bias=False), (8,), (0,)),
+    "Conv1d": (lambda: nn.Conv1d(2, 3, 3), LINE, (0, 1, 2, -1)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), IMAGE, (0, 1, 3, None)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 3, 2), IMAGE, (0, 1)),
+}
+
+
+@pytest.mark.filterwarnings(OLD_STYLE)
+@pytest.mark.parametrize("style", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm], ids=["new", "old"])
+@pytest.mark.parametrize("kind, dim", [(kind, dim) for kind, (*_, dims) in WEIGHT_NORMS.items() for dim in dims])
+def test_weight_norm_is_right_although_torchs_own_second_derivative_is_not(kind, dim, style):
+    build, shape, _ = WEIGHT_NORMS[kind]
+    check(Case(lambda: style(build(), dim=dim), shape))
+
+
+@pytest.mark.filterwarnings(OLD_STYLE)
+def test_weight_norm_of_another_name_in_a_recurrent_layer_is_right():
+    check(run(first, lambda: nn.utils.weight_norm(sequence("GRU")(), "weight_hh_l0"), 3, 4))
+
+
+def weighted(out, y):
+    """A mean over what is not ignored, weighted by class: as its sum and what divides it."""
+    weight = torch.tensor([0.5, 1.0, 2.0], dtype=out.dtype)
+    total = F.cross_entropy(out, y, weight, ignore_index=1, label_smoothing=0.1, reduction="sum")
+    return total, (weight[y] * (y != 1)).sum()
+
+
+LABELS = torch.tensor([0, 2, 1, 1, 0])
+POINTS = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+SHARES = POINTS.softmax(1)
+TIMES = torch.tensor([1.0, -0.5], dtype=torch.float64)
+HEAD = torch.randn(4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+LOSSES = {
+    "cross_entropy": (F.cross_entropy, LABELS),
+    "cross_entropy smoothed": (partial(F.cross_entropy, label_smoothing=0.1), LABELS),
+    "cross_entropy weighted, smoothed, ignoring": (weighted, LABELS),
+    "cross_entropy of probabilities": (F.cross_entropy, SHARES),
+    "cross_entropy (rows, classes, times)": (
+        lambda out, y: F.cross_entropy(out[..., None] * TIMES, y), torch.stack([LABELS, LABELS.flip(0)], 1)
+    ),
+    "nll_loss": (lambda out, y: F.nll_loss(out.log_softmax(1), y), LABELS),
+    "mse_loss": (F.mse_loss, POINTS),
+    "mse_loss against a constant": (lambda out, y: F.mse_loss(out, torch.ones_like(out)), LABELS),
+    "l1_loss": (lambda out, y: F.l1_loss(out.sin(), y), POINTS),
+    "smooth_l1_loss": (F.smooth_l1_loss, POINTS),
+    "huber_loss": (partial(F.huber_loss, delta=0.7), POINTS),
+    "binary_cross_entropy": (lambda out, y: F.binary_cross_entropy(out.sigmoid(), y), SHARES),
+    "binary_cross_entropy_with_logits": (F.binary_cross_entropy_with_logits, SHARES),
+    "kl_div": (lambda out, y: F.kl_div(out.log_softmax(1), y, reduction="batchmean"), SHARES),
+    "gaussian_nll_loss": (lambda out, y: F.gaussian_nll_loss(out[:, :1], y[:, :1], out[:, 1:2].exp()), POINTS),
+    "poisson_nll_loss": (F.poisson_nll_loss, SHARES),
+    "soft_margin_loss": (F.soft_margin_loss, POINTS.sign()),
+    "triplet_margin_loss": (lambda out, y: F.triplet_margin_loss(out, y, y.flip(1)), POINTS),
+    "logsumexp": (lambda out, y: out.logsumexp(1).square().mean(), POINTS),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_products_of_a_loss_equal_differences_of_its_gradient(name):
+    loss_fn, y = LOSSES[name]
+    check(module(nn.Tanh), loss_fn, y)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
+def test_linear_cross_entropy_is_right():
+    check(module(nn.Tanh), lambda out, y: F.linear_cross_entropy(out, HEAD, y), LABELS)
+
+
+# ------------------------------------------------------------------------------------------------------- embeddings
+
+
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+@pytest.mark.parametrize("style", ["module", "functional", "sparse"])
+def test_the_padding_row_is_a_constant(kind, style):
+    """Products do not depend on a vector's entries there, have none, and are right in all others."""
+    options = {"padding_idx": 1}
+    build = {
+        "module": lambda: Inner(embedded, nn.Embedding(7, 3, **options)),
+        "sparse": lambda: Inner(embedded, nn.Embedding(7, 3, sparse=True, **options)),
+        "functional": lambda: With(lambda x, w: F.embedding(rows_of(x, 4, 7), w, **options).tanh() * x[..., None], 7, 3),
+    }[style]
+    (model, x, y), (other, *_) = model_of(Case(build, (4,))), model_of(Case(build, (4,)))
+    for each in (model, other):
+        with torch.no_grad():  # padding that says something
+            next(each[1].parameters())[1] = 0.5
+    reference = Reference(other, x, y, F.cross_entropy, CHUNKS)
+    operator = kind(Pipe(model, [2, 1], CHUNKS), (x, y), F.cross_entropy)
+    vec = torch.randn(operator.shape[0], dtype=torch.float64)
+    start = sum(parameter.numel() for parameter in model[0].parameters()) + 3
+    padding = slice(start, start + 3)
+    zeroed = vec.clone()
+    zeroed[padding] = 0
+    expected = reference.hessian(zeroed) if kind is Hessian else reference.gauss_newton(zeroed)
+    found = operator @ vec
+    assert not expected[padding].any() and expected[start + 3 : start + 6].all()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert torch.equal(found, operator @ zeroed)
+    assert not found[padding].any()
+
+
+def test_sparse_gradients_are_taken_dense_and_the_module_is_as_it_was():
+    made = []
+
+    def build():
+        made.append(nn.Embedding(7, 3, sparse=True))
+        return Inner(embedded, made[-1])
+
+    check(Case(build, (4,)))
+    assert all([layer.sparse for layer in made])
+
+
+# --------------------------------------------------------------------------------------------- what users put around it
+
+
+def hooked(layer):
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    layer.register_forward_hook(lambda module, args, out: out.sin())
+    return layer
+
+
+def watched(layer):
+    layer.register_full_backward_pre_hook(lambda module, grads: None)
+    layer.register_full_backward_hook(lambda module, before, after: None)
+    return layer
+
+
+def energy(layer):
+    """The gradient of an inner network: forces."""
+    return Inner(lambda inner, x: torch.func.grad(lambda z: inner(z).sin().sum())(x), layer)
+
+
+def forces(layer):
+    return Inner(
+        lambda inner, x: torch.autograd.grad(inner(x).sin().sum(), x, create_graph=True)[0], layer
+    )
+
+
+def mapped(layer):
+    return Inner(lambda inner, x: torch.vmap(inner)(x.sin()), layer)
+
+
+def pushed(layer):
+    return Inner(lambda inner, x: torch.func.jvp(inner, (x,), (x.sin(),))[1], layer)
+
+
+def checkpointed(layer):
+    return Inner(partial(torch.utils.checkpoint.checkpoint, use_reentrant=False), layer)
+
+
+def compiled(layer):
+    return torch.compile(layer, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
+@pytest.mark.parametrize("put", [hooked, watched, energy, forces, mapped, pushed, checkpointed, compiled])
+def test_what_is_put_around_a_layer_is_differentiated_too(put):
+    check(Case(lambda: put(nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8)))))
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("kind", [Hessian, GaussNewton])
+def test_hooks_on_saved_tensors_around_a_product_do_not_change_it(kind, mode):
+    model, x, y = model_of(OPERATORS["LayerNorm"])
+    operator = kind(Pipe(model, [1, 1, 1], CHUNKS, checkpoint=mode), (x, y), F.cross_entropy)
+    vec = torch.randn(operator.shape[0], dtype=torch.float64)
+    expected, packed = operator @ vec, []
+
+    def pack(tensor):
+        packed.append(tensor.numel())
+        return tensor.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = operator @ vec
+    assert packed
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(operator @ vec, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("attention_kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_blocks_of_transformers_are_right(family, attention_kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "Llama": dict(
+            hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=11, max_position_embeddings=8,
+        ),
+        "GPT2": dict(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8),
+    }[family]
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation=attention_kind, use_cache=False)
+
+    def build():
+        inner = getattr(transformers, f"{family}Model")(config)
+        table = inner.embed_tokens if family == "Llama" else inner.wte
+        table.requires_grad_(False)  # embeddings come from the stage before
+        return Inner(lambda net, x: net(inputs_embeds=x).last_hidden_state, inner)
+
+    check(Case(build, (4, 8)))

@@ -5,7 +5,8 @@ The reference is curvature_reference.py: whole-graph double backward of the plai
 
 import gc
 import random
-from contextlib import contextmanager, nullcontext
+import weakref
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 
@@ -20,9 +21,10 @@ from law_cover import pairwise
 from law_models import MODELS, Apply, normal, per_row, sum_loss
 from skip_models import SKIPS
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from pipeline import Pipe
@@ -52,8 +54,8 @@ CE = Loss(functional.cross_entropy, lambda out, y: functional.cross_entropy(out,
 def close(found, wanted, rtol=1e-10):
     """Equal relative to the largest entry."""
     assert found.shape == wanted.shape
-    assert bool(torch.isfinite(found).all())
-    assert float((found - wanted).abs().max()) <= rtol * (float(wanted.abs().max()) or 1.0)
+    error, scale = float((found - wanted).abs().max()), float(wanted.abs().max()) or 1.0
+    assert error <= rtol * scale
 
 
 def flat(named):
@@ -92,13 +94,13 @@ def piped(model=None, chunks=3, checkpoint="always", **what):
     return Pipe(model, [half, len(model) - half] if half else [1], chunks, checkpoint=checkpoint, **what)
 
 
-def agree(build, data, loss, chunks=3, train=False, matrices=tuple(MATRICES), pipe_of=piped, **what):
+def agree(build, data, loss, chunks=3, train=False, matrices=tuple(MATRICES), pipe_of=piped):
     """Dense matrix, gradient and loss of a Pipe equal the plain module's."""
     wanted = truth(build().train(train), data, loss, chunks=chunks, seed=SEED)
     reduction = "sum" if loss.kind == "sum" else None
     for matrix in matrices:
         pipe = pipe_of(build(), chunks)
-        op = MATRICES[matrix](pipe, data, loss.whole, training=train, seed=SEED, loss_reduction=reduction, **what)
+        op = MATRICES[matrix](pipe, data, loss.whole, training=train, seed=SEED, loss_reduction=reduction, block=16)
         close(op @ torch.eye(op.shape[0], dtype=op.dtype), wanted.products[matrix])
         close(flat(op.gradient()), wanted.gradient)
         assert float(op.loss()) == pytest.approx(wanted.loss, rel=1e-12)
@@ -198,18 +200,14 @@ def test_the_reference_is_the_matrix_of_second_derivatives():
     start = torch.cat([param.detach().flatten() for param in params])
 
     def output(whole):
-        parts = [part.view_as(p) for part, p in zip(whole.split(sizes), params, strict=True)]
-        swapped = [
-            nn.Module() if isinstance(layer, nn.Module) and not list(layer.parameters()) else None for layer in model
-        ]
-        assert len(swapped) == len(model)
+        parts = [part.view_as(param) for part, param in zip(whole.split(sizes), params, strict=True)]
         named = dict(zip(names, parts, strict=True))
-        layers = [
-            Apply(lambda h, i=i, layer=layer: torch.func.functional_call(
-                layer, {key.partition(".")[2]: part for key, part in named.items() if key.startswith(f"{i}.")}, (h,)
-            ))
-            for i, layer in enumerate(model)
-        ]
+
+        def swapped(index, layer):
+            own = {key.partition(".")[2]: part for key, part in named.items() if key.startswith(f"{index}.")}
+            return Apply(lambda h: functional_call(layer, own, (h,)))
+
+        layers = [swapped(index, layer) for index, layer in enumerate(model)]
         return forward(nn.Sequential(*layers), x, 2, SEED)[0]
 
     hessian = torch.autograd.functional.hessian(lambda whole: CE.whole(output(whole), y), start)
@@ -254,11 +252,11 @@ class Choosing(nn.Module):
         return self.parts[int(x[0, -1].detach().abs()) % len(self.parts)](x)
 
 
-def chunks_choose(model):
+def chunks_choose():
     """Three chunks, which choose part 0, 1 and 0."""
     x = normal(6, 3)
     x[:, -1] = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
-    return model, (x, torch.arange(6) % 3)
+    return x, torch.arange(6) % 3
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTS)
@@ -267,8 +265,7 @@ def test_a_parameter_that_only_some_chunks_use_has_their_curvature(mode):
         torch.manual_seed(5)
         return nn.Sequential(Choosing(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 3)).double()
 
-    _, data = chunks_choose(None)
-    agree(build, [data], CE, pipe_of=lambda model, chunks: piped(model, chunks, CHECKPOINTS[mode]))
+    agree(build, [chunks_choose()], CE, pipe_of=lambda model, chunks: piped(model, chunks, CHECKPOINTS[mode]))
 
 
 class Captured(nn.Module):
@@ -334,12 +331,13 @@ def test_a_pipe_inside_a_pipe_has_the_plain_modules_curvature(inner_mode):
         first, last = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
         return nn.Sequential(first, inner_of(inside), nn.Sigmoid(), last)
 
-    wanted = truth(build(lambda inside: inside), [rows_of()], CE, chunks=3)
     inner = CHECKPOINTS[inner_mode]
     model = build(lambda inside: Pipe(inside, [2, 1], 2, checkpoint=inner))
+    vectors = columns(entries(model))
+    wanted = truth(build(lambda inside: inside), [rows_of()], CE, vectors, chunks=3)
     for name, matrix in MATRICES.items():
         op = matrix(piped(model), rows_of(), CE.whole)
-        close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products[name])
+        close(op @ vectors, wanted.products[name])
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -429,7 +427,7 @@ WRONG = {
     "once_differentiable": (lambda: Apply(Once.apply), "once_differentiable"),
     "forgetful": (lambda: Apply(Forgets.apply), "cannot be differentiated"),
     "fused weight norm": (OldNorm, "second derivative is wrong in torch"),
-    "hardsigmoid": (nn.Hardsigmoid, "without a second derivative.*clamp"),
+    "hardsigmoid": (lambda: Apply(functional.hardsigmoid), "without a second derivative.*clamp"),
     "max_norm": (
         lambda: nn.Sequential(Apply(lambda x: x.argmax(1)), nn.Embedding(3, 3, max_norm=0.5)), "Renormalise the weight"
     ),
@@ -437,15 +435,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("place", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_a_second_derivative_that_would_be_wrong_is_refused_in_words(what, place, mode):
     build, words = WRONG[what]
     layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)]
     layers.insert(place, build())
     op = Hessian(piped(nn.Sequential(*layers).double(), 2, mode), rows_of(4), CE.whole)
-    if what == "hardsigmoid" and place == 0 or what == "once_differentiable" and place == 0:
-        pytest.skip("by the input alone: there is no second derivative in it")
     with pytest.raises((RuntimeError, ValueError), match=words):
         op @ columns(op.shape[0])
 
@@ -456,11 +452,6 @@ def test_a_second_derivative_that_would_be_wrong_is_refused_in_words(what, place
 def test_what_only_a_later_chunk_computes_with_is_refused_too(what, mode, last):
     build, words = WRONG[what]
     torch.manual_seed(5)
-    choosing = nn.Sequential(
-        Apply(lambda x: (x, x[:, -1:])),
-        Apply(lambda pair: torch.cat([pair[0] * 1.0, pair[1]], 1)),
-    )
-    assert len(choosing) == 2
 
     class Choice(nn.Module):
         def __init__(self):
@@ -472,15 +463,13 @@ def test_what_only_a_later_chunk_computes_with_is_refused_too(what, mode, last):
 
     after = [] if last else [nn.Tanh(), nn.Linear(3, 3)]
     before = [nn.Identity(), nn.Identity()] if last else []
-    model, data = chunks_choose(nn.Sequential(*before, Choice(), *after).double())
-    pipe = Pipe(model, [2, 1] if last else [1, 2], 3, checkpoint=mode)
+    data = chunks_choose()
+    pipe = Pipe(nn.Sequential(*before, Choice(), *after).double(), [2, 1] if last else [1, 2], 3, checkpoint=mode)
     with pytest.raises((RuntimeError, ValueError), match=words):
         Hessian(pipe, data, CE.whole) @ columns(entries(pipe))
 
 
 def test_weight_norm_is_written_out_so_that_it_is_right():
-    from torch.nn.utils.parametrizations import weight_norm
-
     class Plain(nn.Module):
         def __init__(self, v, g, bias):
             super().__init__()
@@ -550,7 +539,7 @@ def test_torchs_cross_entropy_with_weights_and_ignored_labels_is_the_sum_over_th
     """As in `Pipe.step`, it is a mean over what counts, over all mini-batches too."""
     data = data_for("count", [5, 3])
     data[0][1][:2] = -100
-    wanted = truth(small(), data, COUNT, chunks=chunks)
+    wanted = truth(small().eval(), data, COUNT, chunks=chunks)
     op = Hessian(piped(small(), chunks), data, nn.CrossEntropyLoss(weight=WEIGHTS))
     close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
 
@@ -711,6 +700,11 @@ def busy():
     return nn.Sequential(*layers, nn.Linear(4, 3)).double()
 
 
+def random_alone():
+    """Of it what may run in several chunks."""
+    return nn.Sequential(*(layer for layer in busy() if not isinstance(layer, nn.BatchNorm1d)))
+
+
 @contextmanager
 def untouched(model):
     """At the end everything is what it was."""
@@ -777,8 +771,7 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("drive", ["inline", "threads"])
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_a_failure_leaves_everything_as_it_was(error, when, drive, place):
-    model = busy()
-    layers = [each for each in model if not isinstance(each, nn.BatchNorm1d)]
+    layers = list(random_alone())
     layers.insert(place, Fails(when, error))
     model = nn.Sequential(*layers).double()
     pipe = Pipe(model, [3, 4], 3, checkpoint="always", **DRIVES[drive](2))
@@ -809,7 +802,7 @@ def test_a_failure_of_the_loss_leaves_everything_as_it_was(error):
 @every_matrix
 def test_hooks_of_parameters_do_not_run(matrix):
     model = small()
-    wanted = truth(small(), [rows_of()], CE, columns(entries(model)), chunks=3)
+    wanted = truth(small().eval(), [rows_of()], CE, columns(entries(model)), chunks=3)
     seen = []
 
     def doubled(grad):
@@ -878,14 +871,16 @@ def test_autocast_around_a_product_is_that_of_the_layers(matrix):
 @pytest.mark.parametrize("drive", ["inline", "threads"])
 @pytest.mark.parametrize("mode", CHECKPOINTS)
 def test_products_of_one_operator_agree_bit_for_bit_whatever_is_drawn_in_between(matrix, drive, mode):
-    layers = [each for each in busy() if not isinstance(each, nn.BatchNorm1d)]
-    model = nn.Sequential(*layers)
+    model = random_alone()
     pipe = piped(model, 3, CHECKPOINTS[mode], **DRIVES[drive](2))
     op = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=True)
     vectors = columns(op.shape[0], 3)
     first, gradient = op @ vectors, flat(op.gradient())
-    random.random(), numpy.random.rand(), torch.rand(3), [torch.rand(2, generator=each.generator) for each in (model[1],)]
-    pipe(normal(3, 3))
+    for each in (None, model[1].generator):
+        torch.rand(2, generator=each)
+    random.random()
+    numpy.random.rand()
+    pipe.eval()(normal(3, 3))
     assert torch.equal(op @ vectors, first) and torch.equal(flat(op.gradient()), gradient)
     other = MATRICES[matrix](pipe, [rows_of(), rows_of(4)], CE.whole, training=True)
     assert not torch.equal(other @ vectors, first)  # another seed, other masks
@@ -896,10 +891,7 @@ def test_products_of_one_operator_agree_bit_for_bit_whatever_is_drawn_in_between
 
 @every_matrix
 def test_matrices_with_every_kind_of_randomness_are_symmetric(matrix):
-    model = nn.Sequential(*(each for each in busy() if not isinstance(each, nn.BatchNorm1d | nn.modules.batchnorm._BatchNorm)))
-    for each in model:
-        torch.nn.utils.parametrize.remove_parametrizations(each, "weight") if hasattr(each, "parametrizations") else None
-    op = MATRICES[matrix](piped(model), [rows_of(), rows_of(4)], CE.whole, training=True)
+    op = MATRICES[matrix](piped(random_alone()), [rows_of(), rows_of(4)], CE.whole, training=True)
     dense = op @ torch.eye(op.shape[0], dtype=torch.float64)
     close(dense, dense.T, rtol=1e-12)
     if matrix != "Hessian":
@@ -1014,8 +1006,6 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda holder: holder.tensor)
 
     def _pack(self, tensor):
-        import weakref
-
         holder = Holder(tensor)
         key = (tensor.data_ptr(), tensor.numel() * tensor.element_size())
         if key[0] not in self._known and key[1]:
@@ -1056,19 +1046,17 @@ def whole_graph(model, x, y):
 
 
 @pytest.mark.parametrize("stages, chunks", [(1, 8), (4, 4), (8, 8)])
-@pytest.mark.parametrize("drive", ["inline"])
-def test_what_autograd_holds_is_one_stages_graph_of_one_chunk(stages, chunks, drive):
+def test_what_autograd_holds_is_one_stages_graph_of_one_chunk(stages, chunks):
     """Of a graph for all layers and rows: 1/stages of the layers, 1/chunks of the rows, at a time."""
     x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=2)
     model = deep()
     whole = peak_of(model, lambda: whole_graph(model, x, y))
     one_layer = 8 * ROWS * WIDTH
     assert whole > DEPTH * one_layer  # it holds at least each activation
-    pipe = Pipe(model, [2 * DEPTH // stages] * stages, chunks, checkpoint="always", **DRIVES[drive](stages))
+    pipe = Pipe(model, [2 * DEPTH // stages] * stages, chunks, checkpoint="always")
     op = Hessian(pipe, (x, y), functional.mse_loss)
     vector = columns(op.shape[0])[:, 0]
     op @ vector  # the first product of a Pipe compares
     found = peak_of(model, lambda: op @ vector)
     assert found <= 1.5 * whole / (stages * chunks) + one_layer  # and the loss, and a chunk's boundary
-    with nullcontext():
-        assert found < whole / 3
+    assert found < whole / 3

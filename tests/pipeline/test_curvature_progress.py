@@ -5,9 +5,17 @@ from __future__ import annotations
 import sys
 
 import pytest
+import tqdm as real_tqdm
 
 from pipeline.curvature import progress
 from pipeline.curvature.progress import Progress
+
+
+@pytest.fixture(autouse=True)
+def no_monitor(monkeypatch):
+    """tqdm would leave a thread that wakes up bars which stand still; other tests count threads."""
+    monkeypatch.setattr(real_tqdm.tqdm, "monitor_interval", 0)
+
 
 BOTH = pytest.mark.parametrize("tqdm", [True, False], ids=["tqdm", "plain lines"], indirect=True)
 
@@ -47,6 +55,13 @@ def test_the_bar_without_a_total_counts(capfd):
     assert last_line(capfd.readouterr().err).startswith("trace of Hessian: 5it [")
 
 
+def test_a_note_without_a_step_is_shown_at_once(capfd):
+    with Progress(10, "trace of Hessian", show=True) as bar:
+        capfd.readouterr()
+        bar.advance(0, note="640 +- 9")
+        assert "640 +- 9" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("tqdm", [False], indirect=True)
 @pytest.mark.parametrize("total, of", [(10, "5/10"), (None, "5")])
 def test_without_tqdm_a_line_at_the_end_tells_the_same(tqdm, total, of, capfd):
@@ -61,6 +76,8 @@ def test_without_tqdm_a_line_comes_every_five_seconds(tqdm, monkeypatch, capfd):
     with Progress(None, "density", show=True) as bar:
         for _ in range(7):
             bar.advance()
+    for _ in range(7):
+        bar.advance()  # after the end: nothing
     assert capfd.readouterr().err.splitlines() == ["density: 3", "density: 6", "density: 7"]
 
 

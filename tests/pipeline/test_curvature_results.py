@@ -145,6 +145,23 @@ def test_numpy_finds_the_arrays_of_an_npz_under_the_names_of_fields(tmp_path):
         assert json.loads(str(file["result"]))["class"] == "Anything"
 
 
+@dataclass(frozen=True, eq=False)
+class Taken(Result):
+    result: Tensor
+    Result: Tensor
+
+    def lines(self):
+        yield "taken names"
+
+
+def test_arrays_of_an_npz_have_names_of_their_own_on_disks_that_know_no_case_too(tmp_path):
+    Taken(torch.ones(1), torch.ones(2)).save(tmp_path / "taken.npz")
+    with zipfile.ZipFile(tmp_path / "taken.npz") as file:
+        assert len({name.lower() for name in file.namelist()}) == 3
+    back = Taken.load(tmp_path / "taken.npz")
+    assert (back.result.tolist(), back.Result.tolist()) == ([1.0], [1.0, 1.0])
+
+
 def test_a_json_file_is_one_that_strict_readers_take(tmp_path):
     Anything(torch.tensor([float("nan"), 0.1]), float("inf")).save(tmp_path / "run.json")
 
@@ -399,6 +416,9 @@ def test_plot_without_a_path_is_pyplots_figure():
     ax = Curve(torch.ones(2)).plot()
     assert plt.gcf() is ax.figure
     plt.close(ax.figure)
+    with pytest.raises(ResultError, match="no picture"):
+        Anything(1).plot()
+    assert plt.get_fignums() == []
 
 
 def test_a_result_without_a_picture_tells(tmp_path):
