@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 
 _BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 _REMEDIES = {
@@ -32,7 +32,7 @@ _REMEDIES = {
     "hardsigmoid": "Write it out: torch.clamp(x / 6 + 0.5, 0, 1).",
     "cdist": "Write it out: (x[:, None] - y[None]).square().sum(-1).sqrt().",
     "pdist": "Write it out: (x[:, None] - x[None]).square().sum(-1).sqrt(), of the pairs that you need.",
-    "ctc_loss": "It has none in torch; GaussNewton wants one of the loss too, EmpiricalFisher does not.",
+    "ctc_loss": "torch has none, and GaussNewton wants one too. Use EmpiricalFisher, or write the loss out.",
     "cudnn": "Set torch.backends.cudnn.enabled = False for the analysis.",
     "flex_attention": "Use torch.nn.functional.scaled_dot_product_attention.",
     "out=": "Write it out in operations that return new tensors (nn.LocalResponseNorm for nn.CrossMapLRN2d).",
@@ -70,9 +70,22 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
             )
         if getattr(module, "scale_grad_by_freq", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(_of_no_function(f"'{name}'"))
+        if module.training and _has_spectral_norm(module):
+            raise ValueError(
+                f"'{name}' has spectral_norm, which moves its singular vectors in each forward of train mode, unseen by "
+                "autograd: the second derivative would be wrong. Analyse in eval mode (training=False)."
+            )
         looks_at_all = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if looks_at_all and chunks > 1:
             raise ValueError(_of_all_rows(f"'{name}' ({type(module).__name__})"))
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    return isinstance(module, _SpectralNorm) or any([isinstance(hook, SpectralNorm) for hook in _hooks(module)])
+
+
+def _hooks(module: nn.Module) -> Iterable[Any]:
+    return module._forward_pre_hooks.values()
 
 
 def _of_all_rows(what: str) -> str:
@@ -157,9 +170,7 @@ def _scaled(direction: Tensor, magnitude: Tensor, dim: int) -> Tensor:
 
 
 def _old_weight_norms(module: nn.Module) -> Iterator[Any]:
-    for hook in module._forward_pre_hooks.values():
-        if type(hook).__name__ == "WeightNorm" and type(hook).__module__ == "torch.nn.utils.weight_norm":
-            yield hook
+    return (hook for hook in _hooks(module) if isinstance(hook, WeightNorm) and "compute_weight" not in vars(hook))
 
 
 def nodes_of(roots: Iterable[Tensor | None]) -> list[Any]:

@@ -87,11 +87,11 @@ class Operator(Analysis):
         )
 
     def _shared_seed(self, seed: int | None) -> int:
-        """Rank 0's, on all ranks; 48 bits, which float64 can add without an error."""
-        own = (draw_seed() if seed is None else seed) if self._space.rank == 0 else 0
-        if seed is None:
-            own &= (1 << 48) - 1
-        return int(self._space.sum_over(torch.tensor([float(own)], dtype=torch.float64)).item())
+        """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
+        own = draw_seed() if seed is None else seed
+        halves = torch.tensor(divmod(own, 1 << 32), dtype=torch.float64)
+        high, low = self._space.sum_over(halves if self._space.rank == 0 else torch.zeros_like(halves)).tolist()
+        return (int(high) << 32) + int(low)
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
@@ -126,7 +126,8 @@ class Operator(Analysis):
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         found: list[Vec] = []
         for start in range(0, len(vectors), self._block):
-            found.extend(self._passes.run(self.rule, vectors[start : start + self._block], False).vectors)
+            part = vectors[start : start + self._block]
+            found.extend(self._passes.run(self.rule, part, False, first=start).vectors)
         return found
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
@@ -156,8 +157,7 @@ class Operator(Analysis):
         Args:
             names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
         """
-        first = {member.name: member.first_name for member in self._space.members}
-        space = space_of(self._pipe, self._prefix, lambda name, _: first.get(name) in names)
+        space = space_of(self._pipe, self._prefix, lambda name, _: name in names)
         return self._twin(_space=space, _passes=self._passes.of(space=space))
 
     def per_layer(
@@ -195,7 +195,7 @@ class Operator(Analysis):
         return LayerSpectra.of(self.name, sizes, pairs, traces)
 
     def _counted(self) -> list[str]:
-        return [member.name for member in self._space.members if member.counts]
+        return [member.first_name for member in self._space.members if member.counts]
 
     def _twin(self, **others: Any) -> Self:
         """One like this, but for some attributes."""
@@ -217,6 +217,12 @@ class Operator(Analysis):
     def has_gradient(self) -> bool:
         """Whether the matrix is the derivative of the gradient."""
         return self.rule is Rule.HESSIAN
+
+    @property
+    def captures(self) -> bool:
+        """Whether products so far have shown a layer that computes with a parameter past its modules, on any rank."""
+        own = torch.tensor([float(self._passes.captures)], dtype=torch.float64)
+        return bool(self._space.sum_over(own).item())
 
     @property
     def stages(self) -> int:

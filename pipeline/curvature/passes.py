@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
 from pipeline.curvature.loss_end import LossEnd
@@ -33,6 +34,7 @@ from pipeline.peers import Peers
 from pipeline.pipe import Pipe
 from pipeline.plan import plan_step
 from pipeline.randomness import generators_at, host_at, host_states, private_generators
+from pipeline.ranks.agreement import MINI_BATCHES
 from pipeline.turns import turn
 
 
@@ -79,6 +81,7 @@ class Passes:
     ) -> None:
         self._verify = verify
         self._confirmed: set[tuple[Rule, int]] = set()
+        self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
         self.pipe, self._prefix, self.data = pipe, prefix, data
         self._loss_fn, self._reduction = loss_fn, reduction
         self.training, self._seed, self._space = training, seed, space
@@ -103,6 +106,7 @@ class Passes:
         gradient: bool,
         told: Told | None = None,
         shift: Vec | None = None,
+        first: int = 0,
     ) -> Outcome:
         """All mini-batches once.
 
@@ -112,10 +116,17 @@ class Passes:
             gradient: whether the gradient is wanted too.
             told: see `pipeline.curvature.product.Task`.
             shift: what to add to the parameters' values, for this pass.
+            first: which of several vectors these begin with; other ranks must be as far.
 
         Raises:
             RuntimeError: the loss depends on none of the parameters.
         """
+        with torch.inference_mode(False):
+            return self._run(rule, vectors, gradient, told, shift, first)
+
+    def _run(
+        self, rule: Rule, vectors: Sequence[Vec], gradient: bool, told: Told | None, shift: Vec | None, first: int
+    ) -> Outcome:
         slots = self._slots()
         shared = self._shared()
         sums = Sums(self._space, slots, len(vectors), gradient, shared)
@@ -124,15 +135,7 @@ class Passes:
         moved = None if shift is None else partial(_part, shift, slots)
         inspect = _inspect if self._verify else _only_refuse
         task = Task(rule, len(vectors), along, gradient, wanted, inspect, self._confirmed, told, moved)
-        totals = torch.zeros(3, dtype=torch.float64)  # of what divides the sums; of the loss; is there any gradient
-        first_rows = 0
-        for number, (x, target) in enumerate(self.data):
-            with turn(), self.pipe._peers("curvature") as peers, self._prepared(self._seed + number):
-                batch = scatter(x, self.pipe.chunks, "x")
-                first_rows = first_rows or sum(batch.rows)
-                aim = scatter_like(target, batch, "the target")
-                totals += self._minibatch(task, sums, batch, aim, first_rows, number, peers)
-        total, loss, reached = totals.tolist()
+        total, loss, reached = self._all(task, sums, first)
         if not reached:
             raise RuntimeError(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
@@ -140,27 +143,53 @@ class Passes:
             )
         if shared or self._has_ties:
             with turn(), self.pipe._peers("curvature") as peers:
+                peers.open(lambda values: {"the curvature": "tied parameters"}, draws=False)
                 sums.join(peers)
         if total:
             sums.divide_(total)
         whole = torch.tensor(loss / (total or 1.0), dtype=torch.float64)
         return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
+    def _all(self, task: Task, sums: Sums, first: int) -> list[float]:
+        """All mini-batches: what divides the sums, the loss's sum, and whether there is any gradient."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        batches = iter(self.data)
+        number, first_rows = 0, 0
+        while True:  # what fails on one rank, its data too, fails on all
+            with turn(), self.pipe._peers("curvature") as peers:
+                item = next(batches, None)
+                if item is None:
+                    peers.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
+                    found: list[float] = totals.tolist()
+                    return found
+                with self._prepared(self._seed + number):
+                    x, target = tree_map_only(Tensor, _no_inference, item)
+                    batch = scatter(x, self.pipe.chunks, "x")
+                    first_rows = first_rows or sum(batch.rows)
+                    aim = scatter_like(target, batch, "the target")
+                    where = {"mini-batch": number, "first vector": first}
+                    totals += self._minibatch(task, sums, batch, aim, first_rows, where, peers)
+            number += 1
+
     def _minibatch(
-        self, task: Task, sums: Sums, batch: Batch, aim: Batch, first_rows: int, number: int, peers: Peers
+        self, task: Task, sums: Sums, batch: Batch, aim: Batch, first_rows: int, where: dict[str, int], peers: Peers
     ) -> Tensor:
         """Run one; return what it adds to the totals."""
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         self.pipe._refuse_transforms(batch)
-        options = {"matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient}
+        options = {
+            "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
+            "loss_reduction": self._reduction,
+        }  # fmt: skip
         setup = self.pipe._setup(batch, plan_step, True, False, peers, options, None, aim, draws=False)
-        setup = setup._replace(seed=self._seed + number)
+        setup = setup._replace(seed=self._seed + where["mini-batch"])
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossEnd:
             return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, setup.compares)
 
         call = ProductCall(setup, batch, task, new_loss, sums)
         verdict = call.run()
+        self.captures = self.captures or call.captures
         found = torch.zeros(3, dtype=torch.float64)
         if call.weights is not None:  # the last stage is here
             assert verdict.loss is not None  # so is the loss
@@ -213,7 +242,6 @@ class Passes:
         modules = list(self.pipe.modules())
         private = private_generators(modules)
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(in_mode(modules, self.training))
             stack.enter_context(twice_differentiable(modules))
@@ -246,6 +274,11 @@ def _along(
     """A parameter's part of each vector, on a device."""
     slot = slots[id(owner)]
     return [slot.view(vec).to(device) for vec in vectors]
+
+
+def _no_inference(tensor: Tensor) -> Tensor:
+    """A tensor that autograd may save."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _part(vec: Vec, slots: Mapping[int, Slot], owner: Tensor, device: torch.device) -> Tensor:

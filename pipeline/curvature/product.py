@@ -154,6 +154,11 @@ class ProductCall:
         return self._peers.agree(Verdict(loss, None, self._reached))
 
     @property
+    def captures(self) -> bool:
+        """Whether a stage computes with a parameter past its modules: where it is looked at, it cannot be shifted."""
+        return any(stage.captured for stage in self._run.values())
+
+    @property
     def weights(self) -> tuple[float, float] | None:
         """How much this mini-batch adds to the divisor of the sums, and its loss to that of all. None: not here."""
         return self.loss.weights if self._last in self._run else None
@@ -291,7 +296,8 @@ class ProductCall:
             beside = [end for end in ends if end.requires_grad] if self.loss.compares else []
             targets = [*run.targets(graph), *beside]
             begin.requires_grad_(self._task.number > 0)
-            grads = gradients_of([loss], targets, [begin], self._task.number > 0)
+            with run.hooks_asleep():
+                grads = gradients_of([loss], targets, [begin], self._task.number > 0)
             own = len(targets) - len(beside)
             self.loss.note(chunk, tree, tuple([None if grad is None else grad.detach() for grad in grads[own:]]))
             back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias
 
@@ -111,7 +112,10 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     rank, ranks = (0, 1) if company is None else (company.ranks.rank, company.ranks.size)
     dtype = torch.float64 if is_double else torch.float32
     agree = partial(_check_ties, pipe, sum_over)
-    space = ParameterSpace(members, dtype, rank, ranks, sum_over, agree)
+    together: Callable[[], AbstractContextManager[object]] = nullcontext
+    if company is not None:
+        together = partial(_everyone, pipe)
+    space = ParameterSpace(members, dtype, rank, ranks, sum_over, agree, together)
     if space.size == 0:
         raise ValueError(
             f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
@@ -181,6 +185,14 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
                 f"the entries for the tied parameter {names} differ between ranks {list(tie.holders)}: it is one "
                 "parameter. Give the same entries on each, for example drawn from a generator seeded alike."
             )
+
+
+@contextmanager
+def _everyone(pipe: Pipe) -> Iterator[None]:
+    """Within: what fails on one rank fails on all; at the end all have come so far."""
+    with turn(), pipe._peers("curvature") as peers:
+        yield
+        peers.open(lambda values: {"the curvature": "a vector"}, draws=False)
 
 
 def _alone(numbers: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class ParameterSpace(Space):
         ranks: how many there are.
         sum_over: adds numbers up over the processes.
         agree: raises where a vector that a user gave has other entries for a tied parameter on another process.
+        together: within, what fails on one process fails on all.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class ParameterSpace(Space):
         ranks: int,
         sum_over: Callable[[Tensor], Tensor],
         agree: Callable[[Mapping[str, Tensor]], None] = lambda named: None,
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._together = together
         self._agree = agree
         self._dtype, self._rank, self._ranks, self._sum_over = dtype, rank, ranks, sum_over
         self.members = tuple(members)
@@ -123,6 +127,12 @@ class ParameterSpace(Space):
         return {name: slot.view(vec) for name, slot in self.slots.items()}
 
     def vec(self, named: Mapping[str, Tensor]) -> Vec:
+        with self._together():
+            found = self._taken(named)
+        self._agree(self.named(found))
+        return found
+
+    def _taken(self, named: Mapping[str, Tensor]) -> Vec:
         unknown = [name for name in named if name not in self.slots]
         missing = [name for name in self.slots if name not in named]
         if unknown or missing:
@@ -139,7 +149,6 @@ class ParameterSpace(Space):
                     f"the entries for '{name}' have shape {list(given.shape)}, the parameter has {list(slot.shape)}."
                 )
             slot.view(found).copy_(given.detach())
-        self._agree(self.named(found))
         return found
 
 

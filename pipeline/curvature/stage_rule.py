@@ -15,6 +15,7 @@ layer norm in torch 2.13 (pytorch/pytorch#196700).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from pipeline.aliases import Aliases
 from pipeline.checkpoint import checkpointing
 from pipeline.curvature.known_bad import refuse_once_differentiable
 from pipeline.graph import MARK, explore, mark, refuse_tangents
+from pipeline.hooks import hooks_asleep as asleep
 from pipeline.layers import StageLayers
 from pipeline.randomness import Seeder
 from pipeline.recall import Recall
@@ -261,6 +263,14 @@ class StageRule:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
         if not self._count:
             return []
+        with self.hooks_asleep():
+            return self._pushed(graph, tangents)
+
+    def hooks_asleep(self) -> AbstractContextManager[None]:
+        """Within: tensor hooks of captured parameters do nothing; those of others have aliases between."""
+        return asleep(list(self.captured.values()))
+
+    def _pushed(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
         grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
         self._check(grads)
@@ -330,9 +340,10 @@ class StageRule:
         """
         seeds = [None if grad is None else grad.detach().requires_grad_(self._count > 0) for grad in first]
         live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
-        grads = gradients_of(
-            [root for root, _ in live], self.targets(graph), [seed for _, seed in live], self._count > 0
-        )
+        with self.hooks_asleep():
+            grads = gradients_of(
+                [root for root, _ in live], self.targets(graph), [seed for _, seed in live], self._count > 0
+            )
         return self.differentiated(graph, tangents, grads, seconds, wanted)
 
     def differentiated(
@@ -355,7 +366,8 @@ class StageRule:
                     outs.append(root)
                     along.append(grad)
             more = number + 1 < self._count or bool(self.captured)
-            products.append(_grads(outs, targets, along, more))
+            with self.hooks_asleep():
+                products.append(_grads(outs, targets, along, more))
         first = tuple([None if grad is None else grad.detach() for grad in grads])
         return self._handed(graph, first if wanted else None, products, first)
 
@@ -368,7 +380,8 @@ class StageRule:
         for number, grads in enumerate(each):
             live = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
             more = number + 1 < len(each) or bool(self.captured)
-            found.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], more))
+            with self.hooks_asleep():
+                found.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], more))
         first = None if gradient is None else found.pop(0)
         return self._handed(graph, first, found, first)
 

@@ -78,9 +78,9 @@ def truth(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     batches = []
     for number, (x, target) in enumerate(data):
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+        for name, buffer in buffers.items():  # anew for each mini-batch; what a graph has saved stays as it is
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own] = buffer.clone()
         output, rows = forward(model, x, chunks, seed + number)
         batches.append(_Batch(output, target, rows))
     value = _total(batches, loss)

@@ -35,6 +35,7 @@ class Case(NamedTuple):
         train: the mode.
         chunks: into which the mini-batch is cut.
         single: compute in float32.
+        rough: its layers round to float32 in between, which finite differences magnify.
     """
 
     build: Callable[[], nn.Module]
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     train: bool = False
     chunks: int = CHUNKS
     single: bool = False
+    rough: bool = False
 
 
 class Apply(nn.Module):
@@ -435,7 +437,7 @@ def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
     size = sum(start.numel() for start in reference.start)
     vec, other = torch.randn(2, size, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     wanted = {Hessian: reference.hessian(vec), GaussNewton: reference.gauss_newton(vec)}
-    tolerance = 1e-3 if case.single else 1e-6
+    tolerance = 5e-3 if case.rough else 1e-3 if case.single else 1e-6
     for balance in balances:
         pipe = Pipe(model, balance, case.chunks, devices=["cpu"] * len(balance))
         for kind, expected in wanted.items():
@@ -445,7 +447,7 @@ def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
             error = float((found - expected).norm() / expected.norm())
             assert error < tolerance, f"{kind.__name__}, {balance}: {error:.1e}"
             gap = abs(float(found @ other - back @ vec))
-            assert gap < (1e-4 if case.single else 1e-10) * float(found.norm() * other.norm()), "not symmetric"
+            assert gap < (1e-4 if case.single or case.rough else 1e-10) * float(found.norm() * other.norm()), "not symmetric"
 
 
 # ---------------------------------------------------------------------------------------------------------- the laws
@@ -659,4 +661,4 @@ def test_blocks_of_transformers_are_right(family, attention_kind):
         table.requires_grad_(False)  # embeddings come from the stage before
         return Inner(lambda net, x: net(inputs_embeds=x).last_hidden_state, inner)
 
-    check(Case(build, (4, 8)))
+    check(Case(build, (4, 8), rough=family == "Llama"))  # its RMSNorm computes in float32

@@ -1,0 +1,135 @@
+"""Which matrix do the words `train.py:build` stand for?
+
+    FILE.py:NAME   --import-->  what NAME is  --called, if it can be-->  (model, data, loss_fn)
+    MODULE:NAME                                                          {"model": ..., "data": ..., ...}
+                                                                         an operator
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from pipeline.curvature.command_line import MATRICES
+from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian, Operator
+from pipeline.pipe import Pipe
+from scheduler.command_line.arguments import CommandError
+
+__all__ = ["operator_of"]
+
+_CLASSES: dict[str, type[Operator]] = dict(zip(MATRICES, (Hessian, GaussNewton, EmpiricalFisher), strict=True))
+
+
+def operator_of(args: Namespace) -> Operator:
+    """The operator that a command names.
+
+    Raises:
+        CommandError: there is no such file, module or name; or it is nothing to make an operator from.
+    """
+    found = _found(args.target)
+    if isinstance(found, Operator):
+        return _as_it_is(args, found)
+    words: dict[str, Any] = _words(args.target, found)
+    if args.params is not None:
+        words["params"] = args.params
+    if args.train_mode:
+        words["training"] = True
+    words.setdefault("seed", args.seed)
+    _refuse_whole_on_each(args.target, words.get("model"))
+    try:
+        return _CLASSES[args.matrix or "hessian"](**words)
+    except TypeError as error:
+        if "argument" not in str(error):  # of the call itself
+            raise
+        raise CommandError(f"{args.target} gives a dict that does not fit: {error}. Its keys are arguments of "
+                           "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
+
+
+def _as_it_is(args: Namespace, found: Operator) -> Operator:
+    others = {"--matrix": args.matrix, "--params": args.params, "--train-mode": args.train_mode or None}
+    given = [option for option, value in others.items() if value is not None]
+    if given:
+        raise CommandError(
+            f"{args.target} gives an operator, {found!r}, which leaves nothing to say for {', '.join(given)}. Drop "
+            "them, or return (model, data, loss_fn)."
+        )
+    _refuse_whole_on_each(args.target, found._pipe)
+    return found
+
+
+def _words(target: str, found: Any) -> dict[str, Any]:
+    """The arguments of an operator."""
+    if isinstance(found, dict):
+        return dict(found)
+    if isinstance(found, tuple) and len(found) == 3:
+        return dict(zip(("model", "data", "loss_fn"), found, strict=True))
+    what = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple) else "")
+    raise CommandError(
+        f"{target} gives {what}. Return (model, data, loss_fn), a dict of an operator's arguments, or an operator."
+    )
+
+
+def _refuse_whole_on_each(target: str, model: Any) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    is_cut = isinstance(model, Pipe) and model._company is not None
+    if ranks > 1 and isinstance(model, nn.Module) and not is_cut:
+        raise CommandError(
+            f"there are {ranks} processes, and {target} gives a model that each of them has whole. Return a Pipe, "
+            "Pipe(model, balance, chunks), without devices=; or run it without torchrun."
+        )
+
+
+def _found(target: str) -> Any:
+    """What a target's name stands for; if it is a function, what that returns."""
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise CommandError(f"{target!r} is no target. Give FILE.py:NAME or MODULE:NAME, such as train.py:build.")
+    module = _script(Path(where)) if where.endswith(".py") else _module(where)
+    if name not in vars(module):
+        raise CommandError(f"{where} has no {name!r}. It has {_public(module)}.")
+    found = getattr(module, name)
+    return found() if callable(found) and not isinstance(found, Operator) else found
+
+
+def _script(path: Path) -> ModuleType:
+    """A script's module; what stands beside it can be imported, as where it is run."""
+    if not path.is_file():
+        raise CommandError(f"there is no file {path}.")
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    shadowed = sys.modules.get(path.stem)
+    if shadowed is None:
+        sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise CommandError(f"there is no module {name}. A script is named with its suffix: {name}.py:NAME.") from None
+        raise
+
+
+def _public(module: ModuleType) -> str:
+    own = [
+        name for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    return ", ".join(own[:12]) or "no names of its own"
