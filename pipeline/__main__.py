@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ... import torch
         ... def build():
         ...     model = torch.nn.Linear(1, 1, bias=False).double()
+        ...     torch.nn.init.zeros_(model.weight)
         ...     x = torch.tensor([[1.0], [2.0]]).double()
         ...     return model, (x, 3 * x), torch.nn.functional.mse_loss
         ... '''
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ...     _ = Path(folder, "fit.py").write_text(script)
         ...     main(["curvature", f"{folder}/fit.py:build", "--matrix", "gauss-newton", "--trace"])
         GaussNewton(1 x 1, float64), 1 stage
-        loss X
+        loss 22.5, norm of the gradient 15
         <BLANKLINE>
         trace of Gauss-Newton  5 +- 0
           basis, 1 products, stopped by: exact

@@ -123,7 +123,7 @@ def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
     told: dict[int, tuple[str, float, float]] = {}
 
     def note(index: int, name: str, error: float, most: float) -> None:
-        told.setdefault(index, (name, error, most))
+        told[index] = max((name, error, most), told.get(index, (name, 0.0, most)), key=lambda each: each[1])
 
     op.told([v], note)
     table = torch.zeros(op.stages, 3, dtype=torch.float64)

@@ -60,7 +60,9 @@ def curvature(args: Namespace) -> int:
     if args.trace is not None:
         answers.give("trace", A.trace(args.trace, rel=args.rel, seed=args.seed, show=show))
     if args.layers is not None:
-        blocks = A.per_layer(args.layers, samples=args.samples, which=args.which, tol=args.tol, seed=args.seed, show=show)
+        blocks = A.per_layer(
+            args.layers, samples=args.samples, which=args.which, tol=args.tol, seed=args.seed, show=show
+        )
         answers.give("layers", blocks, _show_layers)
     if args.density is not None:
         spectrum = A.density(steps=args.steps, runs=args.runs, seed=args.seed, show=show)
@@ -123,7 +125,7 @@ def _check_files(args: Namespace) -> None:
         try:
             args.save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CommandError(f"cannot make the folder {args.save}: {error.strerror}. Give another to --save.") from None
+            raise CommandError(f"cannot make the folder {args.save}: {error.strerror}. Give another.") from None
 
 
 def _about(A: Operator) -> str:

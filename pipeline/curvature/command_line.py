@@ -80,19 +80,20 @@ def _add_questions(parser: ArgumentParser) -> None:
 
 def _add_numbers(parser: ArgumentParser) -> None:
     numbers = parser.add_argument_group("numbers")
-    numbers.add_argument("--which", choices=("LM", "LA", "SA", "BE"), default="LM", help="--top, --layers: largest magnitude (LM, "
-                         "the default), largest (LA), smallest (SA), both ends (BE)")
-    numbers.add_argument("--tol", type=_positive, metavar="X", help="--top, --layers: of the residuals, relative to the "
-                         "largest eigenvalue; default: 1e-4")
+    which = "--top, --layers: largest magnitude (LM, the default), largest (LA), smallest (SA), both ends (BE)"
+    numbers.add_argument("--which", choices=("LM", "LA", "SA", "BE"), default="LM", help=which)
+    tol = "--top, --layers: of the residuals, relative to the largest eigenvalue; default: 1e-4"
+    numbers.add_argument("--tol", type=_share, default=1e-4, metavar="X", help=tol)
     numbers.add_argument("--max-products", type=_count, metavar="N", help="--top: end there, converged or not")
-    numbers.add_argument("--samples", type=_count, default=100, metavar="N", help="--trace, --layers: products; default: 100")
-    numbers.add_argument("--rel", type=_positive, metavar="X", help="--trace: end where the standard error is this "
-                         "small, relative to the trace")
-    numbers.add_argument("--steps", type=_count, default=80, metavar="N", help="--density: Lanczos steps in a run; "
-                         "default: 80")
+    samples = "--trace, --layers: products; default: 100"
+    numbers.add_argument("--samples", type=_count, default=100, metavar="N", help=samples)
+    rel = "--trace: end where the standard error is this small, relative to the trace"
+    numbers.add_argument("--rel", type=_share, metavar="X", help=rel)
+    steps = "--density: Lanczos steps in a run; default: 80"
+    numbers.add_argument("--steps", type=_count, default=80, metavar="N", help=steps)
     numbers.add_argument("--runs", type=_count, default=10, metavar="N", help="--density: runs; default: 10")
-    numbers.add_argument("--seed", type=_whole, default=0, metavar="N", help="of random vectors; and of dropout, where "
-                         "the script does not say; default: 0")
+    seed = "of random vectors; and of dropout, where the script does not say; default: 0"
+    numbers.add_argument("--seed", type=_whole, default=0, metavar="N", help=seed)
 
 
 def _add_outputs(parser: ArgumentParser) -> None:
@@ -114,7 +115,6 @@ def _checked(args: Namespace) -> Namespace:
             raise CommandError(f"{option} is for --top. Add --top K, or leave it out.")
     if args.rel is not None and args.trace is None:
         raise CommandError("--rel is for --trace. Add --trace, or leave it out.")
-    args.tol = 1e-4 if args.tol is None else args.tol
     return args
 
 
@@ -138,7 +138,7 @@ def _count(text: str) -> int:
     return found
 
 
-def _positive(text: str) -> float:
+def _share(text: str) -> float:
     try:
         found = float(text)
     except ValueError:

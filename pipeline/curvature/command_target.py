@@ -123,7 +123,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise CommandError(f"there is no module {name}. A script is named with its suffix: {name}.py:NAME.") from None
+            raise CommandError(f"there is no module {name}. Name a script with its suffix: {name}.py:NAME.") from None
         raise
 
 

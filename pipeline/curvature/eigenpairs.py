@@ -119,8 +119,8 @@ def top_eigenpairs(
         ValueError: k, which, tol or another argument makes no sense; ResumeError: the file is another run's.
         FloatingPointError: a product is not finite.
 
-    Memory, in vectors: the basis, which is one for each product of a round, or `max_basis`; and `block` products. At the
-    end k more. Time: the products; with each the basis is read four times, and there are three all-reduces of as many
+    Memory, in vectors: the basis, which is one for each product of a round, or `max_basis`; and `block` products. At
+    the end k more. Time: the products; with each the basis is read four times, and there are three all-reduces of as many
     numbers as it has rows.
 
     Example:

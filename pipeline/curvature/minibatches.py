@@ -8,13 +8,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline.microbatch import NoChunk
 from pipeline.ranks.agreement import digest, values_in_words
+
+
+class MiniBatch(NamedTuple):
+    """A pair of the data; `digest`: a word for what it holds."""
+
+    x: Any
+    target: Any
+    digest: str
 
 
 class MiniBatches:
@@ -39,7 +47,7 @@ class MiniBatches:
         self._seen: list[str] = []
         self._is_known = False
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[MiniBatch]:
         """
         Raises:
             ValueError: there is none, one is no pair, or they are not those of the first time.
@@ -47,8 +55,7 @@ class MiniBatches:
         count = 0
         for item in self._data:
             pair = _pair(item, count)
-            self._compare(count, pair)
-            yield pair
+            yield MiniBatch(*pair, self._compared(count, pair))
             count += 1
         if count == 0:
             raise ValueError("the data hold no mini-batch. Give at least one (x, target).")
@@ -56,13 +63,19 @@ class MiniBatches:
             raise ValueError(f"the data gave {count} mini-batches, and {len(self._seen)} the first time. " + _REMEDY)
         self._is_known = True
 
-    def _compare(self, number: int, pair: tuple[Any, Any]) -> None:
+    def _compared(self, number: int, pair: tuple[Any, Any]) -> str:
+        """What a mini-batch holds, in a word.
+
+        Raises:
+            ValueError: it held something else the first time.
+        """
         tensors = [leaf for leaf in pytree.tree_leaves(_bare(pair)) if isinstance(leaf, Tensor)]
         found = str(digest(values_in_words(tensors)))
         if not self._is_known:
             self._seen[number:] = [found]
         elif number >= len(self._seen) or self._seen[number] != found:
             raise ValueError(f"mini-batch {number} of the data is not what it was in the first product. " + _REMEDY)
+        return found
 
     def fingerprint(self) -> str:
         """What the mini-batches hold."""

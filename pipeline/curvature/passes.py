@@ -163,18 +163,26 @@ class Passes:
                     found: list[float] = totals.tolist()
                     return found
                 with self._prepared(self._seed + number):
-                    x, target = tree_map_only(Tensor, _no_inference, item)
+                    x, target = tree_map_only(Tensor, _no_inference, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x")
                     first_rows = first_rows or sum(batch.rows)
                     aim = scatter_like(target, batch, "the target")
-                    where = {"mini-batch": number, "first vector": first}
-                    totals += self._minibatch(task, sums, batch, aim, first_rows, where, peers)
+                    where = {"mini-batch": number, "its values": item.digest, "first vector": first}
+                    totals += self._minibatch(task, sums, batch, aim, first_rows, number, where, peers)
             number += 1
 
     def _minibatch(
-        self, task: Task, sums: Sums, batch: Batch, aim: Batch, first_rows: int, where: dict[str, int], peers: Peers
+        self,
+        task: Task,
+        sums: Sums,
+        batch: Batch,
+        aim: Batch,
+        first_rows: int,
+        number: int,
+        where: Mapping[str, object],
+        peers: Peers,
     ) -> Tensor:
-        """Run one; return what it adds to the totals."""
+        """Run one; return what it adds to the totals. `where` is the same on all ranks."""
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         self.pipe._refuse_transforms(batch)
         options = {
@@ -182,7 +190,7 @@ class Passes:
             "loss_reduction": self._reduction,
         }  # fmt: skip
         setup = self.pipe._setup(batch, plan_step, True, False, peers, options, None, aim, draws=False)
-        setup = setup._replace(seed=self._seed + where["mini-batch"])
+        setup = setup._replace(seed=self._seed + number)
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossEnd:
             return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, setup.compares)

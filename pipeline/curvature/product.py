@@ -218,9 +218,9 @@ class ProductCall:
             run.wait(chunk, inbox)
             return
         made = run.forward(chunk, inbox, (stage, chunk) in self._setup.recompute)
-        if self._task.rule is not Rule.HESSIAN and self._is_asked(run, chunk):
+        if self._is_asked(run, chunk):
             tangents = Inbox.of(made, self._task.number).tangents[0]
-            with run.aliases.stand_in():
+            with run.aliases.stand_in():  # for a Hessian once more at B: then of the gradient
                 self._confirm(run, chunk, inbox, of_output, tangents)
         self._check_alone(run, messages, chunk)
         self._mailbox.put(stage, chunk, made)
@@ -374,6 +374,8 @@ class ProductCall:
         return chunk == asked and self._task.number > 0
 
     def _confirm(self, run: StageRule, chunk: int, inbox: Inbox, at: At, found: Sequence[Tensor | None]) -> None:
+        if not found:  # nothing depends on a parameter
+            return
         error, most = error_along(run, chunk, inbox, at, found)
         if self._task.told is not None:
             self._task.told(run.index, run.name, error, most)

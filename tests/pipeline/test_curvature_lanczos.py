@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.curvature.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.krylov import Basis, orthogonalise_
-from pipeline.curvature.ritz import Chain, ritz, shortest, wanted
+from pipeline.curvature.ritz import Chain, limits, ritz, shortest, wanted
 from pipeline.curvature.space import Vec
 from pipeline.curvature.tridiagonal import tridiagonals
 from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
@@ -204,6 +204,27 @@ def test_pairs_come_back_from_a_file_and_are_printed_and_drawn(tmp_path: Path) -
     pytest.importorskip("matplotlib")
     found.plot(tmp_path / "top.png")
     assert (tmp_path / "top.png").stat().st_size > 1000
+
+
+def test_a_copy_that_only_rounding_puts_before_the_last_one_found_begins_no_round() -> None:
+    """Rounds of two products: 4 and 0; 4 again; no other. Two more for the residuals."""
+    for seed in range(10):
+        A = DenseMap(symmetric(torch.tensor([4.0] * 30 + [0.0] * 10)), block=1)
+        assert top_eigenpairs(A, 2, seed=seed).products == 8
+
+
+def test_a_last_round_that_is_cut_down_still_shows_a_second_copy() -> None:
+    A = DenseMap(symmetric(torch.cat([torch.tensor([3.0, 3.0]), torch.linspace(0, 2.5, 28)])), block=1)
+    for seed in range(20):
+        found = top_eigenpairs(A, 2, seed=seed, max_basis=8)
+        assert found.converged and float(found.values[1]) > 2.9
+
+
+@pytest.mark.parametrize(
+    "which, points", [("LM", [2.5, -2.5]), ("LA", [-2.5]), ("SA", [3.5]), ("BE", [2.5, -3.5])]
+)
+def test_past_the_limits_are_the_values_that_would_be_wanted_more(which: str, points: list[float]) -> None:
+    assert limits(torch.tensor([4.0, -3.0, 3.0, -4.0, 2.0])[[0, 4, 1] if which != "SA" else [1, 2]], which, 0.5) == points
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_values() -> None:

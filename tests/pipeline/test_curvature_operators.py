@@ -145,12 +145,8 @@ def self_attended(needs, layer, x):
     return layer(x, x, x, need_weights=needs)[0]
 
 
-def sampled(x):
-    return F.grid_sample(x[:, :1], x[:, 1:].permute(0, 2, 3, 1).tanh(), align_corners=False, mode="bilinear")
-
-
-def pairwise(x):
-    return torch.stack([F.pdist(each) for each in x])
+def sampled(mode, x):
+    return F.grid_sample(x[:, :1], x[:, 1:].permute(0, 2, 3, 1).tanh(), align_corners=False, mode=mode)
 
 
 def of_kind(build, kind):
@@ -329,7 +325,20 @@ OPERATORS = POINTWISE | {
     ),
     "attention MATH": Case(lambda: With(attended_math, 4, 24), (3, 4)),
     "attention MATH causal": Case(lambda: With(partial(attended_math, is_causal=True), 4, 24), (3, 4)),
-    "grid_sample": apply(sampled, 3, 3, 3),
+    "grid_sample": apply(partial(sampled, "bilinear"), 3, 3, 3),
+    "grid_sample bicubic": apply(partial(sampled, "bicubic"), 3, 3, 3),
+    "max_unpool2d": apply(lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), *IMAGE),
+    "pairwise_distance": Case(lambda: With(F.pairwise_distance, 1, 8)),
+    "distances written out": Case(lambda: With(lambda x, w: (x[:, None] - w).square().sum(-1).sqrt(), 4, 8)),
+    "hardsigmoid written out": apply(lambda x: torch.clamp(x / 6 + 0.5, 0, 1)),
+    "svdvals": apply(torch.linalg.svdvals, 3, 3),
+    "qr": apply(lambda x: torch.linalg.qr(x)[0], 3, 3),
+    "lu": apply(lambda x: torch.linalg.lu(positive(x))[2], 3, 3),
+    "matrix_exp": apply(torch.matrix_exp, 3, 3),
+    "lstsq": apply(lambda x: torch.linalg.lstsq(x + 2 * torch.eye(3, dtype=x.dtype), x.sin())[0], 3, 3),
+    "renorm": apply(lambda x: x.renorm(2, 0, 1.0)),
+    "digamma, i0e, erfinv": apply(lambda x: torch.digamma(x**2 + 1) + torch.special.i0e(x) + torch.erfinv(x.tanh() / 2)),
+    "pad circular": apply(lambda x: F.pad(x, (1, 1), mode="circular"), *LINE),
     "spectral_norm": module(lambda: of_kind(lambda: nn.Linear(8, 5), "spectral_norm")),
     "orthogonal": module(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 5), orthogonal_map="matrix_exp")),
     "Function": apply(Cube.apply),

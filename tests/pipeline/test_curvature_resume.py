@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.curvature.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.krylov import Basis
 from pipeline.curvature.resume import ResumeError, Saves
+from pipeline.curvature.ritz import Ritz, ritz
 from pipeline.curvature.space import Vec
 from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
 from tests.pipeline.dense_ranks import RankMap, over_ranks
@@ -103,6 +104,28 @@ def test_interrupted_between_products_a_run_gives_the_same_bits(
             top_eigenpairs(DenseMap(matrix), resume=path, save_every=0, **WANTED)
         except KeyboardInterrupt:
             pass
+        left = 0
+        assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
+
+
+def test_interrupted_between_products_and_what_is_made_of_them_a_run_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, path, left = symmetric(VALUES), tmp_path / "top.pt", 0
+
+    def interrupted(projection: Tensor) -> Ritz:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return ritz(projection)
+
+    straight = top_eigenpairs(DenseMap(matrix), **WANTED)
+    monkeypatch.setattr("pipeline.curvature.lanczos.ritz", interrupted)
+    for at in range(2, 16):
+        left = at
+        with pytest.raises(KeyboardInterrupt):
+            top_eigenpairs(DenseMap(matrix), resume=path, save_every=0, **WANTED)
         left = 0
         assert_equal(top_eigenpairs(DenseMap(matrix), resume=path, **WANTED), straight)
 
@@ -271,6 +294,17 @@ def test_ranks_whose_last_saves_are_a_step_apart_begin_at_the_common_one(tmp_pat
 
     found = over_ranks(torch.eye(4), 2, last_saves)
     assert found == [{"step": 4, "rank": 0}, {"step": 4, "rank": 1}]
+
+
+def test_ranks_that_have_the_same_two_steps_begin_at_the_later_one(tmp_path: Path) -> None:
+    def last_saves(A: RankMap) -> Any:
+        saves = Saves(tmp_path / "run.pt", A.space, {})
+        for step in (3, 4, 5):
+            saves.write(step, step)
+        A.space.exchange(A.space.rank, None)
+        return Saves(tmp_path / "run.pt", A.space, {}).latest()
+
+    assert over_ranks(torch.eye(4), 2, last_saves) == [5, 5]
 
 
 def test_a_rank_without_its_file_is_told_on_all_ranks(tmp_path: Path) -> None:

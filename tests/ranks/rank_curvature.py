@@ -132,20 +132,17 @@ def multiplied(
     checkpoint: str = "always",
     **settings: Any,
 ) -> Found:
-    """Products with three vectors, two at a time; with one, and the gradient; the loss. And all that they must not do."""
+    """Products with three vectors, two at a time; with one, and the gradient; the loss; and nothing else is changed."""
     network = model_of(model, stages)
     pipe = make(network, even(len(network), stages), chunks, checkpoint=CHECKPOINTS[checkpoint], **settings)
-    A = MATRICES[matrix](
-        pipe, data_of(counts), LOSSES[loss], params=params, training=training, seed=11, block=2
-    )
+    A = MATRICES[matrix](pipe, data_of(counts), LOSSES[loss], params=params, training=training, seed=11, block=2)
     vectors = [drawn(pipe, A.space.slots, number) for number in range(3)]
     with Untouched(pipe):
         several = A @ vectors
         one, gradient = A.hvp(vectors[1])
-        again = A @ vectors[0]
         more = {"loss": A.loss(), "size": A.shape[0]}
     found = {**more, **by_all_names(pipe, gradient, "gradient"), **by_all_names(pipe, one, "hvp")}
-    for number, product in enumerate([*several, again]):
+    for number, product in enumerate(several):
         found |= by_all_names(pipe, product, f"product {number}")
     if make is over_ranks and not training:
         assert_as_written_out(found, model_of(model, stages), matrix, loss, data_of(counts), params)
@@ -274,7 +271,7 @@ def drawn_by_the_space(make: Make, model: str, stages: int) -> tuple[Found, list
 
 def estimated(make: Make, model: str, stages: int, what: str) -> tuple[Found, list[Any]]:
     """What an estimator gives: numbers that all ranks have, and entries of the parameters here."""
-    pipe, A = operator_of(make, model, stages, "G" if what == "solve" else "H")
+    pipe, A = operator_of(make, model, stages, "F" if what == "solve" else "H")
     with Untouched(pipe):
         numbers, named = ESTIMATORS[what](A)
     found: Found = {"numbers": numbers}
@@ -396,7 +393,9 @@ def resumed(folder: str, model: str) -> list[Any]:
         parameter.data.sub_(1.0)
     after = top_eigenpairs(A, 3, resume=path)
     same = torch.equal(after.values, whole.values) and after.products == whole.products and all(
-        torch.equal(one[name], other[name]) for one, other in zip(after.vectors, whole.vectors, strict=True) for name in one
+        torch.equal(one[name], other[name])
+        for one, other in zip(after.vectors, whole.vectors, strict=True)
+        for name in one
     )
     A.space.norm(A.space.zeros())  # all have come so far, and deleted their files
     left = [each.name for each in Path(folder).iterdir()]

@@ -1,0 +1,173 @@
+"""Law: products and estimates over ranks are those of one process; what goes wrong on one rank all are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from one_and_many import check_all
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}  # stages on a rank
+
+
+def agree(crew: Crew, script: str, cases: Sequence[dict[str, Any]]) -> None:
+    """The bits of one process."""
+    check_all(cases, crew.run("rank_curvature:compare_all", script, cases))
+
+
+def agree_nearly(crew: Crew, script: str, cases: Sequence[tuple[Any, ...]]) -> None:
+    """The numbers of one process, but for the order of sums; and on all ranks the same, to the bit."""
+    found = crew.run("rank_curvature:compare_near", script, cases)
+    check_all(cases, [[compared for compared, _ in results] for results in found])
+    for case, *ranks in zip(cases, *found, strict=True):
+        numbers = [bits for _, bits in ranks]
+        assert numbers[0] and all(each == numbers[0] for each in numbers), f"{case}: {numbers}"
+
+
+# --------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_products_are_those_of_one_process_and_of_the_matrix_under_every_schedule(
+    crew2: Crew, crew3: Crew, crew4: Crew, schedule: str
+) -> None:
+    how: list[dict[str, Any]] = [
+        {"model": "dropping", "matrix": "H", "training": True, "checkpoint": "mixed"},
+        {"model": "layered", "matrix": "H", "checkpoint": "always", "loss": "counted", "counts": (9, 5, 7)},
+        {"model": "layered", "matrix": "G", "checkpoint": "never"},
+        {"model": "dropping", "matrix": "F", "checkpoint": "mixed", "loss": "square", "counts": (5,)},
+    ]
+    for crew, chosen in ((crew2, how), (crew3, how[:2]), (crew4, how[1:2] if schedule in ("1f1b", "zb-v") else [])):
+        if chosen:
+            stages = SCHEDULES[schedule] * crew.size
+            chunks = 6 if stages % 3 == 0 else 4
+            agree(crew, "multiplied", [{"schedule": schedule, "stages": stages, "chunks": chunks, **each}
+                                       for each in chosen])  # fmt: skip
+
+
+@pytest.mark.parametrize("matrix", ["H", "G", "F"])
+def test_a_weight_that_ranks_have_in_common_is_one_parameter(crew2: Crew, crew3: Crew, crew4: Crew, matrix: str) -> None:
+    for crew, models in ((crew2, ["ends"]), (crew3, ["many", "middle"]), (crew4, ["many"] if matrix == "H" else [])):
+        agree(crew, "multiplied", [
+            {"model": model, "stages": crew.size, "matrix": matrix, "chunks": 3, "schedule": "1f1b"} for model in models
+        ])  # fmt: skip
+
+
+def test_ranks_without_parameters_or_without_chosen_ones_take_part(crew2: Crew, crew3: Crew) -> None:
+    for crew in (crew2, crew3):
+        agree(crew, "multiplied", [
+            {"model": model, "stages": crew.size, "matrix": matrix, "params": params, "chunks": 2, "counts": (4, 6)}
+            for model, matrix, params in (("first bare", "H", None), ("last bare", "G", None), ("frozen", "H", None),
+                                          ("layered", "H", "0"), ("layered", "F", ["7"]))
+        ])  # fmt: skip
+
+
+def test_a_tied_weight_is_chosen_on_all_ranks_by_any_of_its_names(crew2: Crew, crew3: Crew) -> None:
+    cases = [("ends", "0.weight"), ("ends", "3"), ("many", ["1", "2.bias"]), ("ends", _weights)]
+    for crew, chosen in ((crew2, cases), (crew3, cases[:2])):
+        agree(crew, "multiplied", [
+            {"model": model, "stages": crew.size, "matrix": "H", "params": params, "chunks": 2, "counts": (4,)}
+            for model, params in chosen
+        ])  # fmt: skip
+
+
+def _weights(name: str, parameter: Any) -> bool:
+    """A predicate; it knows the tied weight by its first name alone."""
+    return name in ("0.weight", "1.weight")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_skips_trees_and_captured_weights_cross_the_ranks_with_their_tangents(
+    crew2: Crew, crew3: Crew, training: bool
+) -> None:
+    for crew, names in ((crew2, ("relay", "exchange", "mlp", "only_by_the_skip")),
+                        (crew3, ("many_readers", "containers", "transformer", "stashed_weight"))):  # fmt: skip
+        agree(crew, "of_case", [
+            {"name": name, "stages": crew.size, "matrix": matrix, "training": training, "checkpoint": checkpoint}
+            for name, matrix, checkpoint in zip(names, "HGHH", ("mixed", "never", "always", "mixed"), strict=True)
+        ])  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- estimates
+
+
+def test_random_vectors_and_inner_products_are_those_of_one_process(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
+    for crew in (crew2, crew3, crew4):
+        agree_nearly(crew, "drawn_by_the_space", [(model, crew.size) for model in ("layered", "many", "first bare")])
+
+
+@pytest.mark.parametrize(
+    "what", ["hutchinson", "hutch++", "eigenpairs", "density", "solve", "diagonal", "layer traces"]
+)
+def test_estimators_give_one_process_s_numbers_on_all_ranks(crew2: Crew, crew3: Crew, what: str) -> None:
+    agree_nearly(crew2, "estimated", [("ends", 2, what)])
+    agree_nearly(crew3, "estimated", [("first bare", 3, what)])
+
+
+@pytest.mark.parametrize("model", ["ends", "last bare"])
+def test_a_lanczos_run_that_ends_early_or_fails_on_one_rank_goes_on_to_the_bit(
+    crew2: Crew, crew3: Crew, tmp_path: Path, model: str
+) -> None:
+    crew = crew2 if model == "ends" else crew3
+    for rank, found in enumerate(crew.run("rank_curvature:resumed", str(tmp_path), model)):
+        converged, files, failed, refused, same, left = found
+        assert not converged and same and not left, found
+        assert rank > 0 or files == [f"run.rank{each}of{crew.size}.pt" for each in range(crew.size)]
+        assert failed[:2] == ("KeyError", "'no such loss'") and failed[3] < 10
+        assert refused[0] == "ResumeError" and refused[3] < 10, refused
+
+
+# --------------------------------------------------------------------------------------------------------- failures
+
+BROKEN = [
+    ("forward", 0, "H", "ValueError", "F0"), ("backward", 1, "H", "ZeroDivisionError", "F0"),
+    ("backward", 4, "H", "ZeroDivisionError", "B0"), ("backward", 5, "G", "ZeroDivisionError", "B1"),
+    ("loss", 2, "F", "KeyError", "B1"),
+]  # fmt: skip
+
+
+def test_what_a_rank_raises_in_a_product_is_raised_on_all_and_the_next_product_is_right(
+    crew2: Crew, crew3: Crew
+) -> None:
+    for crew in (crew2, crew3):
+        last = crew.size - 1
+        cases = [
+            (where, what, countdown, matrix, kind, f"{where}{'B' + action[1:] if where == last else action}")
+            for what, countdown, matrix, kind, action in BROKEN
+            for where in range(crew.size) if (what == "loss") <= (where == last)
+        ]  # fmt: skip
+        for results in crew.run("rank_curvature:broken", [case[:4] for case in cases]):
+            for case, ((kind, words, notes, seconds), is_right) in zip(cases, results, strict=True):
+                assert (kind, seconds < 10, is_right) == (case[4], True, True), (case, kind, words, notes)
+                if case[0] != last:
+                    assert case[5] in " ".join(notes), (case, notes)
+
+
+APART = {
+    "values": "mini-batch",
+    "rows": "the mini-batches differ between the ranks: rank 0: x float64",
+    "mini-batches": "mini-batch",
+    "chunks": "chunks 2",
+    "matrix": "matrix=Gauss-Newton",
+    "training": "the modes differ between the ranks",
+    "params": "params differ between the ranks",
+    "reduction": "loss_reduction=sum",
+    "vectors": "vectors=2",
+    "blocks": "options differ",
+    "dots": "rank==0",
+    "step": "step of Pipe",
+    "gradient": "options differ",
+    "a part": "KeyError",
+    "changed": "not what it was",
+    "frozen": "requires_grad_",
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_that_do_not_do_the_same_are_told_so_before_a_number_is_wrong(crew2: Crew, odd: int) -> None:
+    found = crew2.run("rank_curvature:apart", [(which, odd) for which in APART], timeout=200.0)
+    print(*zip(APART,*found),sep="\n")
+    assert 0
