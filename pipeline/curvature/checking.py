@@ -34,14 +34,14 @@ class Report(Result):
     """What a check has found.
 
     Attributes:
-        of: the matrix's name.
+        matrix: the matrix's name.
         what: what was compared, in words, line by line.
         errors: relative errors.
         limits: what they may be at most.
         notes: what was not looked at, and why.
     """
 
-    of: str
+    matrix: str
     what: list[str]
     errors: list[float]
     limits: list[float]
@@ -54,7 +54,7 @@ class Report(Result):
 
     def lines(self) -> Iterator[str]:
         width = max(map(len, self.what))
-        yield f"check of the {self.of}: " + ("all is well" if self.ok else "SOMETHING IS WRONG")
+        yield f"check of the {self.matrix}: " + ("all is well" if self.ok else "SOMETHING IS WRONG")
         for what, error, most in zip(self.what, self.errors, self.limits, strict=True):
             verdict = "" if error <= most else "   WRONG"
             yield f"  {what:<{width}}  error {error:8.1e}   at most {most:7.0e}{verdict}"

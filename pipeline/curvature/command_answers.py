@@ -138,7 +138,7 @@ def _about(A: Operator) -> str:
 
 
 def _show_eigenvalues(found: Eigenpairs) -> None:
-    print(f"{len(found.values)} of the {found.of}'s eigenvalues, {WHICH[found.which]}; {found.products} products")
+    print(f"{len(found.values)} of the {found.matrix}'s eigenvalues, {WHICH[found.which]}; {found.products} products")
     pairs = list(zip(found.values.tolist(), found.residuals.tolist(), strict=True))
     cells = [
         [str(place), f"{value:+.6g}", f"{residual * found.scale:.1e}", f"{residual:.1e}"]

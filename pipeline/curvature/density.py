@@ -34,7 +34,7 @@ class Density(Result):
     One run has no band: None.
     """
 
-    name: str
+    matrix: str
     """Of the matrix."""
     size: int
     """How many eigenvalues the matrix has."""
@@ -89,7 +89,7 @@ class Density(Result):
     def lines(self) -> Iterator[str]:
         runs, steps = self.nodes.shape
         yield (
-            f"spectral density of {self.name}: {self.size} eigenvalues, "
+            f"spectral density of {self.matrix}: {self.size} eigenvalues, "
             f"{runs} runs of {steps} steps, {self.products} products"
         )
         yield f"  smallest node     {float(self.nodes.min()):12.5g}"
@@ -105,7 +105,7 @@ class Density(Result):
         """The density on a logarithmic scale, down to a tenth of what one eigenvalue of all makes; the band filled."""
         grid = self.grid.numpy()
         floor = 0.1 / (self.size * self.sigma * math.sqrt(2.0 * math.pi))
-        ax.semilogy(grid, self.density.clamp(min=floor).numpy(), label=f"density of {self.name}")
+        ax.semilogy(grid, self.density.clamp(min=floor).numpy(), label=f"density of {self.matrix}")
         if self.lower is not None and self.upper is not None:
             band = [end.clamp(min=floor).numpy() for end in (self.lower, self.upper)]
             ax.fill_between(grid, *band, alpha=0.3, label="two standard errors")
@@ -186,7 +186,7 @@ def _curve(
     curves = torch.stack([smoothed(*run, ends, sigma) for run in zip(nodes, weights, strict=True)])
     mean, error = _over_runs(curves)
     return Density(
-        name=A.name,
+        matrix=A.name,
         size=A.space.size,
         grid=(ends[1:] + ends[:-1]) / 2.0,
         density=mean,

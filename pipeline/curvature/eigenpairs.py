@@ -30,7 +30,7 @@ class Eigenpairs(Result):
     """Some eigenvalues of a symmetric matrix, with their vectors.
 
     Attributes:
-        of: the matrix's name.
+        matrix: the matrix's name.
         which: "LM", "LA", "SA" or "BE".
         values: [k], the most wanted first; for "BE" the largest first. Each is x'Ax of its vector.
         vectors: for each value this process's entries by the parameters' names, in their shapes, on the CPU. Of norm 1
@@ -44,7 +44,7 @@ class Eigenpairs(Result):
         tol: what was asked for.
     """
 
-    of: str
+    matrix: str
     which: str
     values: Tensor
     vectors: list[dict[str, Tensor]]
@@ -58,7 +58,7 @@ class Eigenpairs(Result):
     def lines(self) -> Iterator[str]:
         """Each value with its residual."""
         plural = "s" if len(self.values) > 1 else ""
-        yield f"{len(self.values)} eigenvalue{plural} of the {self.of}, {WHICH[self.which]}; {self.products} products"
+        yield f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}; {self.products} products"
         for place, (value, residual) in enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True)):
             yield f"  {place + 1:>3}  {value:>+14.7e}  residual {residual:.1e}"
         yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"
@@ -70,7 +70,7 @@ class Eigenpairs(Result):
         ax.stem(range(1, len(self.values) + 1), self.values.numpy())
         ax.set_xlabel(f"eigenvalues {WHICH[self.which]}")
         ax.set_ylabel("eigenvalue")
-        ax.set_title(f"{self.of}" + ("" if self.converged else " (not converged)"))
+        ax.set_title(f"{self.matrix}" + ("" if self.converged else " (not converged)"))
 
 
 def top_eigenpairs(
@@ -120,8 +120,8 @@ def top_eigenpairs(
         FloatingPointError: a product is not finite.
 
     Memory, in vectors: the basis, which is one for each product of a round, or `max_basis`; and `block` products. At
-    the end k more. Time: the products; with each the basis is read four times, and there are three all-reduces of as many
-    numbers as it has rows.
+    the end k more. Time: the products; with each the basis is read four times, and there are three all-reduces, of as
+    many numbers as it has rows.
 
     Example:
         >>> from tests.pipeline.dense_map import DenseMap
@@ -224,7 +224,7 @@ def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
     residuals = torch.tensor(squares, dtype=torch.float64)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
     why = _why(run, residuals)
     return Eigenpairs(
-        of=A.name,
+        matrix=A.name,
         which=goal.which,
         values=torch.tensor(values, dtype=torch.float64)[order],
         vectors=[{name: part.cpu() for name, part in A.space.named(vecs[place]).items()} for place in order],

@@ -27,7 +27,6 @@ from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-_BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 _REMEDIES = {
     "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",
     "embedding_bag": "Use nn.Embedding and sum or average its rows yourself.",
@@ -74,8 +73,8 @@ def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> Non
             raise ValueError(_of_no_function(f"'{name}'"))
         if module.training and _has_spectral_norm(module):
             raise ValueError(
-                f"'{name}' has spectral_norm, which moves its singular vectors in each forward of train mode, unseen by "
-                "autograd: the second derivative would be wrong. Analyse in eval mode (training=False)."
+                f"'{name}' has spectral_norm, which moves its singular vectors in each forward of train mode, unseen "
+                "by autograd: the second derivative would be wrong. Analyse in eval mode (training=False)."
             )
         looks_at_all = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if looks_at_all and chunks > 1:
@@ -167,7 +166,7 @@ def _old_weight_norm(hook: Any, module: nn.Module) -> Tensor:
 
 def _scaled(direction: Tensor, magnitude: Tensor, dim: int) -> Tensor:
     axes = [axis for axis in range(direction.dim()) if axis != dim % max(direction.dim(), 1)] if dim != -1 else None
-    norm = direction.square().sum(axes, keepdim=True).sqrt() if axes is None or axes else direction.abs()
+    norm = direction.abs() if axes == [] else torch.linalg.vector_norm(direction, dim=axes, keepdim=True)
     return direction * (magnitude / norm)
 
 
@@ -203,7 +202,8 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
                 f"{stage} calls torch._weight_norm, whose second derivative is wrong in torch. Use "
                 "torch.nn.utils.parametrizations.weight_norm, which is written out here, or v * (g / v.norm(...))."
             )
-        if chunks > 1 and node.name() in _BATCH_NORMS and node._saved_training and not _is_instance_norm(node):
+        looks_at_all = "BatchNorm" in node.name() and getattr(node, "_saved_training", False)
+        if looks_at_all and chunks > 1 and not _is_instance_norm(node):
             raise ValueError(_of_all_rows(f"a batch norm of {stage}"))
         if node.name() == "EmbeddingBackward0" and node._saved_scale_grad_by_freq:
             raise ValueError(_of_no_function(f"an embedding of {stage}"))

@@ -23,7 +23,7 @@ __all__ = ["IndefiniteError", "Solution", "solve", "solve_many"]
 class Solution(Result):
     """The solution of one linear system, as far as it was found."""
 
-    name: str
+    matrix: str
     """Of the matrix A."""
     x: dict[str, Tensor]
     """By the parameters' names, in their shapes, on the CPU; over ranks those of this process."""
@@ -39,7 +39,7 @@ class Solution(Result):
     """"cg" or "minres"."""
 
     def lines(self) -> Iterator[str]:
-        yield f"solution of ({self.name} + {self.damping:g} I) x = b by {self.method}"
+        yield f"solution of ({self.matrix} + {self.damping:g} I) x = b by {self.method}"
         yield f"  relative residual {self.residual:9.2g}   tol {self.tol:.2g}"
         yield f"  products          {self.products:9d}"
         if not self.converged:
@@ -135,7 +135,7 @@ def solve_many(
     )
     return [
         Solution(
-            name=A.name,
+            matrix=A.name,
             x={name: part.detach().cpu() for name, part in space.named(end.x).items()},
             residual=end.residual,
             converged=end.residual <= tol,

@@ -3,6 +3,8 @@
 The reference is the dense matrix of curvature_reference.py; entries are parameter after parameter, as `flat` has them.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from curvature_reference import Loss, truth
@@ -33,11 +35,16 @@ def data():
 
 
 def made(matrix="Hessian", model=None, **what):
-    return MATRICES[matrix](Pipe(model or layered(), [2, 2], 3), data(), CE.whole, seed=SEED, **what)
+    return MATRICES[matrix](Pipe(model or layered(), [2, 2], 3), data(), CE.whole, seed=SEED, **{"block": 16, **what})
+
+
+@cache
+def all_dense():
+    return truth(layered(), [data()], CE, chunks=3).products
 
 
 def dense(matrix="Hessian"):
-    return truth(layered(), [data()], CE, chunks=3).products[matrix]
+    return all_dense()[matrix]
 
 
 def close(found, wanted, rtol=1e-12):
@@ -337,11 +344,16 @@ def test_a_plain_module_is_taken_whole_under_its_own_names(matrix, kind):
 
 
 def test_a_plain_modules_masks_are_the_same_in_every_product():
-    model = nn.Sequential(Residual(), nn.Dropout(0.5)).double()
-    for each in (model, nn.ModuleDict({"net": model})["net"]):
-        op = Hessian(each, data(), CE.whole, training=True, seed=SEED)
-        wanted = truth(model, [data()], CE, seed=SEED)
-        close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
+    """Those of `layer_seed` with the layers of a Sequential; any other module is layer 0."""
+    masked = Residual()
+    masked.two = nn.Sequential(nn.Dropout(0.5), masked.two, nn.Dropout(0.5))
+    model = nn.Sequential(nn.Dropout(0.5), masked).double()
+    for given_, plain in ((model, model), (masked, nn.Sequential(masked))):
+        op = Hessian(given_, data(), CE.whole, training=True, seed=SEED)
+        wanted = truth(plain, [data()], CE, seed=SEED)
+        found = op @ torch.eye(op.shape[0], dtype=torch.float64)
+        close(found, wanted.products["Hessian"])
+        assert torch.equal(op @ torch.eye(op.shape[0], dtype=torch.float64), found)
 
 
 @every_matrix

@@ -221,10 +221,19 @@ def test_a_last_round_that_is_cut_down_still_shows_a_second_copy() -> None:
 
 
 @pytest.mark.parametrize(
-    "which, points", [("LM", [2.5, -2.5]), ("LA", [-2.5]), ("SA", [3.5]), ("BE", [2.5, -3.5])]
+    "which, found, points",
+    [
+        ("LM", [4.0, -3.0, 2.0], [2.5, -2.5]),
+        ("LA", [4.0, 2.0, -3.0], [-2.5]),
+        ("SA", [-3.0, 3.0], [2.5]),
+        ("BE", [4.0, 2.0, -3.0], [2.5, -3.5]),
+        ("BE", [4.0], [4.5]),
+    ],
 )
-def test_past_the_limits_are_the_values_that_would_be_wanted_more(which: str, points: list[float]) -> None:
-    assert limits(torch.tensor([4.0, -3.0, 3.0, -4.0, 2.0])[[0, 4, 1] if which != "SA" else [1, 2]], which, 0.5) == points
+def test_past_the_limits_are_the_values_that_would_be_wanted_more(
+    which: str, found: list[float], points: list[float]
+) -> None:
+    assert limits(torch.tensor(found), which, 0.5) == points
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_values() -> None:

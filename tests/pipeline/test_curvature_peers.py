@@ -5,7 +5,8 @@
     who is right       central differences of the gradient, in float64
 
 What torch 2.13 differentiates wrongly, or not at all, is theirs to inherit: these are facts about pinned versions, and
-a test that fails after a new version of one of them says that a fact has changed.
+a test that fails after a new version of one of them says that a fact has changed. Without curvlinops (how to install
+it: benchmarks/curvature_peers.py) its tests are skipped.
 """
 
 import warnings
@@ -21,12 +22,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from pipeline import Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # theirs, while they are imported
-    curvlinops = pytest.importorskip("curvlinops")
-    pyhessian = pytest.importorskip("pyhessian")
-    from pyhessian.utils import hessian_vector_product
-
+pyhessian = pytest.importorskip("pyhessian")
 JIT = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # torch's own, when forward mode is first used
 pytestmark = [pytest.mark.filterwarnings(CREATES_CYCLE), pytest.mark.filterwarnings(JIT)]
 
@@ -61,6 +57,9 @@ def ours(matrix, model, data, loss):
 
 
 def curvlinops_matrix(name, model, data, loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, while it is imported
+        curvlinops = pytest.importorskip("curvlinops")
     op = getattr(curvlinops, name)(model, loss, list(model.parameters()), data, check_deterministic=False)
     return (op @ torch.eye(op.shape[0], dtype=torch.float64)).detach()
 
@@ -71,7 +70,8 @@ def pyhessian_matrix(model, data, loss):
 
     def product(column):
         parts = [part.view_as(like) for part, like in zip(column.split(sizes), tool.params, strict=True)]
-        return torch.cat([part.flatten() for part in hessian_vector_product(tool.gradsH, tool.params, parts)])
+        products = pyhessian.utils.hessian_vector_product(tool.gradsH, tool.params, parts)
+        return torch.cat([part.flatten() for part in products])
 
     found = torch.stack([product(column) for column in torch.eye(sum(sizes), dtype=torch.float64)], 1)
     model.zero_grad()

@@ -135,7 +135,7 @@ def test_an_instance_norm_is_no_batch_norm(affine, chunks):
     torch.testing.assert_close(found, once)
 
 
-# --------------------------------------------------------------------------------------------- what a stage's graph shows
+# ------------------------------------------------------------------------------------------- what a stage's graph shows
 
 
 def rows_of(x, columns=8, count=7):

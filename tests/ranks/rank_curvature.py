@@ -19,7 +19,8 @@ from rank_models import even, padded, rows, square
 from replica_faults import Told, told
 from replica_training import counted_loss
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
+from torch.autograd.functional import hessian, jacobian
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
@@ -190,17 +191,17 @@ def dense(model: nn.Module, matrix: str, loss_fn: Any, data: Data, names: list[s
         each = [loss_fn(output[row : row + 1], y[row : row + 1]) for row in range(len(y))]
         return torch.stack([loss[0] if isinstance(loss, tuple) else loss for loss in each])
 
-    gradient = torch.func.grad(lambda values: loss_of(output_of(values)))
+    (gradient,) = torch.autograd.grad(loss_of(output_of(flat.requires_grad_())), flat)
+    flat = flat.detach()
     if matrix == "H":
-        return jacrev(gradient)(flat).detach(), gradient(flat).detach()
+        return hessian(lambda values: loss_of(output_of(values)), flat), gradient
     if matrix == "G":
-        J = jacrev(output_of)(flat).flatten(0, 1)
-        output = output_of(flat)
-        bend = jacrev(torch.func.grad(loss_of))(output.detach()).reshape(len(J), len(J))
-        return (J.T @ bend @ J).detach(), gradient(flat).detach()
-    total = loss_fn(output_of(flat), y)
-    G = jacrev(lambda values: row_losses(output_of(values)))(flat)
-    return (G.T @ G / (total[1] if isinstance(total, tuple) else len(y))).detach(), gradient(flat).detach()
+        J = jacobian(output_of, flat).flatten(0, 1)
+        bend = hessian(loss_of, output_of(flat)).reshape(len(J), len(J))
+        return J.T @ bend @ J, gradient
+    J = jacobian(lambda values: row_losses(output_of(values)), flat)
+    whole = loss_fn(output_of(flat), y)
+    return J.T @ J / (whole[1] if isinstance(whole, tuple) else len(y)), gradient
 
 
 def assert_as_written_out(
@@ -324,6 +325,17 @@ def _layers(A: Operator) -> Estimate:
     return [found.values, found.stderr, found.entries, found.stopped], []
 
 
+def _spectra(A: Operator) -> Estimate:
+    found = A.per_layer(1, samples=8, tol=1e-8)
+    return [found.names, found.sizes, found.values, found.traces], []
+
+
+def _checked(A: Operator) -> Estimate:
+    found = A.check()
+    assert found.ok, found
+    return [[what for what in found.what if "double backward" not in what]], []  # of the whole model, in one process
+
+
 ESTIMATORS: dict[str, Callable[[Operator], Estimate]] = {
     "hutchinson": lambda A: _trace(A, "hutchinson"),
     "hutch++": lambda A: _trace(A, "hutch++"),
@@ -332,6 +344,8 @@ ESTIMATORS: dict[str, Callable[[Operator], Estimate]] = {
     "solve": _solution,
     "diagonal": _diagonal,
     "layer traces": _layers,
+    "per layer": _spectra,
+    "check": _checked,
 }
 
 
@@ -381,23 +395,24 @@ def resumed(folder: str, model: str) -> list[Any]:
     A = Hessian(pipe, data_of([6]), loss_fn, seed=11)
     whole = top_eigenpairs(A, 3)
     begun = top_eigenpairs(A, 3, max_products=9, resume=path)
-    files = sorted(each.name for each in Path(folder).iterdir()) if A.space.rank == 0 else []
+    A.space.norm(A.space.zeros())  # all have come so far
+    files = sorted(each.name for each in Path(folder).iterdir())
     loss_fn.countdown = 9 if A.space.rank == size - 1 else 0
     failed = told(lambda: top_eigenpairs(A, 3, resume=path))
     loss_fn.countdown = 0
-    parameter = next(iter(pipe.parameters()), None)
-    if parameter is not None and A.space.rank == 0:
-        parameter.data.add_(1.0)
+    values = [parameter.detach().clone() for parameter in pipe.parameters()]
+    if A.space.rank == 0:
+        next(pipe.parameters()).data.add_(1.0)
     refused = told(lambda: top_eigenpairs(A, 3, resume=path))
-    if parameter is not None and A.space.rank == 0:
-        parameter.data.sub_(1.0)
+    for parameter, value in zip(pipe.parameters(), values, strict=True):
+        parameter.data.copy_(value)
     after = top_eigenpairs(A, 3, resume=path)
     same = torch.equal(after.values, whole.values) and after.products == whole.products and all(
         torch.equal(one[name], other[name])
         for one, other in zip(after.vectors, whole.vectors, strict=True)
         for name in one
     )
-    A.space.norm(A.space.zeros())  # all have come so far, and deleted their files
+    A.space.norm(A.space.zeros())
     left = [each.name for each in Path(folder).iterdir()]
     return [begun.converged, files, failed, refused, same, left]
 
