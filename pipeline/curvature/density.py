@@ -154,8 +154,12 @@ def density(
         FloatingPointError: a product is not finite.
 
     Example: the eigenvalues 0, 0, 0, 2, of which three quarters are 0.
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> found = density(DenseMap(torch.diag(torch.tensor([0.0, 0.0, 2.0, 0.0]).double())), steps=10, runs=400)
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(4, 1, bias=False)).double()
+        >>> x, y = torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double(), torch.zeros(1, 1).double()
+        >>> found = density(Hessian(model, (x, y), nn.functional.mse_loss, block=100), steps=10, runs=400)
         >>> round(torch.trapezoid(found.density, found.grid).item(), 6)
         1.0
         >>> share, error = found.count(-0.5, 0.5)

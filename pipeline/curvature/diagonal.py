@@ -101,6 +101,17 @@ def diagonal(
     Raises:
         ValueError: an argument means nothing.
         FloatingPointError: a product is not finite.
+
+    Example: two draws, which agree for a diagonal matrix.
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> found = diagonal(H, 2)
+        >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
+        ([[2.0, 8.0, 18.0]], True)
     """
     goal = checked_goal(samples, rel, abs, min_samples)
     exact = samples >= A.space.size

@@ -124,11 +124,15 @@ def top_eigenpairs(
     many numbers as it has rows.
 
     Example:
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> A = DenseMap(torch.diag(torch.tensor([4.0, -1.0, 4.0, 0.0, 2.0], dtype=torch.float64)))
-        >>> top = top_eigenpairs(A, 3)
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([3.0, 1.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(18, 2, 18)
+        >>> top = top_eigenpairs(H, 3)
         >>> [round(value, 6) for value in top.values.tolist()], top.converged
-        ([4.0, 4.0, 2.0], True)
+        ([18.0, 18.0, 2.0], True)
     """
     goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
     run = Run(A, goal)

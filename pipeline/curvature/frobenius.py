@@ -91,6 +91,17 @@ def frobenius_squared(
     Raises:
         ValueError: an argument means nothing.
         FloatingPointError: a product is not finite.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> print(frobenius_squared(H))
+        squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
+          3 products, stopped by: exact
     """
     goal = checked_goal(samples, rel, abs, min_samples)
 

@@ -31,11 +31,13 @@ class Inverse(LinearMap):
 
     Example:
         >>> import torch
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> A = DenseMap(torch.diag(torch.tensor([1.0, 3.0, 7.0]).double()))
-        >>> [image] = Inverse(A, damping=1.0).products([A.space.cut(torch.ones(3))])
-        >>> [[round(entry, 6) for entry in part.tolist()] for part in image]
-        [[0.5], [0.25, 0.125]]
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> (Inverse(H, damping=2.0) @ torch.ones(3)).round(decimals=6).tolist()
+        [0.25, 0.1, 0.05]
     """
 
     def __init__(

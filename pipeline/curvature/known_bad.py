@@ -2,7 +2,7 @@
 
     before       modules that write their weights, scale their gradients, or look at other rows: refused
     within       fused attention --> the math kernel; weight_norm, hardsigmoid --> written out; fast path of
-                 transformers, cuDNN's RNNs --> off; sparse gradients --> dense
+                 transformers, cuDNN's RNNs --> off
     first chunk  what the graph of each stage shows: refused
     an error     of torch's that says that there is no second derivative: said again, with what helps
 
@@ -110,7 +110,6 @@ def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     found = [(put, get()) for get, put, _ in switches]
     written_out = [(module, _INSTEAD[type(module)]) for module in modules if _is_as_torch_wrote_it(module)]
     old_style = [hook for module in modules for hook in _old_weight_norms(module)]
-    sparse = [module for module in modules if isinstance(module, nn.Embedding) and module.sparse]
     try:
         for _, put, value in switches:
             put(value)
@@ -118,8 +117,6 @@ def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
             vars(module)["forward"] = partial(instead, module)
         for hook in old_style:
             hook.compute_weight = partial(_old_weight_norm, hook)
-        for embedding in sparse:
-            embedding.sparse = False
         yield
     finally:
         for put, value in found:
@@ -128,8 +125,6 @@ def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
             del vars(module)["forward"]
         for hook in old_style:
             del hook.compute_weight
-        for embedding in sparse:
-            embedding.sparse = True
 
 
 _Switch: TypeAlias = tuple[Callable[[], bool], Callable[[bool], None], bool]  # get, put, what is put

@@ -30,15 +30,19 @@ class Basis:
     """Orthonormal vectors of a space, this process's part of them.
 
     Example:
-        >>> from tests.pipeline.dense_map import DenseSpace
-        >>> space = DenseSpace(3)
-        >>> basis = Basis(space)
-        >>> basis.append(space.cut(torch.tensor([1.0, 0.0, 0.0])))
-        >>> vec = space.cut(torch.tensor([5.0, 3.0, 4.0]))
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> basis = Basis(H.space)
+        >>> basis.append(H.space.vec({"0.weight": torch.tensor([[1.0, 0.0, 0.0]])}))
+        >>> vec = H.space.vec({"0.weight": torch.tensor([[5.0, 3.0, 4.0]])})
         >>> orthogonalise_([basis], [vec], "example")
         [Split(inside=tensor([5.], dtype=torch.float64), norm=5.0)]
         >>> vec
-        [tensor([0.], dtype=torch.float64), tensor([3., 4.], dtype=torch.float64)]
+        [tensor([0., 3., 4.], dtype=torch.float64)]
     """
 
     def __init__(self, space: Space) -> None:

@@ -251,7 +251,7 @@ class Operator(Analysis):
     def in_one_stage(self) -> Self | None:
         """The same with the whole model as one stage; None: it is not in one place."""
         pipe = self._pipe
-        if pipe._company is not None or len(set(pipe._places)) > 1:
+        if pipe._company is not None or len(set(pipe.devices)) > 1:
             return None
         whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
         return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))

@@ -121,7 +121,7 @@ class Passes:
         Raises:
             RuntimeError: the loss depends on none of the parameters.
         """
-        with torch.inference_mode(False):
+        with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
             return self._run(rule, vectors, gradient, told, shift, first)
 
     def _run(
@@ -215,7 +215,8 @@ class Passes:
         Raises:
             ValueError: one is gone, frozen or of another shape since.
         """
-        here = {name.removeprefix(self._prefix): parameter for name, parameter in self.pipe.named_parameters()}
+        with turn():
+            here = {name.removeprefix(self._prefix): parameter for name, parameter in self.pipe.named_parameters()}
         for name, slot in self._space.slots.items():
             found = here.get(name)
             if found is None or not found.requires_grad or found.shape != slot.shape:

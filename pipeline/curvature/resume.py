@@ -39,9 +39,11 @@ class Saves:
 
     Example:
         >>> import tempfile
-        >>> from tests.pipeline.dense_map import DenseSpace
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> H = Hessian(nn.Linear(2, 1), (torch.ones(4, 2), torch.ones(4, 1)), nn.functional.mse_loss)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saves = Saves(f"{folder}/run.pt", DenseSpace(3), {"seed": 0})
+        ...     saves = Saves(f"{folder}/run.pt", H.space, {"seed": 0})
         ...     print(saves.latest())
         ...     saves.write(7, {"sum": 1.5})
         ...     print(saves.latest())

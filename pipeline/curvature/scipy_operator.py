@@ -37,9 +37,14 @@ def to_scipy(A: LinearMap, dtype: Any = None) -> Any:
         ImportError: scipy is not installed.
 
     Example:
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> (to_scipy(DenseMap(torch.diag(torch.tensor([1.0, 3.0, 7.0])))) @ [1.0, 1.0, 2.0]).tolist()
-        [1.0, 3.0, 14.0]
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> (to_scipy(H) @ [1.0, 1.0, 2.0]).tolist()
+        [2.0, 8.0, 36.0]
     """
     if A.space.ranks != 1:
         raise ValueError(

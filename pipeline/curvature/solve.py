@@ -82,11 +82,14 @@ def solve(
 
     Example:
         >>> import torch
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> A = DenseMap(torch.diag(torch.tensor([1.0, 3.0, 7.0]).double()))
-        >>> solution = solve(A, A.space.cut(torch.tensor([2.0, 8.0, 8.0])), damping=1.0)
-        >>> solution.converged, {name: [round(entry, 6) for entry in x.tolist()] for name, x in solution.x.items()}
-        (True, {'a': [1.0], 'b': [2.0, 1.0]})
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(3, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0, 3.0])).double(), torch.zeros(3, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8, 18)
+        >>> solution = solve(H, {"0.weight": torch.tensor([[4.0, 20.0, 20.0]])}, damping=2.0)
+        >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
+        (True, [[1.0, 2.0, 1.0]])
     """
     return solve_many(
         A,

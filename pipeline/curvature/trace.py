@@ -119,6 +119,18 @@ def trace(
     Raises:
         ValueError: an argument means nothing.
         FloatingPointError: a product is not finite.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> x = torch.randn(10, 2).double()
+        >>> H = Hessian(model, (x, x.prod(1, keepdim=True)), nn.functional.mse_loss)
+        >>> found, exact = trace(H, 20), trace(H, H.shape[0])
+        >>> exact.stopped, abs(found.value - exact.value) < 4 * found.stderr
+        ('exact', True)
     """
     goal = checked_goal(samples, rel, abs, min_samples)
     kind = _checked_kind(method, kind, sketch)

@@ -43,11 +43,15 @@ def tridiagonals(
         FloatingPointError: a product is not finite.
 
     Example:
-        >>> from tests.pipeline.dense_map import DenseMap
-        >>> A = DenseMap(torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64))
-        >>> [(alphas, betas)] = tridiagonals(A, [A.space.cut(torch.tensor([2.0, 0.0]))], 5)
-        >>> alphas.tolist(), betas.tolist()
-        ([2.0, 2.0], [1.0])
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> model = nn.Sequential(nn.Linear(2, 1, bias=False)).double()
+        >>> x, y = torch.diag(torch.tensor([1.0, 2.0])).double(), torch.zeros(2, 1).double()
+        >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8)
+        >>> [(alphas, betas)] = tridiagonals(H, [H.space.vec({"0.weight": torch.ones(1, 2)})], 5)
+        >>> alphas.round(decimals=9).tolist(), betas.round(decimals=9).tolist()
+        ([5.0, 5.0], [3.0])
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")

@@ -63,7 +63,7 @@ def joined(named):
     return torch.cat([named[name].flatten() for name in NAMES])
 
 
-# ------------------------------------------------------------------------------------------------------------- vectors
+# -------------------------------------------------------------------------------------------------------------- vectors
 
 
 @every_matrix
@@ -175,7 +175,7 @@ def test_hvp_of_several_vectors_is_refused_in_words():
         made().hvp(torch.ones(43, 2))
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
+# ----------------------------------------------------------------------------------------------------------- parameters
 
 
 PARAMS = {
@@ -292,7 +292,7 @@ def test_parameters_that_are_others_than_when_the_operator_was_made_are_refused(
         op @ torch.ones(43)
 
 
-# -------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------------------- models
 
 
 class Residual(nn.Module):
@@ -362,7 +362,7 @@ def test_another_model_is_refused_in_words(matrix):
         MATRICES[matrix](lambda x: x, data(), CE.whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 
 
 def test_data_may_be_one_pair_a_list_a_loader_or_a_generator():
@@ -426,7 +426,8 @@ def test_a_model_that_gives_the_loss_itself_needs_no_target():
     x, _ = data()
     square = Loss(lambda out, y: out.square().mean(), lambda out, y: out.square().mean(1))
     op = GaussNewton(Pipe(layered(), [2, 2], 3), (x, None), square.whole)
-    close(op @ torch.eye(43, dtype=torch.float64), truth(layered(), [(x, None)], square, chunks=3).products["GaussNewton"])
+    wanted = truth(layered(), [(x, None)], square, chunks=3)
+    close(op @ torch.eye(43, dtype=torch.float64), wanted.products["GaussNewton"])
 
 
 BAD_DATA = {

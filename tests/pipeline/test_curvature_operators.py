@@ -234,6 +234,7 @@ POINTWISE = {
 OPERATORS = POINTWISE | {
     "GELU tanh": module(lambda: nn.GELU("tanh")),
     "ReLU inplace": module(lambda: nn.ReLU(inplace=True)),
+    "Hardsigmoid, all of it": run(lambda layer, x: layer(8 * x), nn.Hardsigmoid),
     "Threshold": module(lambda: nn.Threshold(0.1, 0.2)),
     "Linear": module(lambda: nn.Linear(8, 5)),
     "Bilinear": run(lambda layer, x: layer(x, x.tanh()), lambda: nn.Bilinear(8, 8, 5)),
@@ -278,6 +279,7 @@ OPERATORS = POINTWISE | {
     "GRUCell": module(cell("GRUCell")),
     "LSTMCell": run(first, cell("LSTMCell")),
     "Embedding": run(embedded, lambda: nn.Embedding(7, 3), 4),
+    "Embedding sparse": run(embedded, lambda: nn.Embedding(7, 3, sparse=True), 4),
     "F.embedding": Case(lambda: With(lambda x, w: F.embedding(rows_of(x, 4, 7), w).tanh() * x[..., None], 7, 3), (4,)),
     "index_select": apply(lambda x: x.index_select(1, torch.tensor([2, 0, 2]))),
     "advanced index": apply(lambda x: x[:, [2, 0, 2]] * x[:, torch.tensor([True] * 3 + [False] * 5)]),
@@ -334,7 +336,6 @@ OPERATORS = POINTWISE | {
     "qr": apply(lambda x: torch.linalg.qr(x)[0], 3, 3),
     "lu": apply(lambda x: torch.linalg.lu(positive(x))[2], 3, 3),
     "matrix_exp": apply(torch.matrix_exp, 3, 3),
-    "lstsq": apply(lambda x: torch.linalg.lstsq(x + 2 * torch.eye(3, dtype=x.dtype), x.sin())[0], 3, 3),
     "renorm": apply(lambda x: x.renorm(2, 0, 1.0)),
     "digamma, i0e": apply(lambda x: torch.digamma(x**2 + 1) + torch.special.i0e(x)),
     "erfinv": apply(lambda x: torch.erfinv(x.tanh() / 2)),
@@ -579,17 +580,6 @@ def test_the_padding_row_is_a_constant(kind, style):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert torch.equal(found, operator @ zeroed)
     assert not found[padding].any()
-
-
-def test_sparse_gradients_are_taken_dense_and_the_module_is_as_it_was():
-    made = []
-
-    def build():
-        made.append(nn.Embedding(7, 3, sparse=True))
-        return Inner(embedded, made[-1])
-
-    check(Case(build, (4,)))
-    assert all([layer.sparse for layer in made])
 
 
 # --------------------------------------------------------------------------------------------- what users put around it

@@ -290,7 +290,7 @@ def _trace(A: Operator, method: str) -> Estimate:
 
 
 def _eigenpairs(A: Operator) -> Estimate:
-    found = top_eigenpairs(A, 3, which="BE", tol=1e-10)
+    found = top_eigenpairs(A, 3, which="BE", tol=1e-9)
     assert found.converged, found.why
     images = A.products([A.space.vec(each) for each in found.vectors])
     overlaps = A.space.dots(images, [A.space.vec(each) for each in found.vectors])
@@ -326,7 +326,7 @@ def _layers(A: Operator) -> Estimate:
 
 
 def _spectra(A: Operator) -> Estimate:
-    found = A.per_layer(1, samples=8, tol=1e-8)
+    found = A.per_layer(1, samples=4)
     return [found.names, found.sizes, found.values, found.traces], []
 
 
