@@ -30,7 +30,7 @@ from pipeline.curvature.stage_rule import Graph, StageRule
 from pipeline.curvature.sums import Sums
 from pipeline.loss import LossFn
 from pipeline.microbatch import Batch, scatter, scatter_like
-from pipeline.peers import Peers
+from pipeline.peers import Alone, Peers
 from pipeline.pipe import Pipe
 from pipeline.plan import plan_step
 from pipeline.randomness import generators_at, host_at, host_states, private_generators
@@ -141,10 +141,12 @@ class Passes:
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
                 "that are used."
             )
-        if shared or self._has_ties:
-            with turn(), self.pipe._peers("curvature") as peers:
-                peers.open(lambda values: {"the curvature": "tied parameters"}, draws=False)
+        if self._has_ties:
+            with self.pipe._peers("curvature") as peers:
+                peers.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
                 sums.join(peers)
+        elif shared:  # by stages of this process
+            sums.join(Alone())
         if total:
             sums.divide_(total)
         whole = torch.tensor(loss / (total or 1.0), dtype=torch.float64)
@@ -156,7 +158,7 @@ class Passes:
         batches = iter(self.data)
         number, first_rows = 0, 0
         while True:  # what fails on one rank, its data too, fails on all
-            with turn(), self.pipe._peers("curvature") as peers:
+            with self.pipe._peers("curvature") as peers:
                 item = next(batches, None)
                 if item is None:
                     peers.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)

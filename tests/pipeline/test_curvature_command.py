@@ -40,6 +40,10 @@ def build():
 def plain():
     return parts()
 
+def resting():
+    model, *others = parts()
+    return model.eval(), *others
+
 def named():
     model, data, loss_fn = parts()
     return {"model": model, "data": [data, data], "loss_fn": loss_fn, "loss_reduction": "mean"}
@@ -163,6 +167,29 @@ def test_the_matrix_and_the_parameters_are_those_that_are_named(
     torch.testing.assert_close(torch.tensor(trace.value).double(), exact)
 
 
+def test_the_numbers_of_the_command_reach_the_estimators(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--top 2 --which SA --tol 0.25 --trace 25 --rel 0.9 --layers --samples 12 --save".split()
+    answer(capsys, f"{script}:plain", *words, str(tmp_path))
+    top, trace, layers = (Result.load(tmp_path / f"{name}.npz") for name in ("top", "trace", "layers"))
+    smallest = torch.linalg.eigvalsh(Hessian(*parts()) @ torch.eye(26).double())[0]
+    assert (top.which, top.tol) == ("SA", 0.25) and (top.values >= smallest - 1e-9).all() and top.values[0] < 0
+    assert trace.stopped == "tolerance" and 10 <= trace.samples < 25
+    assert layers.values.shape == (2, 1) and layers.values[1] < 1.0 and layers.traces is not None
+
+
+def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    words = [f"{script}:plain", "--top", "--trace", "5", "--layers", "--density", "--steps", "2", "--runs", "2"]
+    assert main(["curvature", *words, "--quiet"]) == 0 and capsys.readouterr().err == ""
+    assert main(["curvature", *words]) == 0
+    shown = capsys.readouterr().err
+    assert all(what in shown for what in ("eigenpairs of", "trace of", "layers of", "density of"))
+
+
 def test_what_is_not_asked_for_is_the_top_and_the_trace(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = answer(capsys, f"{script}:plain", "--samples", "5")
     assert "1 of the Hessian's eigenvalues" in text and "hutchinson, 5 products" in text and "layers" not in text
@@ -176,12 +203,15 @@ def test_an_operator_is_taken_as_it_is(script: str, name: str, capsys: pytest.Ca
 
 
 def test_train_mode_is_on_where_it_is_asked_for_and_seeded(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"{script}:plain", "--trace", "26"]
-    evaluated, trained, again, otherwise = (
-        answer(capsys, *words, *more)
-        for more in ([], ["--train-mode"], ["--train-mode"], ["--train-mode", "--seed", "1"])
+    words = ["--trace", "26"]
+    evaluated, trained, again, resting, otherwise = (
+        answer(capsys, f"{script}:{name}", *words, *more)
+        for name, *more in (
+            ["plain"], ["plain", "--train-mode"], ["plain", "--train-mode"], ["resting", "--train-mode"],
+            ["plain", "--train-mode", "--seed", "1"],
+        )
     )
-    assert trained == again and len({evaluated, trained, otherwise}) == 3
+    assert trained == again == resting and len({evaluated, trained, otherwise}) == 3
 
 
 def test_a_module_may_be_named_as_well(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +293,7 @@ def test_a_wrong_command_is_told_in_words_with_status_2(
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [
-        ("nothing", [], "has no 'nothing'. It has parts, build, plain, named"),
+        ("nothing", [], "has no 'nothing'. It has parts, build, plain, resting"),
         ("two", [], "gives a tuple of 2. Return (model, data, loss_fn)"),
         ("SCRIPT", [], "has no 'SCRIPT'"),
         ("calls", [], "gives a list. Return"),

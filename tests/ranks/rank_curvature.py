@@ -30,6 +30,7 @@ from pipeline.curvature.diagonal import diagonal
 from pipeline.curvature.eigenpairs import top_eigenpairs
 from pipeline.curvature.layer_traces import layer_traces
 from pipeline.curvature.operators import Operator
+from pipeline.curvature.resume import file_of_rank
 from pipeline.curvature.solve import solve
 from pipeline.curvature.trace import trace
 
@@ -396,10 +397,12 @@ def resumed(folder: str, model: str) -> list[Any]:
     whole = top_eigenpairs(A, 3)
     begun = top_eigenpairs(A, 3, max_products=9, resume=path)
     A.space.norm(A.space.zeros())  # all have come so far
+    steps = [_step_of(path)]
     files = sorted(each.name for each in Path(folder).iterdir())
     loss_fn.countdown = 9 if A.space.rank == size - 1 else 0
     failed = told(lambda: top_eigenpairs(A, 3, resume=path))
     loss_fn.countdown = 0
+    steps.append(_step_of(path))
     values = [parameter.detach().clone() for parameter in pipe.parameters()]
     if A.space.rank == 0:
         next(pipe.parameters()).data.add_(1.0)
@@ -414,7 +417,14 @@ def resumed(folder: str, model: str) -> list[Any]:
     )
     A.space.norm(A.space.zeros())
     left = [each.name for each in Path(folder).iterdir()]
-    return [begun.converged, files, failed, refused, same, left]
+    return [begun.converged, files, steps, failed, refused, same, left]
+
+
+def _step_of(path: Path) -> int:
+    """How many products the state has seen that this rank would go on from."""
+    file = file_of_rank(path, dist.get_rank(), dist.get_world_size())
+    step: int = torch.load(file, weights_only=True)["step"]
+    return step
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

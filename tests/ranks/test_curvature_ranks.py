@@ -58,6 +58,14 @@ def test_a_weight_that_ranks_have_in_common_is_one_parameter(
         ])  # fmt: skip
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+def test_a_weight_that_stages_of_one_rank_have_in_common_is_one_parameter(crew2: Crew, schedule: str) -> None:
+    agree(crew2, "multiplied", [
+        {"model": model, "stages": 4, "matrix": "H", "chunks": 4, "schedule": schedule}
+        for model in (("ends", "middle") if schedule == "zb-v" else ("many",))
+    ])  # fmt: skip
+
+
 def test_ranks_without_parameters_or_without_chosen_ones_take_part(crew2: Crew, crew3: Crew) -> None:
     for crew in (crew2, crew3):
         agree(crew, "multiplied", [
@@ -116,9 +124,10 @@ def test_a_lanczos_run_that_ends_early_or_fails_on_one_rank_goes_on_to_the_bit(
 ) -> None:
     crew = crew2 if model == "ends" else crew3
     for found in crew.run("rank_curvature:resumed", str(tmp_path), model):
-        converged, files, failed, refused, same, left = found
+        converged, files, steps, failed, refused, same, left = found
         assert not converged and same and not left, found
         assert files == [f"run.rank{each}of{crew.size}.pt" for each in range(crew.size)]
+        assert steps[0] < steps[1]  # what was multiplied before the failure is kept, on all ranks
         assert failed[:2] == ("KeyError", "'no such loss'") and failed[3] < 10
         assert refused[0] == "ResumeError" and refused[3] < 10, refused
 
