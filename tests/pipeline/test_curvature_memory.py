@@ -31,11 +31,11 @@ from scheduler import Kind, by_name
 pytestmark = pytest.mark.inline
 MATRICES = [Hessian, GaussNewton, EmpiricalFisher]
 every_matrix = pytest.mark.parametrize("matrix", MATRICES)
-SHAPES = [("gpipe", 1, 1), ("gpipe", 3, 4), ("gpipe", 4, 8), ("1f1b", 3, 4), ("1f1b", 4, 8), ("zb-h1", 4, 6)]
+SHAPES = [("gpipe", 1, 1), ("gpipe", 3, 4), ("1f1b", 3, 4), ("zb-h1", 4, 6)]
 every_shape = pytest.mark.parametrize("schedule, stages, chunks", SHAPES)
-DEPTH, WIDTH, ROWS = 6, 8, 40  # pairs in a stage; entries in a row; rows of a chunk
+DEPTH, WIDTH, ROWS = 3, 8, 64  # pairs in a stage; entries in a row; rows of a chunk
 ACTIVATION = ROWS * WIDTH * 8
-AROUND = 6  # activations that are there for a moment: a sum before its Tanh, what the second backward hands on, its loss
+AROUND = 6  # activations that are there for a moment: a sum before its Tanh, what the backward hands on, the loss's
 
 
 class Bytes:
@@ -175,12 +175,18 @@ def saved_law(net, found):
     assert net.graph * ACTIVATION <= found <= net.graph * ACTIVATION + 64
 
 
-def alive_law(net, found, count):
-    """At the worst action: what is on its way and one graph, the gradient that came being in both; and the products."""
+def alive_law(net, found, count, matrix):
+    """At the worst action: what is on its way and one graph, the gradient that came being in both; and the products.
+
+    The second derivative of the graph (Hessian) first goes through that of the gradient, and keeps what it finds for
+    each of the D outputs until it comes to them. Each vector has what goes into and comes out of the stage.
+    """
     worst = max(net.messages(count)) + net.graph - 1
+    waiting = DEPTH if matrix is Hessian else 0
     stage = net.parameters // net.stages
     assert found >= worst * ACTIVATION
-    assert found <= (worst + AROUND + count) * ACTIVATION + count * net.parameters + (1 + count) * stage
+    beside = count * net.parameters + (1 + count) * stage
+    assert found <= (worst + waiting + AROUND + 2 * count) * ACTIVATION + beside
 
 
 # ------------------------------------------------------------------------------------------------------- at the most
@@ -210,24 +216,23 @@ def test_what_is_alive_is_one_graph_and_the_messages_on_their_way(matrix, schedu
     net = Net(schedule, stages, chunks)
     run, vectors = net.products(matrix, count)
     found, _ = net.peak(Living, run, vectors)
-    alive_law(net, found, count)
+    alive_law(net, found, count, matrix)
 
 
 @every_shape
 def test_a_double_backward_through_everything_breaks_both_laws(schedule, stages, chunks):
-    """It holds the graph of all stages and chunks; with one of each that is the law."""
+    """It holds the graph of all stages and chunks; where there is one of each, that is what the law allows."""
     net = Net(schedule, stages, chunks)
     run, vector = whole_graph(net)
     saved, left = net.peak(saving, run, vector)
-    all_pairs = stages * DEPTH * chunks
     assert left == 0
-    assert saved == pytest.approx(3 * all_pairs * ACTIVATION, rel=0.01)
+    assert saved == (3 * stages * DEPTH - 1) * chunks * ACTIVATION + 8  # the input is x itself; and the loss
     if stages * chunks == 1:
         return
     with pytest.raises(AssertionError):
         saved_law(net, saved)
     with pytest.raises(AssertionError):
-        alive_law(net, net.peak(Living, run, vector)[0], 1)
+        alive_law(net, net.peak(Living, run, vector)[0], 1, Hessian)
 
 
 def test_gpipe_has_all_chunks_on_their_way_and_1f1b_as_many_as_there_are_stages():
@@ -240,16 +245,24 @@ def test_gpipe_has_all_chunks_on_their_way_and_1f1b_as_many_as_there_are_stages(
 # ----------------------------------------------------------------------------------------------------------- afterwards
 
 
-@pytest.mark.parametrize("kind", [saving, Living])
 @pytest.mark.parametrize("count", [1, 4])
 @every_matrix
-@every_shape
-def test_nothing_stays_of_a_product_but_the_product(matrix, schedule, stages, chunks, count, kind):
-    """Without the collector: nothing hangs in a cycle."""
-    net = Net(schedule, stages, chunks)
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_nothing_stays_of_products_but_the_products_and_they_go_with_their_last_reference(matrix, schedule, count):
+    """Without the collector: nothing hangs in a cycle, neither what was computed with nor a vector."""
+    net = Net(schedule, 3, 4)
     run, vectors = net.products(matrix, count)
-    _, left = net.peak(kind, run, vectors)
-    assert left == (0 if kind is saving else count * net.parameters)
+    with no_collector():
+        held = Bytes([*net.model.parameters(), net.x, net.y, *vectors])
+        with Living(held):
+            found = run()
+        assert held.now == count * net.parameters
+        del found
+        assert held.now == 0
+
+
+class Node:
+    """What lives as long as a node of the graph."""
 
 
 class Remembers(nn.Module):
@@ -264,7 +277,8 @@ class Remembers(nn.Module):
         out = x * x
         self.seen += [weakref.ref(x), weakref.ref(out)]
         if out.grad_fn is not None:
-            self.seen.append(weakref.ref(out.grad_fn))
+            node = out.grad_fn.metadata["node"] = Node()
+            self.seen.append(weakref.ref(node))
         if self.fails_at == len(self.seen):
             raise RuntimeError("the layer fails")
         return out
