@@ -1,7 +1,7 @@
 """What does a curvature product cost beside a checkpointed training step, and beside others' products?
 
-    python benchmarks/curvature.py            about two minutes
-    python benchmarks/curvature.py --quick    under a minute: one process, one round
+    python benchmarks/curvature.py            about three minutes
+    python benchmarks/curvature.py --quick    one process, one round
 
 Pre-LN MLP blocks (LayerNorm, Linear(64, 256), GELU, Linear(256, 64), residual), mean squared error over 512 rows,
 float32, one thread, all stages on one CPU device, so that no time is won by stages that run at once.
@@ -17,9 +17,9 @@ Times: contenders run in turns, in another order each round. A ratio is that of 
 the median over its rounds, the table the median over processes, with the smallest and largest. The first round does not
 count. Bytes are those of one call, after enough others: a Pipe looks at more in calls number 1, 2, 4, 8, ...
 
-    saved   storages that autograd's nodes hold, each once, at the most, seen by saved-tensor hooks; parameters, x, y and
-            the vector aside. Inputs that a Pipe keeps to recompute are not there, nor what curvlinops holds: torch.func
-            allows no hooks.
+    saved   storages that autograd's nodes hold, each once, at the most, seen by saved-tensor hooks; parameters, x, y
+            and the vectors aside. Inputs that a Pipe keeps to recompute are not there, nor what curvlinops holds:
+            torch.func allows no hooks.
     alive   storages that operators have made since the call began and that are not freed yet, at the most, seen by a
             dispatch mode. It holds all of saved, inputs kept to recompute, tangents, gradients and products; not what
             an operator allocates and frees within itself.

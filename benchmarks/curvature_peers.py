@@ -7,8 +7,8 @@
 
 curvlinops needs no torchvision for this, but a package that it needs says so; so install it without what they ask for:
 
-    pip install -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator \\
-        opt_einsum unfoldNd
+    pip install -c constraints.txt --no-deps curvlinops-for-pytorch backpack-for-pytorch einconv einops \\
+        linear_operator opt_einsum unfoldNd
 """
 
 from __future__ import annotations

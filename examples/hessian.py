@@ -23,9 +23,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from pipeline import Pipe
-from pipeline.curvature import Hessian
-from pipeline.curvature.results import Result
-from pipeline.curvature.sharpness import SharpnessHistory
+from pipeline.curvature import Hessian, Result, SharpnessHistory
 
 CHUNKS = 4
 BATCH = 64

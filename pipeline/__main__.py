@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from pipeline.curvature.command_answers import curvature
-from pipeline.curvature.command_line import parse
+from pipeline.curvature.command_line.answers import curvature
+from pipeline.curvature.command_line.options import parse
 from scheduler.command_line.arguments import CommandError
 
 __all__ = ["main"]

@@ -5,6 +5,23 @@
     H @ v
 """
 
+from pipeline.curvature.checking import Report
+from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
+from pipeline.curvature.estimates.resume import ResumeError
+from pipeline.curvature.estimates.solve import IndefiniteError
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian
+from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.sharpness import SharpnessHistory
 
-__all__ = ["EmpiricalFisher", "GaussNewton", "Hessian"]
+__all__ = [
+    "ConvergenceError",
+    "EmpiricalFisher",
+    "GaussNewton",
+    "Hessian",
+    "IndefiniteError",
+    "Inverse",
+    "Report",
+    "Result",
+    "ResumeError",
+    "SharpnessHistory",
+]

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pipeline.curvature.density import density
-from pipeline.curvature.diagonal import diagonal
-from pipeline.curvature.eigenpairs import top_eigenpairs
-from pipeline.curvature.frobenius import frobenius_squared
-from pipeline.curvature.inverse import Inverse
-from pipeline.curvature.layer_traces import layer_traces
+from pipeline.curvature.estimates.density import density
+from pipeline.curvature.estimates.diagonal import diagonal
+from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.frobenius import frobenius_squared
+from pipeline.curvature.estimates.inverse import Inverse
+from pipeline.curvature.estimates.layer_traces import layer_traces
+from pipeline.curvature.estimates.scipy_operator import to_scipy
+from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.scipy_operator import to_scipy
-from pipeline.curvature.solve import solve
 from pipeline.curvature.space import Vec
-from pipeline.curvature.trace import trace
 
 
 class Analysis(LinearMap):

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.curvature.results import Result
+from pipeline.curvature.products.stage_check import least, limit
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
-from pipeline.curvature.stage_check import least, limit
 
 if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator

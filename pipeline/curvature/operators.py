@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check, names_of
-from pipeline.curvature.eigenpairs import Eigenpairs
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs
+from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.forms import Vectors, taken
-from pipeline.curvature.layer_traces import agreed_names, by_module
-from pipeline.curvature.layers import LayerSpectra
 from pipeline.curvature.minibatches import MiniBatches
-from pipeline.curvature.passes import Passes
-from pipeline.curvature.product import Told
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.rules import Rule
+from pipeline.curvature.products.passes import Passes
+from pipeline.curvature.products.product import Told
+from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.sharded import ParameterSpace
+from pipeline.curvature.results.layers import LayerSpectra
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of
-from pipeline.curvature.sharded import ParameterSpace
 from pipeline.curvature.space import Vec
 from pipeline.loss import LossFn
 from pipeline.pipe import Pipe

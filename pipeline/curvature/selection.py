@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipeline.curvature.sharded import Member, ParameterSpace
+from pipeline.curvature.products.sharded import Member, ParameterSpace
 from pipeline.pipe import Pipe
 from pipeline.ranks.agreement import MismatchError, digest, values_in_words
 from pipeline.turns import turn

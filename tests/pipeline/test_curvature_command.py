@@ -16,8 +16,8 @@ from torch import nn
 
 from pipeline.__main__ import main
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.curvature.command_line import parse
-from pipeline.curvature.results import Result
+from pipeline.curvature.command_line.options import parse
+from pipeline.curvature.results.result import Result
 
 SCRIPT = '''
 import torch
@@ -346,7 +346,7 @@ def test_an_interrupted_run_says_where_it_is_saved(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeline.curvature.eigenpairs._measured", interrupted)
+    monkeypatch.setattr("pipeline.curvature.estimates.eigenpairs._measured", interrupted)
     assert main(["curvature", f"{script}:plain", "--top", "--resume", str(tmp_path / "run.pt")]) == 130
     said = capsys.readouterr().err
     assert said.startswith("interrupted\n") and f"is in {tmp_path / 'run.pt'}" in said

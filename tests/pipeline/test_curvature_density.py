@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
-from pipeline.curvature.density import Density, density
-from pipeline.curvature.inverse import Inverse
-from pipeline.curvature.quadrature import gauss
-from pipeline.curvature.results import Result
+from pipeline.curvature.estimates.density import Density, density
+from pipeline.curvature.estimates.inverse import Inverse
+from pipeline.curvature.estimates.quadrature import gauss
+from pipeline.curvature.results.result import Result
 
 SEEDS = st.integers(0, 10**6)
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.curvature.diagonal import Diagonal, diagonal
-from pipeline.curvature.frobenius import Norm, frobenius_squared
-from pipeline.curvature.layer_traces import LayerTraces, layer_traces
-from pipeline.curvature.results import Result
+from pipeline.curvature.estimates.diagonal import Diagonal, diagonal
+from pipeline.curvature.estimates.frobenius import Norm, frobenius_squared
+from pipeline.curvature.estimates.layer_traces import LayerTraces, layer_traces
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
 MATRIX = symmetric(torch.linspace(-1.0, 3.0, 24))

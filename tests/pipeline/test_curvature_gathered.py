@@ -11,11 +11,11 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.curvature.eigenpairs import top_eigenpairs
-from pipeline.curvature.layers import LayerSpectra
-from pipeline.curvature.plots import symlog
-from pipeline.curvature.results import Result
-from pipeline.curvature.sharpness import SharpnessHistory
+from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.results.layers import LayerSpectra
+from pipeline.curvature.results.plots import symlog
+from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.sharpness import SharpnessHistory
 from tests.pipeline.dense_map import DenseMap, symmetric
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor
 
-from pipeline.curvature.eigenpairs import Eigenpairs, top_eigenpairs
-from pipeline.curvature.krylov import Basis, orthogonalise_
-from pipeline.curvature.ritz import Chain, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
+from pipeline.curvature.estimates.krylov import Basis, orthogonalise_
+from pipeline.curvature.estimates.ritz import Chain, limits, ritz, shortest, wanted
+from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.space import Vec
-from pipeline.curvature.tridiagonal import tridiagonals
 from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
 from tests.pipeline.dense_ranks import RankMap, over_ranks
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import tqdm as real_tqdm
 
-from pipeline.curvature import progress
-from pipeline.curvature.progress import Progress
+from pipeline.curvature.results import progress
+from pipeline.curvature.results.progress import Progress
 
 
 @pytest.fixture(autouse=True)

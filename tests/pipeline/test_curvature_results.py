@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import pipeline
-from pipeline.curvature.results import Result, ResultError
+from pipeline.curvature.results.result import Result, ResultError
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
@@ -210,7 +210,7 @@ def test_a_file_makes_no_module_of_others_be_imported(tmp_path, monkeypatch):
 
 def test_a_class_of_ours_that_is_not_imported_yet_is_found(tmp_path, monkeypatch):
     code = """from dataclasses import dataclass
-from pipeline.curvature.results import Result
+from pipeline.curvature.results.result import Result
 @dataclass(frozen=True, eq=False)
 class Late(Result):
     value: float

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.curvature.eigenpairs import Eigenpairs, top_eigenpairs
-from pipeline.curvature.krylov import Basis
-from pipeline.curvature.resume import ResumeError, Saves
-from pipeline.curvature.ritz import Ritz, ritz
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
+from pipeline.curvature.estimates.krylov import Basis
+from pipeline.curvature.estimates.resume import ResumeError, Saves
+from pipeline.curvature.estimates.ritz import Ritz, ritz
 from pipeline.curvature.space import Vec
 from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
 from tests.pipeline.dense_ranks import RankMap, over_ranks
@@ -161,7 +161,7 @@ def test_a_run_that_ended_at_max_products_goes_on_with_more_of_them(tmp_path: Pa
 def test_a_process_that_is_killed_leaves_the_last_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, path = symmetric(VALUES), tmp_path / "top.pt"
     with monkeypatch.context() as patch:  # killed: nothing is saved on the way out, and a save may be half done
-        patch.setattr("pipeline.curvature.eigenpairs._rescue", lambda *arguments: None)
+        patch.setattr("pipeline.curvature.estimates.eigenpairs._rescue", lambda *arguments: None)
         with pytest.raises(KeyboardInterrupt):
             top_eigenpairs(Interrupted(matrix, [9]), resume=path, save_every=0, **WANTED)
     path.with_name("top.pt.part").write_bytes(b"half")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
-from pipeline.curvature.scipy_operator import to_scipy
+from pipeline.curvature.estimates.scipy_operator import to_scipy
 from pipeline.curvature.space import Vec
 
 linalg = pytest.importorskip("scipy.sparse.linalg")

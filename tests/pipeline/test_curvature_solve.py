@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
-from pipeline.curvature.inverse import ConvergenceError, Inverse
-from pipeline.curvature.recurrences import Product, System
-from pipeline.curvature.results import Result
-from pipeline.curvature.solve import IndefiniteError, Solution, solve, solve_many
+from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
+from pipeline.curvature.estimates.recurrences import Product, System
+from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve, solve_many
+from pipeline.curvature.estimates.systems import METHODS
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
-from pipeline.curvature.systems import METHODS
 
 SEEDS = st.integers(0, 10**6)
 SIZES = st.integers(3, 24)

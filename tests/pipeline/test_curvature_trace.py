@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.curvature.results import Result
-from pipeline.curvature.sampling import Goal, append_orthonormal, mean_and_stderr
-from pipeline.curvature.trace import METHODS, Trace, trace
+from pipeline.curvature.estimates.sampling import Goal, append_orthonormal, mean_and_stderr
+from pipeline.curvature.estimates.trace import METHODS, Trace, trace
+from pipeline.curvature.results.result import Result
 
 EIGENVALUES = torch.linspace(-1.0, 3.0, 24)
 DECAYING = 0.5 ** torch.arange(40.0)

@@ -25,14 +25,14 @@ from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.curvature.density import density
-from pipeline.curvature.diagonal import diagonal
-from pipeline.curvature.eigenpairs import top_eigenpairs
-from pipeline.curvature.layer_traces import layer_traces
+from pipeline.curvature.estimates.density import density
+from pipeline.curvature.estimates.diagonal import diagonal
+from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.layer_traces import layer_traces
+from pipeline.curvature.estimates.resume import file_of_rank
+from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.operators import Operator
-from pipeline.curvature.resume import file_of_rank
-from pipeline.curvature.solve import solve
-from pipeline.curvature.trace import trace
 
 MATRICES: dict[str, type[Operator]] = {"H": Hessian, "G": GaussNewton, "F": EmpiricalFisher}
 Data = list[tuple[Tensor, Tensor]]

@@ -12,7 +12,7 @@ import torch
 from under_torchrun import torchrun
 
 from pipeline.__main__ import main
-from pipeline.curvature.results import Result
+from pipeline.curvature.results.result import Result
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "hessian.py"
 SCRIPT = '''

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.quadrature import edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.quadrature import edges, gauss, smoothed, stacked, width
-from pipeline.curvature.results import Result
-from pipeline.curvature.tridiagonal import tridiagonals
+from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.results.result import Result
 
 
 @dataclass(frozen=True, eq=False)

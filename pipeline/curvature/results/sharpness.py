@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.measured import Eigenvalues, Estimate, error_bounds, rows
-from pipeline.curvature.plots import finite, symlog
-from pipeline.curvature.results import Result
-from pipeline.curvature.tables import aligned, with_error
+from pipeline.curvature.results.measured import Eigenvalues, Estimate, error_bounds, rows
+from pipeline.curvature.results.plots import finite, symlog
+from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import aligned, with_error
 
 
 def _none() -> Tensor:
@@ -43,7 +43,7 @@ class SharpnessHistory(Result):
         lrs: [entries], float64, learning rates. The line 2 / lr is that of plain gradient descent.
 
     Example:
-        >>> from pipeline.curvature.trace import Trace
+        >>> from pipeline.curvature.estimates.trace import Trace
         >>> history = SharpnessHistory("Hessian")
         >>> for step, value in (0, 12.5), (100, 17.25):
         ...     trace = Trace(value, 0.5, 10, "hutchinson", "samples", torch.zeros(10), "Hessian", 82)

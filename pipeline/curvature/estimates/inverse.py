@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from pipeline.curvature.estimates.systems import planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Space, Vec
-from pipeline.curvature.systems import planned, solved
 
 
 class ConvergenceError(RuntimeError):

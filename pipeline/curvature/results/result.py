@@ -15,8 +15,8 @@ from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from typing import Any, Self, TypeAlias
 
-from pipeline.curvature import plots, resultfile
-from pipeline.curvature.encoding import ResultError
+from pipeline.curvature.results import plots, resultfile
+from pipeline.curvature.results.encoding import ResultError
 
 Path: TypeAlias = "str | PathLike[str]"
 

@@ -15,9 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.recurrences import (
+    Dots,
+    Product,
+    Steps,
+    System,
+    T,
+    conjugate_gradients,
+    minimal_residual,
+)
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.recurrences import Dots, Product, Steps, System, T, conjugate_gradients, minimal_residual
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}

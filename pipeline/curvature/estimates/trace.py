@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.hutchpp import hutchpp
-from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.results import Result
-from pipeline.curvature.sampling import (
+from pipeline.curvature.estimates.hutchpp import hutchpp
+from pipeline.curvature.estimates.sampling import (
     Drawn,
     Goal,
     Measure,
@@ -32,7 +29,10 @@ from pipeline.curvature.sampling import (
     paired_dots,
     plus_minus,
 )
-from pipeline.curvature.xtrace import xtrace
+from pipeline.curvature.estimates.xtrace import xtrace
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.results.result import Result
 
 METHODS = ("hutchinson", "hutch++", "xtrace")
 

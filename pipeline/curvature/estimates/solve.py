@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipeline.curvature.estimates.recurrences import IndefiniteError
+from pipeline.curvature.estimates.systems import fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.recurrences import IndefiniteError
-from pipeline.curvature.results import Result
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
-from pipeline.curvature.systems import fitting, planned, solved
 
 __all__ = ["IndefiniteError", "Solution", "solve", "solve_many"]
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from pipeline.curvature.encoding import Arrays, ResultError, ToJson, as_data, decoded, encoded
+from pipeline.curvature.results.encoding import Arrays, ResultError, ToJson, as_data, decoded, encoded
 
 _FORMAT, _VERSION = "penstock result", 1
 _TEXT = "result"

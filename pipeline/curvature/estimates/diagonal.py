@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.sampling import (
+    Goal,
+    basis_products,
+    checked_goal,
+    finite,
+    plus_minus,
+    random_products,
+)
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.results import Result
-from pipeline.curvature.sampling import Goal, basis_products, checked_goal, finite, plus_minus, random_products
+from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec, add_
 
 

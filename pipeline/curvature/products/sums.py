@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from pipeline.curvature.sharded import ParameterSpace, Slot
+from pipeline.curvature.products.sharded import ParameterSpace, Slot
 from pipeline.peers import Part, Peers
 
 

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.sampling import (
+    check_kind,
+    checked_goal,
+    draw_means,
+    estimate,
+    paired_dots,
+    plus_minus,
+)
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results import Result
-from pipeline.curvature.sampling import check_kind, checked_goal, draw_means, estimate, paired_dots, plus_minus
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
 

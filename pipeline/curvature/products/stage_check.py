@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.stage_rule import Graph, Inbox, StageRule, gradients_of
+from pipeline.curvature.products.stage_rule import Graph, Inbox, StageRule, gradients_of
 from pipeline.trees import Bundle, Grads, Tree
 
 At: TypeAlias = Callable[[Graph, Sequence[Tensor], float], Sequence[Tensor | None]]

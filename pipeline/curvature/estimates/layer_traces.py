@@ -16,9 +16,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.sampling import checked_goal, estimate
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results import Result
-from pipeline.curvature.sampling import checked_goal, estimate
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
 
 

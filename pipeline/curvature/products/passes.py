@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
-from pipeline.curvature.loss_end import LossEnd
 from pipeline.curvature.minibatches import MiniBatches
-from pipeline.curvature.product import ProductCall, Task, Told
-from pipeline.curvature.rules import Rule
-from pipeline.curvature.sharded import ParameterSpace, Slot
+from pipeline.curvature.products.loss_end import LossEnd
+from pipeline.curvature.products.product import ProductCall, Task, Told
+from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.sharded import ParameterSpace, Slot
+from pipeline.curvature.products.stage_rule import Graph, StageRule
+from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.space import Vec
-from pipeline.curvature.stage_rule import Graph, StageRule
-from pipeline.curvature.sums import Sums
 from pipeline.loss import LossFn
 from pipeline.microbatch import Batch, scatter, scatter_like
 from pipeline.peers import Alone, Peers
@@ -114,7 +114,7 @@ class Passes:
             rule: which matrix.
             vectors: to multiply with.
             gradient: whether the gradient is wanted too.
-            told: see `pipeline.curvature.product.Task`.
+            told: see `pipeline.curvature.products.product.Task`.
             shift: what to add to the parameters' values, for this pass.
             first: which of several vectors these begin with; other ranks must be as far.
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.measured import Eigenvalues, LayerEstimates, error_bounds, rows
-from pipeline.curvature.plots import finite, symlog
-from pipeline.curvature.results import Result
-from pipeline.curvature.tables import aligned, with_error
+from pipeline.curvature.results.measured import Eigenvalues, LayerEstimates, error_bounds, rows
+from pipeline.curvature.results.plots import finite, symlog
+from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import aligned, with_error
 
 
 @dataclass(frozen=True, eq=False)

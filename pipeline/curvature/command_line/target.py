@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.curvature.command_line import MATRICES
+from pipeline.curvature.command_line.options import MATRICES
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian, Operator
 from pipeline.pipe import Pipe
 from scheduler.command_line.arguments import CommandError

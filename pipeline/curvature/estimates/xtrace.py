@@ -24,9 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.sampling import (
+from pipeline.curvature.estimates.sampling import (
     Drawn,
     Goal,
     append_orthonormal,
@@ -36,6 +34,8 @@ from pipeline.curvature.sampling import (
     paired_dots,
     plus_minus,
 )
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.curvature.krylov import Basis, Split, is_noise, orthogonalise_, products_of
+from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_, products_of
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Space, Vec, copy, scale_
 

@@ -23,11 +23,11 @@ from pipeline.aliases import Aliases
 from pipeline.ambient import Ambient, weights_cast_anew
 from pipeline.call import Setup
 from pipeline.curvature.known_bad import explained
-from pipeline.curvature.loss_end import LossEnd
-from pipeline.curvature.rules import Rule, row_by_row
-from pipeline.curvature.stage_check import At, error_along, of_gradient, of_output
-from pipeline.curvature.stage_rule import Back, Graph, Inbox, Record, StageRule, gradients_of
-from pipeline.curvature.sums import Sums
+from pipeline.curvature.products.loss_end import LossEnd
+from pipeline.curvature.products.rules import Rule, row_by_row
+from pipeline.curvature.products.stage_check import At, error_along, of_gradient, of_output
+from pipeline.curvature.products.stage_rule import Back, Graph, Inbox, Record, StageRule, gradients_of
+from pipeline.curvature.products.sums import Sums
 from pipeline.driver import Driver
 from pipeline.graph import Watch
 from pipeline.homes import Homes

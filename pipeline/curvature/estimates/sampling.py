@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Space, Vec, add_, scale_
 
 T = TypeVar("T")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.krylov import products_of
-from pipeline.curvature.lanczos import Goal, Run
+from pipeline.curvature.estimates.krylov import products_of
+from pipeline.curvature.estimates.lanczos import Goal, Run
+from pipeline.curvature.estimates.resume import Saves, shard_sizes
+from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.results import Result
-from pipeline.curvature.resume import Saves, shard_sizes
-from pipeline.curvature.ritz import WHICH, wanted
+from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec, add_
 
 
@@ -58,7 +58,8 @@ class Eigenpairs(Result):
     def lines(self) -> Iterator[str]:
         """Each value with its residual."""
         plural = "s" if len(self.values) > 1 else ""
-        yield f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}; {self.products} products"
+        what = f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}"
+        yield f"{what}; {self.products} products"
         for place, (value, residual) in enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True)):
             yield f"  {place + 1:>3}  {value:>+14.7e}  residual {residual:.1e}"
         yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"

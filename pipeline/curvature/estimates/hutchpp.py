@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.progress import Progress
-from pipeline.curvature.sampling import (
+from pipeline.curvature.estimates.sampling import (
     Drawn,
     Goal,
     append_orthonormal,
@@ -25,6 +23,8 @@ from pipeline.curvature.sampling import (
     random_products,
     subtract_,
 )
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
 

@@ -19,13 +19,13 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.curvature.command_target import operator_of
-from pipeline.curvature.eigenpairs import Eigenpairs
-from pipeline.curvature.layers import LayerSpectra
+from pipeline.curvature.command_line.target import operator_of
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs
+from pipeline.curvature.estimates.ritz import WHICH
 from pipeline.curvature.operators import Operator
-from pipeline.curvature.results import Result
-from pipeline.curvature.ritz import WHICH
-from pipeline.curvature.tables import aligned, with_error
+from pipeline.curvature.results.layers import LayerSpectra
+from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import aligned, with_error
 from scheduler.command_line.arguments import CommandError
 from scheduler.command_line.tables import show as show_with_rich
 

@@ -1,0 +1,1 @@
+"""What products tell: eigenpairs, traces, diagonals, densities, linear systems."""

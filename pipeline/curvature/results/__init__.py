@@ -1,0 +1,1 @@
+"""What estimators give back: printed, saved, plotted."""
