@@ -6,6 +6,10 @@ READY := .venv/ready
 # One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in two processes.
 ONE := OMP_NUM_THREADS=1
 
+# Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
+# and beside torch's CPU build one breaks what imports it.
+PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
+
 .PHONY: demo test check soak bench test-gpu clean
 
 demo: $(READY)
@@ -36,6 +40,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/eager.py
+	$(BIN)/python benchmarks/curvature.py
 	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)
@@ -45,6 +50,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[examples,test,check]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps $(PEERS)
 	touch $(READY)
 
 clean:

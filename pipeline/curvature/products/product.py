@@ -38,10 +38,12 @@ from pipeline.peers import Verdict
 from pipeline.places import Place
 from pipeline.randomness import Seeder, generators_kept
 from pipeline.recall import Recall, check_shared
+from pipeline.transports.local import Local
 from pipeline.trees import Grads, Message, Tree, sum_grads
 from pipeline.values import CALLER
 from scheduler import Action, Kind
 
+Inspect: TypeAlias = Callable[[StageRule, int, Graph], None]
 Told: TypeAlias = Callable[[int, str, float, float], None]
 
 
@@ -101,19 +103,20 @@ class ProductCall:
         self._lane_of = lane_of
         self._driver = Driver(setup.places, setup.stages, lane_of, setup.workers)
         homes = Homes(setup.stages, setup.places, setup.transport)
+        doubt = partial(_inspected, task, setup.compares, batch.chunks, self._doubtful)  # holds nothing of the call
         firsts = accumulate((len(layers) for layers in setup.stages), initial=0)
         self._run = {
-            index: self._stage(index, first, place, homes)
+            index: self._stage(index, first, place, homes, doubt)
             for index, (first, place) in enumerate(zip(firsts, setup.places, strict=False))
             if setup.peers.has(index)
         }
         self._last = len(setup.stages) - 1
         layers = sum(len(layers) for layers in setup.stages)
         seeder = Seeder(setup.seed, self._devices)
-        self.loss = new_loss(self._carried, lambda chunk: seeder.seed(chunk, layers))
+        self.loss = new_loss(partial(_carried, setup.transport), lambda chunk: seeder.seed(chunk, layers))
         self._mailbox = setup.peers.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 
-    def _stage(self, index: int, first: int, place: Place, homes: Homes) -> StageRule:
+    def _stage(self, index: int, first: int, place: Place, homes: Homes, doubt: Inspect) -> StageRule:
         setup, task = self._setup, self._task
         layers = StageLayers(index, first, setup.stages[index], setup.values)
         bring = partial(homes.bring, place)
@@ -127,16 +130,8 @@ class ProductCall:
         add = partial(self._sums.add, index)
         return StageRule(
             index, layers, aliases, recall, Seeder(setup.seed, [place.device]), task.number, along, add, task.wanted,
-            partial(self._inspected, index)
+            doubt
         )
-
-    def _inspected(self, index: int, stage: StageRule, chunk: int, graph: Graph) -> None:
-        must = self._task.inspect(stage, graph, self._batch.chunks)
-        if must and (self._setup.compares or (self._task.rule, index) not in self._task.confirmed):
-            self._doubtful.setdefault(index, chunk)
-
-    def _carried(self, tensor: Tensor, device: torch.device) -> Tensor:
-        return self._setup.transport.carry(tensor, Place(tensor.device), Place(device))
 
     # --------------------------------------------------------------------------------------------------------- run
 
@@ -416,6 +411,19 @@ def _as_messages(inbox: Inbox, back: Back) -> list[Grads]:
         found.append(tuple([grad for group in groups for grad in group[first : first + live]]))
         first += live
     return found
+
+
+def _inspected(
+    task: Task, compares: bool, chunks: int, doubtful: dict[int, int], stage: StageRule, chunk: int, graph: Graph
+) -> None:
+    """Look at a chunk's graph; note the first chunk of a stage that numbers must confirm."""
+    must = task.inspect(stage, graph, chunks)
+    if must and (compares or (task.rule, stage.index) not in task.confirmed):
+        doubtful.setdefault(stage.index, chunk)
+
+
+def _carried(transport: Local, tensor: Tensor, device: torch.device) -> Tensor:
+    return transport.carry(tensor, Place(tensor.device), Place(device))
 
 
 def _shifted(
