@@ -103,11 +103,15 @@ def run_backward(
 
 
 def gradients(
-    roots: Sequence[Tensor | GradientEdge], targets: Sequence[Tensor], grads: Sequence[Tensor], retain: bool
+    roots: Sequence[Tensor | GradientEdge],
+    targets: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    retain: bool,
+    create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
     found: tuple[Tensor | None, ...] = _engine.run_backward(
-        tuple(roots), tuple(grads), retain, False, tuple(targets), allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(grads), retain, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
     )
     return found
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline.aliases import Aliases
 from pipeline.checkpoint import checkpointing
 from pipeline.curvature.known_bad import refuse_once_differentiable
-from pipeline.graph import MARK, explore, mark, refuse_tangents
+from pipeline.graph import MARK, explore, gradients, mark, refuse_tangents
 from pipeline.hooks import hooks_asleep as asleep
 from pipeline.layers import StageLayers
 from pipeline.randomness import Seeder
@@ -168,6 +168,7 @@ class StageRule:
         self._wanted = wanted
         self._inspect = inspect
         self._records: dict[int, Record] = {}
+        self._parts: dict[int, list[Tensor]] = {}  # of the directions, by parameter
         self._looked = False
         self.is_doubtful = False  # a layer has an autograd.Function of the user's
 
@@ -254,9 +255,15 @@ class StageRule:
         """A parameter's part of a direction."""
         return self._along(owner)[number]
 
+    def _parts_of(self, owner: Tensor, alias: Tensor) -> list[Tensor]:
+        """A parameter's parts of all directions, in its dtype."""
+        if id(owner) not in self._parts:
+            self._parts[id(owner)] = [part.to(alias.dtype) for part in self._along(owner)]
+        return self._parts[id(owner)]
+
     def directions(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """For each direction its parts that belong to the targets."""
-        parts = [[part.to(alias.dtype) for part in self._along(owner)] for owner, alias in self._owners()]
+        parts = [self._parts_of(owner, alias) for owner, alias in self._owners()]
         return [[*tangents[number], *[part[number] for part in parts]] for number in range(self._count)]
 
     def push(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -400,6 +407,7 @@ class StageRule:
     def release(self) -> None:
         """Forget all; the buffers are what they were."""
         self._records.clear()
+        self._parts.clear()
         self.recall.roll_back()
         self.recall.release()
         self.aliases.release()
@@ -409,7 +417,7 @@ def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Te
     """`torch.autograd.grad`, of nothing too."""
     if not outs or not targets:
         return (None,) * len(targets)
-    return torch.autograd.grad(outs, targets, along, retain_graph=retain, allow_unused=True)
+    return gradients(outs, targets, along, retain)
 
 
 def gradients_of(
@@ -418,9 +426,7 @@ def gradients_of(
     """The first derivative, with its graph where there is to be a second one; the graph of `outs` stays."""
     if not outs or not targets:
         return (None,) * len(targets)
-    return torch.autograd.grad(
-        outs, targets, along, create_graph=create_graph, retain_graph=True, allow_unused=True
-    )
+    return gradients(outs, targets, along, True, create_graph)
 
 
 def live_of(made: Bundle) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ class Sums:
         self.vectors = [space.zeros() for _ in range(count + gradient)]
         self._slots, self._shared = slots, shared
         self._parts: list[list[Part]] = [[] for _ in self.vectors]
+        self._views: dict[tuple[int, int], Tensor] = {}  # by parameter and vector
         self._lock = threading.Lock()  # a parameter may be captured by a stage that it is not registered in
 
     def add(self, stage: int, owner: Tensor, products: Sequence[Tensor | None], gradient: Tensor | None) -> None:
@@ -55,8 +56,10 @@ class Sums:
         parts.append((stage, owner, grad))
 
     def _write(self, number: int, owner: Tensor, grad: Tensor) -> None:
-        view = self._slots[id(owner)].view(self.vectors[number])
-        view.add_(grad.to(view.device))
+        view = self._views.get((id(owner), number))
+        if view is None:
+            view = self._views[id(owner), number] = self._slots[id(owner)].view(self.vectors[number])
+        view.add_(grad if grad.device == view.device else grad.to(view.device))
 
     def join(self, peers: Peers) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
