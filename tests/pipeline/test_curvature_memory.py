@@ -89,6 +89,15 @@ class Living(TorchDispatchMode):
         return out
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap():
+    """What other tests have left is not looked at: each collection would take a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @contextmanager
 def no_collector():
     """Within, what hangs in a cycle stays."""

@@ -121,7 +121,7 @@ def test_interrupted_between_products_and_what_is_made_of_them_a_run_gives_the_s
         return ritz(projection)
 
     straight = top_eigenpairs(DenseMap(matrix), **WANTED)
-    monkeypatch.setattr("pipeline.curvature.lanczos.ritz", interrupted)
+    monkeypatch.setattr("pipeline.curvature.estimates.lanczos.ritz", interrupted)
     for at in range(2, 16):
         left = at
         with pytest.raises(KeyboardInterrupt):

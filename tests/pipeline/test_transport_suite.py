@@ -420,7 +420,7 @@ def test_a_channel_that_does_one_thing_wrong_fails_the_check_of_that_name(fault)
             pair.abort()
 
     with pytest.raises(AssertionError, match=f"^{FAULTS[fault]}"):
-        check_transport(make_pair, seconds=6.0)
+        check_transport(make_pair, seconds=3.0)
 
 
 @pytest.mark.parametrize("fault", PAYLOAD_FAULTS, ids=lambda fault: fault.__name__)
@@ -434,7 +434,7 @@ def test_a_channel_that_does_one_thing_wrong_with_payloads_fails_the_check_of_th
             yield Pair(outgoing, incoming, channel.abort)
 
     with pytest.raises(AssertionError, match=f"^{PAYLOAD_FAULTS[fault]}"):
-        check_transport(make_pair, seconds=6.0)
+        check_transport(make_pair, seconds=3.0)
 
 
 def test_every_check_has_a_name_that_says_a_law():
