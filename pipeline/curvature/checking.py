@@ -12,9 +12,9 @@ Finite differences find what torch's derivatives are wrong for; the last finds w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -22,11 +22,29 @@ from pipeline.curvature.products.stage_check import least, limit
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
 
-if TYPE_CHECKING:
-    from pipeline.curvature.operators import Operator
-
 EXACT = {torch.float64: 1e-10}  # of what differs by rounding only
 NEARLY = 1e-3
+
+
+class Checkable(Protocol):
+    """What a check asks of an operator; see `pipeline.curvature.operators.Operator`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def space(self) -> Space: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def has_gradient(self) -> bool: ...
+    @property
+    def captures(self) -> bool: ...
+    def products(self, vectors: Sequence[Vec]) -> list[Vec]: ...
+    def told(self, vectors: Sequence[Vec], told: Callable[[int, str, float, float], None]) -> None: ...
+    def stage_name(self, index: int) -> str: ...
+    def point(self) -> Vec: ...
+    def gradient_at(self, shift: Vec) -> Vec: ...
+    def in_one_stage(self) -> Checkable | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +79,7 @@ class Report(Result):
         yield from (f"  {note}" for note in self.notes)
 
 
-def check(op: Operator, seed: int = 0) -> Report:
+def check(op: Checkable, seed: int = 0) -> Report:
     """Try the laws on random vectors; costs about ten products, and two gradients.
 
     Args:
@@ -118,7 +136,7 @@ def _apart(space: Space, one: Vec, other: Vec) -> float:
     return distance / max(space.norm(other), 1e-300) if distance else 0.0
 
 
-def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
+def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
     """Each stage's rule against finite differences of that stage; of all ranks' stages."""
     told: dict[int, tuple[str, float, float]] = {}
 
@@ -137,7 +155,7 @@ def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
     ]
 
 
-def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
+def _differences(op: Checkable, v: Vec, Hv: Vec) -> float:
     """H v against central differences of the gradient, along v."""
     space = op.space
     precision = torch.finfo(space.dtype).eps

@@ -227,9 +227,7 @@ class StageRule:
                 if key in own or key in self.aliases or key in self.captured:
                     continue
                 what = getattr(leaf, MARK, None)
-                if what is not None and not what.startswith("a parameter"):
-                    self._refuse_way_round(what)
-                if what is not None and leaf.requires_grad:
+                if what is not None:
                     self._refuse_way_round(what)
                 if key in self._wanted:
                     self.captured[key] = leaf
