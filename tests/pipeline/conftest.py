@@ -18,7 +18,7 @@ from pipeline.places import Place
 
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = (
-    "agreement", "codec", "curvature_command", "curvature_density", "curvature_diagonal", "curvature_gathered",
+    "agreement", "codec", "curvature_check", "curvature_command", "curvature_density", "curvature_diagonal", "curvature_gathered",
     "curvature_lanczos", "curvature_memory", "curvature_operators", "curvature_peers", "curvature_progress",
     "curvature_refusals", "curvature_results", "curvature_resume", "curvature_scipy", "curvature_solve",
     "curvature_trace", "ddp", "distributed_channels", "elsewhere", "failure_records", "gradstore", "gradstore_grads",

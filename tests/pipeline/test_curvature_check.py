@@ -1,0 +1,170 @@
+"""Laws: a check finds every product that is not a second derivative, says where, and passes those that are."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline import Pipe
+from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian, Report
+
+MATRICES = (Hessian, GaussNewton, EmpiricalFisher)
+
+
+class Forgetful(torch.autograd.Function):
+    """exp, whose backward keeps a tensor where autograd does not see that it depends on x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.exp()
+        return ctx.kept * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.kept
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def network(dtype=torch.float64, at=None, layer=None) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    if at is not None:
+        layers[at] = layer
+    return nn.Sequential(*layers).to(dtype)
+
+
+def data(dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(9, 4, dtype=dtype), torch.randint(3, (9,))
+
+
+def operator(matrix=Hessian, model=None, dtype=torch.float64, **options):
+    pipe = Pipe(network(dtype) if model is None else model, [2, 2, 2], 2, devices=["cpu"] * 3)
+    return matrix(pipe, data(dtype), functional.cross_entropy, **options)
+
+
+def wrong(report: Report) -> list[str]:
+    rows = zip(report.what, report.errors, report.limits, strict=True)
+    return [what for what, error, most in rows if not error <= most]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_all_is_well_where_autograd_is_right(matrix, dtype) -> None:
+    report = operator(matrix, dtype=dtype).check()
+    assert report.ok and wrong(report) == []
+    assert sum("finite differences of stage" in what for what in report.what) == 3
+    assert ("finite differences of the gradient" in report.what) is (matrix is Hessian)
+    assert "all is well" in str(report)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_and_kinks_are_no_fault(training: bool) -> None:
+    model = network(at=1, layer=nn.ReLU())
+    model[4] = nn.Dropout(0.3)
+    assert operator(model=model, training=training).check().ok
+
+
+@pytest.mark.parametrize(("at", "stage"), [(1, "stage 0 (layers 0..1)"), (4, "stage 2 (layers 4..5)")])
+def test_a_wrong_derivative_is_found_and_the_stage_is_named(at: int, stage: str) -> None:
+    report = operator(model=network(at=at, layer=Layer(Forgetful.apply)), verify=False).check()
+    assert not report.ok and "SOMETHING IS WRONG" in str(report)
+    assert [what for what in wrong(report) if "stage" in what] == [f"finite differences of {stage}"]
+    assert "finite differences of the gradient" in wrong(report)
+    assert "double backward through the whole model" not in wrong(report)  # autograd says the same: it is not ours
+
+
+def test_randomness_that_no_seed_reaches_is_found() -> None:
+    counter = itertools.count()
+    odd = Layer(lambda x: x * (1.0 + 1e-3 * (next(counter) // 2)))  # the last stage: one forward for each chunk
+    assert "the same product again" in wrong(operator(model=network(at=4, layer=odd)).check())
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_what_is_no_symmetric_matrix_is_found(matrix, monkeypatch) -> None:
+    op = operator(matrix)
+    rows = torch.arange(op.shape[0]).double()
+    products = type(op).products
+    monkeypatch.setattr(
+        type(op), "products", lambda self, vecs: [[part * rows for part in vec] for vec in products(self, vecs)]
+    )
+    found = wrong(op.check())
+    assert "symmetric: u . H v = v . H u" in found and "linear: H (2 u - 3 v)" not in found
+
+
+def test_what_is_not_linear_is_found(monkeypatch) -> None:
+    products = Hessian.products
+    monkeypatch.setattr(
+        Hessian, "products", lambda self, vecs: [[part + 1e-3 for part in vec] for vec in products(self, vecs)]
+    )
+    assert "linear: H (2 u - 3 v)" in wrong(operator().check())
+
+
+def test_a_product_that_is_not_finite_is_found() -> None:
+    report = operator(model=network(at=1, layer=Layer(lambda x: x * float("nan")))).check()
+    assert not report.ok and "linear: H (2 u - 3 v)" in wrong(report)
+
+
+def test_what_cannot_be_looked_at_is_said() -> None:
+    weight = nn.Parameter(torch.randn(6, 6).double())
+
+    class Captures(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = [weight]
+
+        def forward(self, x):
+            return x @ self.held[0]
+
+    model = network(at=1, layer=Captures())
+    model[5].register_parameter("late", weight)  # a parameter of the model, which a layer before has in a list
+    report = operator(model=model).check()
+    assert report.ok
+    assert any("a parameter in a list" in note for note in report.notes)
+
+
+def test_a_report_is_saved_and_loaded(tmp_path) -> None:
+    report = operator().check()
+    report.save(tmp_path / "check.json")
+    assert str(Report.load(tmp_path / "check.json")) == str(report)
+
+
+def dense(op) -> Tensor:
+    return op @ torch.eye(op.shape[0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_spectra_of_layers_are_those_of_the_diagonal_blocks(matrix) -> None:
+    op = operator(matrix)
+    found = op.per_layer(2, samples=op.shape[0], tol=1e-8)
+    whole, first = dense(op), 0
+    sizes = {"0": 30, "2": 12, "3": 42, "5": 21}
+    assert found.names == list(sizes) and found.sizes == list(sizes.values())
+    for row, size in enumerate(sizes.values()):
+        values = torch.linalg.eigvalsh(whole[first : first + size, first : first + size])
+        by_size = values[values.abs().argsort(descending=True)][:2]
+        torch.testing.assert_close(found.values[row], by_size, rtol=1e-6, atol=1e-9)
+        assert float(found.traces[row]) == pytest.approx(float(values.sum()), rel=1e-8)
+        first += size
+
+
+def test_a_restricted_operator_is_the_block_and_leaves_the_whole_as_it_is() -> None:
+    op = operator()
+    whole = dense(op)
+    block = op.restricted({"3.weight", "5.bias"})
+    names = [name for name, parameter in network().named_parameters() for _ in range(parameter.numel())]
+    chosen = [place for place, name in enumerate(names) if name in ("3.weight", "5.bias")]
+    torch.testing.assert_close(dense(block), whole[chosen][:, chosen], rtol=1e-10, atol=1e-14)
+    assert torch.equal(dense(op), whole)
