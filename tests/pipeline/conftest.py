@@ -18,12 +18,13 @@ from pipeline.places import Place
 
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = (
-    "agreement", "codec", "curvature_check", "curvature_command", "curvature_density", "curvature_diagonal", "curvature_gathered",
-    "curvature_lanczos", "curvature_memory", "curvature_operators", "curvature_peers", "curvature_progress",
-    "curvature_refusals", "curvature_results", "curvature_resume", "curvature_scipy", "curvature_solve",
-    "curvature_trace", "ddp", "distributed_channels", "elsewhere", "failure_records", "gradstore", "gradstore_grads",
-    "gradstore_ranks", "gradstore_slot", "law_cover", "link", "materialize", "meeting", "microbatch", "packing",
-    "payloads", "rank_mailbox", "recall", "saved", "state", "traffic", "transport_suite", "trees", "watch",
+    "agreement", "codec", "curvature_check", "curvature_command", "curvature_density", "curvature_diagonal",
+    "curvature_gathered", "curvature_lanczos", "curvature_memory", "curvature_operators", "curvature_peers",
+    "curvature_progress", "curvature_refusals", "curvature_results", "curvature_resume", "curvature_scipy",
+    "curvature_solve", "curvature_trace", "ddp", "distributed_channels", "elsewhere", "failure_records",
+    "gradstore", "gradstore_grads", "gradstore_ranks", "gradstore_slot", "law_cover", "link", "materialize",
+    "meeting", "microbatch", "packing", "payloads", "rank_mailbox", "recall", "saved", "state", "traffic",
+    "transport_suite", "trees", "watch",
 )
 
 
