@@ -45,6 +45,8 @@ class Checkable(Protocol):
     def point(self) -> Vec: ...
     def gradient_at(self, shift: Vec) -> Vec: ...
     def in_one_stage(self) -> Checkable | None: ...
+    @property
+    def workarounds(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ class Report(Result):
         what: what was compared, in words, line by line.
         errors: relative errors.
         limits: what they may be at most.
-        notes: what was not looked at, and why.
+        notes: what was not looked at, and why; what is computed in another way than the model's own.
     """
 
     matrix: str
@@ -122,6 +124,7 @@ def check(op: Checkable, seed: int = 0) -> Report:
         notes.append("double backward through the whole model: not done, it is on several devices or ranks")
     else:
         found.append(("double backward through the whole model", _apart(space, twin.products([v])[0], Hv), exact))
+    notes.extend(f"worked round: {what}" for what in op.workarounds)
     return Report(op.name, [row[0] for row in found], [row[1] for row in found], [row[2] for row in found], notes)
 
 

@@ -103,6 +103,20 @@ def _of_no_function(what: str) -> str:
     )
 
 
+def worked_round(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """What `twice_differentiable` changes for the time of a product, in words, module by module."""
+    found = []
+    for name, module in modules:
+        if _is_as_torch_wrote_it(module) or any(_old_weight_norms(module)):
+            what = "Hardsigmoid" if isinstance(module, nn.Hardsigmoid) else "weight_norm"
+            found.append(f"'{name}': {what} is written out, since torch's second derivative of it is none or wrong")
+        elif isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            found.append(f"'{name}': attention runs on the math kernel, without fused kernels and torch's fast path")
+        elif isinstance(module, nn.RNNBase):
+            found.append(f"'{name}': cuDNN is off, since its recurrent layers have no second derivative")
+    return found
+
+
 @contextmanager
 def twice_differentiable(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: modules run on what can be differentiated twice."""

@@ -21,6 +21,7 @@ from pipeline.curvature.checking import Report, check, names_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.forms import Vectors, taken
+from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.passes import Passes
 from pipeline.curvature.products.product import Told
@@ -212,6 +213,14 @@ class Operator(Analysis):
             seed: of the vectors.
         """
         return check(self, seed)
+
+    @property
+    def workarounds(self) -> list[str]:
+        """What products compute in another way than the model does, with the same values, in words: see known_bad.py.
+
+        Functional attention is not among them: within a product all of it runs on torch's math kernel.
+        """
+        return worked_round(self._pipe.named_modules())
 
     @property
     def has_gradient(self) -> bool:

@@ -135,6 +135,20 @@ def test_what_cannot_be_looked_at_is_said() -> None:
     assert any("a parameter in a list" in note for note in report.notes)
 
 
+def test_what_is_worked_round_is_said() -> None:
+    model = network(at=1, layer=nn.Hardsigmoid())
+    nn.utils.parametrizations.weight_norm(model[3])
+    op = operator(model=model)
+    report = op.check()
+    assert report.ok and len(op.workarounds) == 2
+    assert "worked round: '1': Hardsigmoid is written out" in str(report)
+    assert "worked round: '3.parametrizations.weight.0': weight_norm is written out" in str(report)
+    assert operator().workarounds == []
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double()
+    named = Hessian(nn.Sequential(layer), (torch.randn(3, 5, 4).double(), None), lambda y, _: y.square().mean())
+    assert any("math kernel" in what for what in named.workarounds) and named.check().ok
+
+
 def test_a_report_is_saved_and_loaded(tmp_path) -> None:
     report = operator().check()
     report.save(tmp_path / "check.json")
