@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 _REMEDIES = {
     "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",
@@ -94,6 +95,27 @@ def _of_all_rows(what: str) -> str:
         f"{what} normalises with the statistics of the rows that it sees: cut into chunks, the loss would be another "
         "one. Analyse in eval mode (training=False), or use chunks=1."
     )
+
+
+_BATCH_NORM_CALLS = (torch.batch_norm, functional.batch_norm)  # `training` is the sixth argument of both
+
+
+class RowsApart(TorchFunctionMode):
+    """Within: a batch norm by the statistics of its rows is refused, also one on data, which no graph shows.
+
+    Args:
+        stage: how an error names the stage.
+    """
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in _BATCH_NORM_CALLS and (args[5] if len(args) > 5 else given.get("training", False)):
+            raise ValueError(_of_all_rows(f"a batch norm of {self._stage}"))
+        return func(*args, **given)
 
 
 def _of_no_function(what: str) -> str:

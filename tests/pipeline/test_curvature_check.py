@@ -135,6 +135,29 @@ def test_what_cannot_be_looked_at_is_said() -> None:
     assert any("a parameter in a list" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> None:
+    def normed(x: Tensor) -> Tensor:
+        return functional.batch_norm(x, None, None, training=True)
+
+    layers = [nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+    layers[0] = nn.Sequential(Layer(normed), layers[0]) if at == 0 else layers[0]
+    layers[1] = nn.Sequential(Layer(lambda x: normed(x.detach()) + x), layers[1]) if at == 1 else layers[1]
+    model = nn.Sequential(*layers).double()
+    pipe = Pipe(model, [1, 1, 1], 3, devices=["cpu"] * 3)
+    op = Hessian(pipe, data(), functional.cross_entropy)
+    with pytest.raises(ValueError, match="statistics of the rows that it sees: cut into chunks"):
+        op.gradient()
+    pipe.chunks = 1
+    assert op.gradient() and (at == 1 or op.check().ok)  # where something is detached, differences see what it was of
+
+
+def test_instance_norm_is_no_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), Layer(functional.instance_norm), nn.Flatten(),
+                          nn.Tanh(), nn.Linear(8, 3)).double()
+    assert operator(model=model).check().ok
+
+
 def test_what_is_worked_round_is_said() -> None:
     model = network(at=1, layer=nn.Hardsigmoid())
     nn.utils.parametrizations.weight_norm(model[3])

@@ -130,7 +130,7 @@ class ProductCall:
         add = partial(self._sums.add, index)
         return StageRule(
             index, layers, aliases, recall, Seeder(setup.seed, [place.device]), task.number, along, add, task.wanted,
-            doubt
+            doubt, self._batch.chunks > 1
         )
 
     # --------------------------------------------------------------------------------------------------------- run

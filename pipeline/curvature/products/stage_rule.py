@@ -15,7 +15,7 @@ layer norm in torch 2.13 (pytorch/pytorch#196700).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.aliases import Aliases
 from pipeline.checkpoint import checkpointing
-from pipeline.curvature.known_bad import refuse_once_differentiable
+from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
 from pipeline.graph import MARK, explore, gradients, mark, refuse_tangents
 from pipeline.hooks import hooks_asleep as asleep
 from pipeline.layers import StageLayers
@@ -140,6 +140,7 @@ class StageRule:
         add: takes what was computed for a parameter.
         wanted: the parameters of the space, by id: one may be captured by a layer and not registered in this stage.
         inspect: gets a chunk and its graph before anything is computed with it, and may refuse it.
+        is_cut: whether the mini-batch has several chunks.
     """
 
     def __init__(
@@ -154,7 +155,9 @@ class StageRule:
         add: Add,
         wanted: Mapping[int, Tensor],
         inspect: Callable[[StageRule, int, Graph], None],
+        is_cut: bool,
     ) -> None:
+        self._is_cut = is_cut
         self.index = index
         self.name = layers.name
         self.layers = layers
@@ -195,7 +198,9 @@ class StageRule:
     def run(self, chunk: int, inbox: Inbox) -> Graph:
         """A chunk's forward for the first time: learn what it does."""
         self.recall.before_forward(chunk, True)
-        graph = self.computed(chunk, inbox)
+        looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
+        with RowsApart(self.name) if looks else nullcontext():
+            graph = self.computed(chunk, inbox)
         self.recall.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
         self._learn(chunk, graph)
         return graph
