@@ -20,7 +20,7 @@ demo: $(READY)
 test: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 --ignore tests/ranks
 	$(ONE) $(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks
-	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
+	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads --every 3
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
@@ -30,6 +30,7 @@ check: $(READY)
 
 soak: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 -m soak
+	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
 	$(ONE) $(BIN)/python tests/ranks/fault_soak.py --count 200
 
 bench: $(READY)

@@ -3,11 +3,14 @@
     apart      each stage counts as having a device of its own: values are copied, shared weights travel
     threads    each lane has a thread
 
+`make test` runs every third of them so, `make soak` all.
+
 Tests marked `inline` are about the one order in which the inline driver runs lanes that share a device.
 """
 
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -30,13 +33,17 @@ NO_LANES = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--drive", default="", help="apart, threads, or both: how a Pipe runs that does not say how")
+    parser.addoption("--every", type=int, default=1, help="with --drive: one test of so many, always the same ones")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--drive"):
         names = {f"test_{name}.py" for name in NO_LANES}
-        config.hook.pytest_deselected(items=[item for item in items if item.path.name in names])
-        items[:] = [item for item in items if item.path.name not in names]
+        every = config.getoption("--every")
+        left = [item for item in items if item.path.name in names or crc32(item.nodeid.encode()) % every]
+        config.hook.pytest_deselected(items=left)
+        gone = set(map(id, left))
+        items[:] = [item for item in items if id(item) not in gone]
         for item in items:
             if "inline" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="about the order of the inline driver"))
