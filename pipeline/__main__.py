@@ -1,6 +1,6 @@
 """python -m pipeline curvature: what goes in, what comes out, and with which status?
 
-    words  --command_line.py-->  Namespace  --command_target.py-->  operator  --command_answers.py-->  stdout and files
+    words  --options.py-->  Namespace  --target.py-->  operator  --answers.py-->  stdout and files
        └────── wrong ──────┴──────────── cannot be ────────────┴──►  stderr, in words ──► 2
     0: done        1: --check found something wrong        2: the command        130: interrupted
 

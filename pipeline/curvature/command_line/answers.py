@@ -1,6 +1,6 @@
 """What does `python -m pipeline curvature` answer?
 
-    Namespace --command_target.py--> operator --> check, top, trace, layers, density, in this order
+    Namespace --target.py--> operator --> check, top, trace, layers, density, in this order
                                                   each: words on rank 0's stdout, and a file in --save
     status: 0; 1 where --check finds something wrong
 

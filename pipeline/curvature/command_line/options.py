@@ -2,7 +2,7 @@
 
     python -m pipeline curvature train.py:build --top 5  --parse-->  Namespace (target, and the options by name)
 
-What the target stands for is in command_target.py, what is answered in command_answers.py.
+What the target stands for is in target.py, what is answered in answers.py.
 """
 
 from __future__ import annotations
