@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from crew import Crew
 from one_and_many import check_all
+from rank_models import CASES
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}  # stages on a rank
 
@@ -99,6 +100,30 @@ def test_skips_trees_and_captured_weights_cross_the_ranks_with_their_tangents(
             {"name": name, "stages": crew.size, "matrix": matrix, "training": training, "checkpoint": checkpoint}
             for name, matrix, checkpoint in zip(names, "HGHH", ("mixed", "never", "always", "mixed"), strict=True)
         ])  # fmt: skip
+
+
+def of_all_models(ranks: int, turn: int) -> list[dict[str, Any]]:
+    """Every model that has a second derivative, with matrices and checkpoint modes in turns."""
+    names = [name for name in CASES if name != "checkpoint_reentrant"]  # which is refused
+    modes = ("always", "never", "mixed")
+    return [
+        {"name": name, "stages": ranks, "matrix": "HGHF"[(number + turn) % 4], "training": False,
+         "checkpoint": modes[(number + turn) % 3]}
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+
+
+def test_products_of_every_model_over_two_ranks_are_those_of_one_process(crew2: Crew) -> None:
+    agree(crew2, "of_case", of_all_models(2, 0))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("turn", range(4))
+def test_products_of_every_model_over_more_ranks_are_those_of_one_process(
+    crew2: Crew, crew3: Crew, crew4: Crew, turn: int
+) -> None:
+    for crew in (crew2, crew3, crew4):
+        agree(crew, "of_case", of_all_models(crew.size, turn))
 
 
 # --------------------------------------------------------------------------------------------------------- estimates
