@@ -1,6 +1,6 @@
 """How do the lanes of a call run: one after the other in the calling thread, or each accelerator in its own?
 
-    workers="inline"     engine.drive_inline, one thread                      lanes that share a processor
+    workers="inline"     the merged order of the plan, one thread             lanes that share a processor
     workers="threads"    threads.drive_threads, a thread a group of lanes     lanes with accelerators of their own
 
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipeline.ambient import Ambient
-from pipeline.engine import Perform, drive_inline
+from pipeline.engine import Perform
 from pipeline.places import Place
 from pipeline.plan import Phase
 from pipeline.threads import drive_threads
@@ -83,13 +83,10 @@ class Driver:
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever else was said.
         """
-        if phase.needs is None:
+        if phase.needs is None or in_turns or not self.has_threads:
             on_device = self._on_device(perform)
-            for action in phase.orders[0]:
+            for action in phase.merged:
                 on_device(action)
-            return
-        if in_turns or not self.has_threads:
-            drive_inline(phase.orders, phase.needs, self._on_device(perform), phase.before)
             return
 
         def locked(action: Action) -> None:

@@ -57,7 +57,7 @@ class Loss:
         self._rows = rows
         self._all_rows = sum(rows)
         self._scale = scale_of(self._all_rows)
-        self._parts: dict[int, Tensor] = {}  # by chunk
+        self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
 
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
@@ -69,17 +69,24 @@ class Loss:
         value = self._loss_fn(output, target)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
-            self._parts[chunk], self._counts[chunk] = total.detach(), count
+            self._found[chunk], self._counts[chunk] = total.detach(), count
             return total, self._scale
         loss = self._checked(value, "a loss")
         if self._counts:
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-        if self._reduction == "sum":
-            self._parts[chunk] = loss.detach()
-            return loss, 1.0
-        weight = self._rows[chunk] / self._all_rows
-        self._parts[chunk] = loss.detach() * weight
-        return loss, weight
+        self._found[chunk] = loss.detach()
+        return loss, self._share(chunk)
+
+    def _share(self, chunk: int) -> float:
+        return 1.0 if self._reduction == "sum" else self._rows[chunk] / self._all_rows
+
+    @property
+    def _parts(self) -> dict[int, Tensor]:
+        """By chunk, what is added up."""
+        if self._counts or self._reduction == "sum":
+            return self._found
+        with without_function_modes():
+            return {chunk: loss * self._share(chunk) for chunk, loss in self._found.items()}
 
     @property
     def key(self) -> str:
@@ -132,7 +139,7 @@ class Loss:
         else:
             whole = self._checked(value, "a loss")
         ours = self.value
-        tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._parts.values())
+        tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._found.values())
         if whole.dtype in _HALF:
             tolerance = _LOOSE
         # Parts that cancel (a policy gradient's) leave rounding errors of their own size, not of the small whole's.
@@ -178,7 +185,7 @@ class Loss:
         if len(value) != 2:
             raise ValueError(f"{self._name} returned a tuple of {len(value)}. Return a loss, or (sum, count).")
         total = self._checked(value[0], "a sum")
-        if len(self._parts) != len(self._counts):
+        if len(self._found) != len(self._counts):
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
         if self._asked == "sum":
             raise ValueError(
@@ -206,7 +213,7 @@ class Loss:
                 f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), "
                 "loss.sum() with loss_reduction='sum', or (sum, count)."
             )
-        return value.reshape(())
+        return value if value.dim() == 0 else value.reshape(())
 
 
 def scale_of(rows: int) -> float:

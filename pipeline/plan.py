@@ -17,12 +17,13 @@ from scheduler import Action, Schedule
 
 
 class Phase(NamedTuple):
-    """Orders that are driven in one go, after the actions of `before`.
+    """Orders that are driven in one go, after the actions of `before`; by one thread, in the order `merged`.
 
     `needs` None: one order, whose every action waits for other ranks by itself.
     """
 
     orders: tuple[tuple[Action, ...], ...]
+    merged: tuple[Action, ...]
     needs: Needs | None
     before: tuple[Action, ...]
 
@@ -59,14 +60,13 @@ def _plan(
         own = [(orders[rank],) for orders in parts]
         device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for (order,) in own for action in order),)
         by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        return Plan(schedule, tuple([Phase(orders, None, ()) for orders in own]), device_orders, by_mode, tuple(parts))
+        return Plan(schedule, tuple([Phase(orders, *orders, None, ()) for orders in own]), device_orders, by_mode, tuple(parts))
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:
         needs = needs_of(orders, schedule.stages, schedule.split)
-        phase = Phase(orders, needs, merged)
-        merged += merged_order(phase.orders, needs, phase.before)
-        phases.append(phase)
+        phases.append(Phase(orders, merged_order(orders, needs, merged), needs, merged))
+        merged += phases[-1].merged
     distinct = list(dict.fromkeys(devices))
     device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
     by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}

@@ -127,7 +127,8 @@ def brute_force(plan: Plan, devices: list[str]) -> set[tuple[int, int]]:
     """The rule in words, action by action, on the order in which the plan runs."""
     ran: list[Action] = []
     for phase in plan.phases:
-        ran += merged_order(phase.orders, phase.needs, phase.before)
+        assert phase.merged == merged_order(phase.orders, phase.needs, phase.before)
+        ran += phase.merged
     found = set()
     for at, action in enumerate(ran):
         if action.kind is not Kind.F:
