@@ -69,12 +69,12 @@ class Loss:
         value = self._loss_fn(output, target)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
-            self._found[chunk], self._counts[chunk] = total.detach(), count
+            self._found[chunk], self._counts[chunk] = _alone(total), _alone(count)
             return total, self._scale
         loss = self._checked(value, "a loss")
         if self._counts:
             raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-        self._found[chunk] = loss.detach()
+        self._found[chunk] = _alone(loss)
         return loss, self._share(chunk)
 
     def _share(self, chunk: int) -> float:
@@ -219,6 +219,12 @@ class Loss:
 def scale_of(rows: int) -> float:
     """The power of two by which sums over so many rows are scaled until their count is known."""
     return float(0.5 ** ceil(log2(rows)))
+
+
+def _alone(number: Tensor) -> Tensor:
+    """A 0-d tensor, detached. It must not keep what it was taken from: torch's mse_loss reduces within its input."""
+    found = number.detach()
+    return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_reference import sum_in_float32
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pipeline import GradStore, NoChunk, Pipe
+from pipeline.loss import Loss
 
 CLASSES = 5
 few = settings(max_examples=40)
@@ -399,6 +401,24 @@ def test_a_loss_that_is_neither_mean_nor_sum_is_refused_at_the_first_call(name, 
             getattr(pipe, door)(x, y, loss_fn=NEITHER[name])
         assert_unchanged(pipe, before)
     assert pipe.training
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("function", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.l1_loss])
+def test_what_is_kept_of_a_loss_is_one_number(function, reduction):
+    """Several of torch's losses are 0-d tensors in memory of the size of the output."""
+    loss = Loss(partial(function, reduction=reduction), None, [4, 4])
+    output, target = torch.rand(4, 256, requires_grad=True), torch.rand(4, 256)
+    found, _ = loss.chunk(0, output, target)
+    counted = Loss(lambda *both: (function(*both, reduction="sum"), output.numel()), None, [4, 4])
+    total, _ = counted.chunk(0, output, target)
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (found, total)]
+    small = [tensor.untyped_storage().nbytes() <= 8 for tensor in (found, total)]
+    del found, total
+    assert [ref.expired() for ref in memory] == [not each for each in small]
+    assert loss.value.item() == pytest.approx(
+        function(output, target, reduction=reduction).item() * (0.5 if reduction == "mean" else 1.0)
+    )
 
 
 def test_a_mean_taken_for_a_sum_is_refused():
