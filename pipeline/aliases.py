@@ -220,15 +220,15 @@ class Swap:
 
     def __init__(self, places: list[tuple[Table, str, Tensor]]) -> None:
         self._places = places
-        self._found: list[Any] = []
+        self._found: list[tuple[Table, str, Any]] = []
 
     def __enter__(self) -> None:
-        self._found = [place[name] for place, name, _ in self._places]
+        self._found = [(place, name, place[name]) for place, name, _ in self._places]
         for place, name, tensor in self._places:
             place[name] = tensor
 
     def __exit__(self, *exc: object) -> None:
-        for (place, name, _), found in zip(self._places, self._found, strict=True):
+        for place, name, found in self._found:
             place[name] = found
 
 

@@ -330,20 +330,22 @@ class Call:
     # ----------------------------------------------------------------------------------------------------- actions
 
     def _perform(self, action: Action) -> None:
-        start = perf_counter()
+        stage, kind, chunk = action
+        traces = self._setup.traces
+        start = perf_counter() if traces else 0.0
         self.peers.at(action)
         try:
-            _WORK[action.kind](self, action.stage, action.chunk)
+            _WORK[kind](self, stage, chunk)
         except BaseException as error:
-            error.add_note(f"{self._run[action.stage].name}, chunk {action.chunk}, {action}")
+            error.add_note(f"{self._run[stage].name}, chunk {chunk}, {action}")
             raise
-        for trace in self._setup.traces:
-            trace.record(action, self._lane_of[action.stage], start)
-        if action in self._last_of:
+        for trace in traces:
+            trace.record(action, self._lane_of[stage], start)
+        if self._last_of and action in self._last_of:
             start = perf_counter()
-            self._settle(action.stage)
+            self._settle(stage)
             if self._listener is not None:
-                self.note_update(action.stage, start)
+                self.note_update(stage, start)
 
     def note_update(self, stage: int, start: float) -> None:
         """From `start` until now parameters were updated, since this stage was done."""
@@ -371,7 +373,7 @@ class Call:
             (output,) = self._mailbox.take(CALLER, chunk)
             if self.keep_outputs:
                 self.outputs.append(output)
-            if self._loss_end is not None and not any(output.needs_grad):
+            if self._loss_end is not None and True not in output.needs_grad:
                 self._loss_end(chunk, output.tree)  # no backward will ask for it
 
     def _backward(self, stage: int, chunk: int) -> None:
@@ -381,8 +383,7 @@ class Call:
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
             given = [sum_grads(readers) for readers in self._mailbox.take_grads(stage, chunk)]
-            wanted = any([grad is not None for each in given for grad in each])
-            grads = run.backward(chunk, partial(_at_outputs, given), wanted, self._retain)
+            grads = run.backward(chunk, partial(_at_outputs, given), _has_any(given), self._retain)
         self._mailbox.put_grads(stage, chunk, grads)
 
     def _weights(self, stage: int, chunk: int) -> None:
@@ -512,6 +513,14 @@ def _last_backwards(orders: Sequence[Sequence[Action]]) -> frozenset[Action]:
     """For each stage the action after which its sums are final."""
     found = {action.stage: action for order in orders for action in order if action.kind is not Kind.F}
     return frozenset(found.values())
+
+
+def _has_any(given: Sequence[Grads]) -> bool:
+    for grads in given:
+        for grad in grads:
+            if grad is not None:
+                return True
+    return False
 
 
 def _at_loss(loss_end: LossEnd, chunk: int, exits: Exits) -> Roots:

@@ -52,15 +52,24 @@ class Roots(NamedTuple):
 
 def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None]) -> Roots:
     """Begin at the outputs that have a gradient; None stands for one that needs none."""
+    if len(grads) == len(outputs) == 1:  # as a rule
+        (grad,), (out,) = grads, outputs
+        return Roots((), (), {}) if out is None or grad is None else Roots((out,), (grad,), {})
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
 
 
 def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
     """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors of `until`."""
-    seen = {None, *[_node(tensor) for tensor in until]}  # None: no gradient is wanted there
-    stack = [node for node in {_node(root) for root in roots} if node not in seen]
-    seen.update(stack)
+    seen: set[Any] = {None}  # no gradient is wanted there
+    for tensor in until:
+        seen.add(_node(tensor))
+    stack = []
+    for root in roots:
+        node = _node(root)
+        if node not in seen:
+            seen.add(node)
+            stack.append(node)
     leaves: dict[int, Tensor] = {}
     while stack:
         node = stack.pop()

@@ -65,7 +65,8 @@ class StageLayers:
             seed: called with (chunk, layer) before a layer that may draw random numbers.
         """
         if not self._has_skips:
-            return Bundle.of((self._run(chunk, values[0], seed),))
+            value = self._run(chunk, values[0], seed)
+            return Bundle((value,), value.tensors)
         with Skips(zip(self._popped, values[1:], strict=True)) as skips:
             value = self._run(chunk, values[0], seed)
             stashed = [flatten(skips.take(key), f"{key} of {self.name}") for key in self._stashed]

@@ -65,10 +65,11 @@ class Mailbox(Post):
         self._gradients: dict[tuple[Name, int, int], Parcel] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
-        for row, message in zip(self._made_by[stage], made, strict=True):
+        stays = self._is_one_place and stage != CALLER
+        for row, message in zip(self._made_by[stage], made):
             for reader in row.readers:
                 key = row.name, chunk, reader
-                if self._is_one_place and stage != CALLER:
+                if stays:
                     self._activations[key] = message, None
                 else:
                     parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
@@ -84,8 +85,9 @@ class Mailbox(Post):
         return found
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        for row, each in zip(self._read_by[stage], grads, strict=True):
-            if self._is_one_place and stage != CALLER:
+        stays = self._is_one_place and stage != CALLER
+        for row, each in zip(self._read_by[stage], grads):
+            if stays:
                 parcel = Parcel(each, None)
             else:
                 parcel = self._transport.send(each, self._place(stage), self._place(row.producer))

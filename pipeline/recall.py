@@ -87,10 +87,8 @@ class Recall:
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
-    def before_forward(self, chunk: int, keep: bool) -> None:
-        """Keep what F of `chunk` is about to change."""
-        if not keep:
-            return
+    def before_forward(self, chunk: int) -> None:
+        """Keep what F of `chunk`, which may be recomputed, is about to change."""
         if self.buffers:
             self.buffers.before_forward(chunk)
         if self._generators:

@@ -100,7 +100,7 @@ class Replay:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
         ambient = Ambient.capture(device_types)  # here, where torch's hooks hide those that R must not enter
         recall = Recall(self._modules, ambient, self._name, 0, self._known, self._compares)
-        recall.before_forward(_CHUNK, keep=True)
+        recall.before_forward(_CHUNK)
         self._begun = _Begun(ambient, recall)
         args, kwargs = self._inputs.take()
         with checkpointing(True):

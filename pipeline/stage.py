@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,14 +68,15 @@ class _Cut(NamedTuple):
     def grads(self, again: bool) -> list[Grads]:
         """What arrived, for each value that was read; taken out. `again`: more may come."""
         if len(self.leaves) == len(self.sizes) == 1:  # as a rule
-            grad = self.arrived[0] if self.arrived else None
+            (leaf,) = self.leaves
+            if leaf is None:
+                return [(None,)]
+            (grad,) = self.arrived
+            self.arrived[0] = None
             if self.is_bare:
-                (leaf,) = self.leaves
-                assert leaf is not None  # _is_bare
                 grad = leaf.grad if grad is None else grad
                 if again:  # else it stays, for a layer that has asked for it (retain_grad)
                     leaf.grad = None
-            self.arrived[:] = [None] * len(self.arrived)
             return [(grad,)]
         found = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
@@ -95,6 +96,11 @@ class Exits(NamedTuple):
     @classmethod
     def of(cls, outputs: Bundle, whole: bool) -> Exits:
         """Of some outputs; `whole`: keep themselves, not just their edges in the graph."""
+        if len(outputs.tensors) == len(outputs.trees) == 1:  # as a rule
+            (tensor,) = outputs.tensors
+            if whole:
+                return cls([tensor if tensor.requires_grad else None], (1,), outputs)
+            return cls([edge(tensor) if tensor.requires_grad else None], (1,), None)
         sizes = tuple([len(tree.tensors) for tree in outputs.trees])
         if whole:
             return cls([tensor if tensor.requires_grad else None for tensor in outputs.tensors], sizes, outputs)
@@ -210,22 +216,26 @@ class StageRun:
             keep: a recomputation may come, of a kept chunk too (second order).
         """
         first, self._first = self._first, False
-        read = Bundle.of(tuple([message.tree for message in inbox]))
-        needs_grad = inbox[0].needs_grad if len(inbox) == 1 else [need for each in inbox for need in each.needs_grad]
+        read, needs_grad = _read(inbox)
         before = versions(read.tensors)
-        self.recall.before_forward(chunk, keep)
+        if keep:
+            self.recall.before_forward(chunk)
         cut, given, given_before, made = self._attempt(chunk, read, needs_grad, recompute, first)
         self.seeder.settle()
-        self._learn_mutation(given, given_before, read, needs_grad, before, first)
+        if first and self.writes_input:
+            self._learn_mutation(given, given_before, read, needs_grad)
+        elif versions(read.tensors) != before:
+            raise self._new_habit("wrote")
         buffers = self.recall.buffers
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
-        self.recall.after_forward(chunk, keep, tensors)
-        need = tuple([self.grad and tensor.requires_grad for tensor in made.tensors])
-        if any(need):
-            roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+        if keep or buffers:
+            self.recall.after_forward(chunk, keep, tensors)
+        need = self._need(made.tensors)
+        if True in need:
             nodes, sites = 0, _NO_SITES
             split = chunk in self.split and not recompute
             if first or split or not self._reaches_the_same(read):
+                roots = [tensor for tensor in made.tensors if tensor.requires_grad]
                 nodes, sites = self._learn_graph(roots, cut.leaves, split)
             if recompute:
                 self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
@@ -241,6 +251,12 @@ class StageRun:
         return [
             Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
         ]
+
+    def _need(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+        """Which of the outputs want a gradient."""
+        if len(tensors) == 1:
+            return (self.grad and tensors[0].requires_grad,)
+        return tuple([self.grad and tensor.requires_grad for tensor in tensors])
 
     def _attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
@@ -284,13 +300,8 @@ class StageRun:
 
         `is_first`: this is F, not a recomputation.
         """
-        if self._deferred is None:
-            return self._computed(chunk, values)
-        with self._deferred.within(chunk if is_first else None):
-            return self._computed(chunk, values)
-
-    def _computed(self, chunk: int, values: Sequence[Any]) -> Bundle:
-        made = self._layers.run(chunk, values, self.seeder.seed)
+        with _NOTHING if self._deferred is None else self._deferred.within(chunk if is_first else None):
+            made = self._layers.run(chunk, values, self.seeder.seed)
         refuse_tangents(made.tensors)
         return made
 
@@ -298,7 +309,9 @@ class StageRun:
         self, read: Bundle, needs_grad: Sequence[bool], recompute: bool
     ) -> tuple[_Cut, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get. `recompute`: the input is kept beside the graph."""
-        tensors = tuple([tensor.clone() for tensor in read.tensors]) if self.writes_input else read.tensors
+        tensors = read.tensors
+        if self.writes_input:
+            tensors = tuple([tensor.clone() for tensor in tensors])
         if len(tensors) == len(read.trees) == 1:  # as a rule
             (tensor,) = tensors
             if not needs_grad[0]:
@@ -357,26 +370,17 @@ class StageRun:
         )
 
     def _learn_mutation(
-        self,
-        given: Sequence[Tensor],
-        given_before: Sequence[int],
-        read: Bundle,
-        needs_grad: Sequence[bool],
-        before: Sequence[int],
-        first: bool,
+        self, given: Sequence[Tensor], given_before: Sequence[int], read: Bundle, needs_grad: Sequence[bool]
     ) -> None:
-        """After F: does this stage write its input? Chunk 0 got a clone; from then on it is known."""
-        if first and self.writes_input:
-            if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
-                self._known.writes_unseen.add(self.index)
-            if any([needs and not tensor.requires_grad for needs, tensor in zip(needs_grad, given, strict=True)]):
-                self._known.detaches_input.add(self.index)
-            unseen = self.index in self._known.writes_unseen
-            self.writes_input = unseen or versions(given) != given_before
-            if not self.writes_input:
-                self._known.only_reads.add(self.recall.key)
-        elif versions(read.tensors) != before:
-            raise self._new_habit("wrote")
+        """After F of chunk 0, which got a clone: does this stage write its input? From then on it is known."""
+        if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
+            self._known.writes_unseen.add(self.index)
+        if any([needs and not tensor.requires_grad for needs, tensor in zip(needs_grad, given, strict=True)]):
+            self._known.detaches_input.add(self.index)
+        unseen = self.index in self._known.writes_unseen
+        self.writes_input = unseen or versions(given) != given_before
+        if not self.writes_input:
+            self._known.only_reads.add(self.recall.key)
 
     def commit(self) -> None:
         """All forwards have run: remember what was seen, and update what was put off to their end."""
@@ -414,7 +418,12 @@ class StageRun:
 
     def _reaches_the_same(self, read: Bundle) -> bool:
         """Whether each chunk's graph has the leaves of the first: torch's own layers capture nothing."""
-        return self._is_quiet and not self.recall.compares and all([type(each) is Tensor for each in read.tensors])
+        if not self._is_quiet or self.recall.compares:
+            return False
+        for tensor in read.tensors:
+            if type(tensor) is not Tensor:
+                return False
+        return True
 
     def _learn_foreign(self, key: int, leaf: Tensor) -> None:
         what = getattr(leaf, MARK, None)
@@ -457,20 +466,26 @@ class StageRun:
         if roots.tensors:
             if self.ends_in_loss or not self._is_quiet or not unobserved():
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
-            # A layer's own torch.utils.checkpoint runs its forward now; torch's layers have none.
-            with self._watch, _NOTHING if self._is_quiet else self.aliases.stand_in():
-                with self.differentiating():
-                    if chunk in self.split:
-                        self._differentiate_but_wait(chunk, roots, cut, retain, sites)
-                    else:
-                        self._differentiate(roots, cut, retain)
+            with self._watch, self._differentiating():
+                if chunk in self.split:
+                    self._differentiate_but_wait(chunk, roots, cut, retain, sites)
+                else:
+                    self._differentiate(roots, cut, retain)
         self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
         return cut.grads(again=retain)
 
-    def differentiating(self) -> AbstractContextManager[None]:
+    def _differentiating(self) -> AbstractContextManager[None]:
         """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
+        if self._is_quiet:  # torch's layers have none
+            return self.differentiating()
+        if self._deferred is None:
+            return self.aliases.stand_in()
+        return _both(self.aliases.stand_in(), self.differentiating())
+
+    def differentiating(self) -> AbstractContextManager[None]:
+        """Within: a layer's own torch.utils.checkpoint may compute again, but for a batch norm that is put off."""
         return _NOTHING if self._deferred is None else self._deferred.refused(self.name)
 
     def weights(self, chunk: int) -> None:
@@ -606,6 +621,21 @@ class StageRun:
 
 def _seeder(seed: int, device: torch.device, learns: bool, may_draw: bool) -> Seeder:
     return (LearningSeeder if learns else Seeder if may_draw else AcceleratorSeeder)(seed, [device])
+
+
+def _read(inbox: Sequence[Message]) -> tuple[Bundle, Sequence[bool]]:
+    """What a stage has read as one, and which of its tensors want a gradient."""
+    if len(inbox) == 1:  # as a rule
+        (message,) = inbox
+        return Bundle((message.tree,), message.tree.tensors), message.needs_grad
+    read = Bundle.of(tuple([message.tree for message in inbox]))
+    return read, [need for message in inbox for need in message.needs_grad]
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _empty_leaf(tensor: Tensor) -> Tensor:

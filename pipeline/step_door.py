@@ -72,7 +72,8 @@ class LossEnd:
         self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
         self.reads: set[int] = set()  # the ids of leaves that the loss computes with
-        self._first_grads: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
+        self._is_target_there: bool | None = None  # on the device of the output
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
@@ -99,17 +100,22 @@ class LossEnd:
 
     def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
         """Where the backward begins: what it would be behind a multiplication of the loss by its weight."""
-        key = weight, loss.dtype, loss.device
-        if key not in self._first_grads:
-            self._first_grads[key] = torch.ones_like(loss, requires_grad=False) * weight
-        return self._first_grads[key].clone()  # whoever gets it may keep it, or write it
+        left = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
+        if type(loss) is not Tensor:
+            return torch.ones_like(loss, requires_grad=False) * weight
+        if not left:  # one for each chunk: whoever gets it may keep it, or write it
+            left.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
+        return left.pop()
 
     def _target_of(self, chunk: int, tree: Tree) -> Any:
         value = self._target.value(chunk)
-        device = tree.tensors[0].device if tree.tensors else None
-        if device is None or all([piece[chunk].device == device for piece in self._target.pieces]):
+        device = tree.tensors[0].device if tree.tensors and not self._is_target_there else None
+        if device is None:
             return value
-        return tree_map_only(Tensor, partial(self._call.carried, device=device), value)
+        self._is_target_there = all([piece[chunk].device == device for piece in self._target.pieces])
+        return value if self._is_target_there else tree_map_only(
+            Tensor, partial(self._call.carried, device=device), value
+        )
 
     def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
         """Go on from the outputs: add what the loss itself depends on to its sums."""

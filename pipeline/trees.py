@@ -64,6 +64,8 @@ class Bundle(NamedTuple):
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The values, with other tensors in the places of their own."""
+        if len(self.trees) == 1:
+            return [self.trees[0].build(tensors)]
         return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
 
     def split(self, each: Sequence[T]) -> list[Sequence[T]]:
@@ -157,10 +159,15 @@ def memory_of(tensors: Sequence[Tensor], known: dict[int, Memory], stage: int, c
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor has been written in place (inference tensors do not count: 0)."""
+    if len(tensors) == 1:  # as a rule
+        (tensor,) = tensors
+        return (0 if tensor.is_inference() else tensor._version,)
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if len(tensors) == 1:
+        return (tensors[0].detach(),)
     return tuple([tensor.detach() for tensor in tensors])
 
 

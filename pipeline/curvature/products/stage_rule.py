@@ -197,7 +197,7 @@ class StageRule:
 
     def run(self, chunk: int, inbox: Inbox) -> Graph:
         """A chunk's forward for the first time: learn what it does."""
-        self.recall.before_forward(chunk, True)
+        self.recall.before_forward(chunk)
         looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
         with RowsApart(self.name) if looks else nullcontext():
             graph = self.computed(chunk, inbox)
