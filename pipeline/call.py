@@ -301,6 +301,8 @@ class Call:
             now.switches != self._ambient.switches or within_torchs_checkpoint() or self._needs_order()
         )
         draws = any([stage.may_draw for stage in self.stages])
+        for stage in self.stages:
+            stage.begin()
         before = None if draws else torch.default_generator.get_state()
         runs_once = not self._driver.has_threads  # without threads no stage is found to draw when it is too late
         self._last_of = frozenset()

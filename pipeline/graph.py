@@ -196,14 +196,17 @@ class _Unlike:
             self._found[0] = grad
 
 
-def attend(leaf: Tensor, watch: Watch, found: list[Tensor | None]) -> None:
+def attend(leaf: Tensor, watch: Watch | None, found: list[Tensor | None]) -> None:
     """From now on a gradient may come to a leaf that layers have computed with: to `.grad`, or unlike it to `found`.
 
-    After they have computed, so that hooks of theirs on this tensor come before ours.
+    After they have computed, so that hooks of theirs on this tensor come before ours. `watch` None: nobody else has it.
     """
+    unlike = _Unlike(leaf.stride(), found)
+    if watch is None:
+        leaf._backward_hooks = {_OURS: unlike}
+        return
     if leaf.grad is not None:
         watch()
-    unlike = _Unlike(leaf.stride(), found)
     if leaf._backward_hooks is None and leaf._post_accumulate_grad_hooks is None:  # as a rule; this way is faster
         leaf._backward_hooks = OrderedDict(((_OURS, unlike),))
         leaf._post_accumulate_grad_hooks = OrderedDict(((_OURS, watch),))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.graph import run_backward
+
 
 class Deliver(torch.autograd.Function):
     """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
@@ -52,7 +54,7 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     pairs.clear()
     with torch.enable_grad(), hooks_asleep(owners):
         root = _delivery(grads, *owners)
-        torch.autograd.backward(root)
+        run_backward((root,), (root.detach(),), retain=False)
 
 
 def has_hooks(owner: Tensor) -> bool:

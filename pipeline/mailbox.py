@@ -94,10 +94,12 @@ class Mailbox(Post):
             self._gradients[row.name, chunk, stage] = parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
-        return [
-            [self._transport.receive(self._gradients.pop((row.name, chunk, reader))) for reader in row.readers]
-            for row in self._made_by[stage]
-        ]
+        found = []
+        for row in self._made_by[stage]:
+            found.append(
+                [self._transport.receive(self._gradients.pop((row.name, chunk, reader))) for reader in row.readers]
+            )
+        return found
 
     def under_way(self, chunk: int) -> Iterator[Memory]:
         found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]

@@ -184,6 +184,7 @@ class StageRun:
         self.may_draw = not threads or self._learns_draws
         self._is_quiet = self._layers.is_quiet
         self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
+        self._seeds_backward = True
         self._seed, self._device = seed, device
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
@@ -292,7 +293,7 @@ class StageRun:
         (leaf,) = given
         if not leaf.requires_grad:
             raise self._new_habit("detached")
-        attend(leaf, self._watch, cut.arrived)
+        attend(leaf, None if self._is_quiet else self._watch, cut.arrived)
         return made
 
     def _outputs(self, chunk: int, values: Sequence[Any], is_first: bool = False) -> Bundle:
@@ -382,6 +383,10 @@ class StageRun:
         if not self.writes_input:
             self._known.only_reads.add(self.recall.key)
 
+    def begin(self) -> None:
+        """A phase begins, in a thread whose modes are those of all threads: may a backward of layers draw random numbers?"""
+        self._seeds_backward = not self._is_quiet or not unobserved()
+
     def commit(self) -> None:
         """All forwards have run: remember what was seen, and update what was put off to their end."""
         self.recall.note()
@@ -464,7 +469,7 @@ class StageRun:
             cut, sites = record.cut, record.sites
             roots = begin(record.exits)
         if roots.tensors:
-            if self.ends_in_loss or not self._is_quiet or not unobserved():
+            if self._seeds_backward or self.ends_in_loss:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
             with self._watch, self._differentiating():
                 if chunk in self.split:
