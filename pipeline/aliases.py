@@ -47,7 +47,7 @@ class Aliases:
         modules: the modules of the stage.
         layers: its layers, by their index in the Sequential.
         stage: how errors name the stage.
-        watch: is told when a gradient arrives.
+        watch: is told when a gradient arrives. None: nobody but the stage's own backward could bring one.
         compares: whether to look for parameters that a forward wrote without their version counters.
         bring: from a parameter to its values at this place: itself, or a copy.
         grad: whether the call has gradients; without, only what lives elsewhere needs an alias.
@@ -59,7 +59,7 @@ class Aliases:
         modules: Sequence[nn.Module],
         layers: Sequence[tuple[int, nn.Module]],
         stage: str,
-        watch: Watch,
+        watch: Watch | None,
         compares: bool,
         bring: Callable[[Tensor], Tensor],
         grad: bool,
@@ -68,6 +68,7 @@ class Aliases:
         found: dict[int, tuple[bool, Tensor]] = {}  # by the parameter's id: is it at home, its alias
         self._layers = layers
         self._stage = stage
+        self._own_hooks = int(watch is not None)
         self._slots: list[_Slot] = []
         for module in modules:
             for name, real in module._parameters.items():
@@ -96,7 +97,8 @@ class Aliases:
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether this is one of ours whose gradient may be computed later than the others: no layer has hooked it."""
-        return id(leaf) in self._trained and not leaf._backward_hooks and _hooks_after(leaf) == 1
+        hooked = leaf._backward_hooks or _hooks_after(leaf) > self._own_hooks
+        return id(leaf) in self._trained and not hooked
 
     @property
     def owners(self) -> set[int]:
@@ -236,12 +238,13 @@ def _hooks_after(leaf: Tensor) -> int:
     return len(leaf._post_accumulate_grad_hooks or ())
 
 
-def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch, wanted: bool) -> Tensor:
+def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch | None, wanted: bool) -> Tensor:
     if real.requires_grad and wanted:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         if real.dtype in HALF:
             alias.grad_dtype = torch.float32  # the sum over chunks is rounded once, at its end
-        alias.register_post_accumulate_grad_hook(watch)
+        if watch is not None:
+            alias.register_post_accumulate_grad_hook(watch)
     noted = vars(real)
     if noted:
         vars(alias).update(noted)  # what layers have noted on their parameter

@@ -52,7 +52,7 @@ class Buffers:
             for name, tensor in module._buffers.items()
             if tensor is not None
         ]
-        initial = Snapshot([tensor for _, _, tensor in found]).values()
+        initial = Snapshot([tensor for _, _, tensor in found]).values() if found else []
         owners = _owners(found)
         self._slots = [
             _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)

@@ -105,7 +105,7 @@ class Call:
         self._homes = Homes(setup.stages, setup.places, setup.transport)
         shared = Shared(
             setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
-            threading.Lock()
+            threading.Lock(), setup.keep
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
@@ -370,9 +370,10 @@ class Call:
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
             check_alone(run.index, run.name, inbox, self._mailbox.under_way(chunk))
-        self._mailbox.put(stage, chunk, made)
-        if stage == self._last:
-            (output,) = self._mailbox.take(CALLER, chunk)
+        if stage != self._last:
+            self._mailbox.put(stage, chunk, made)
+        else:
+            (output,) = made
             if self.keep_outputs:
                 self.outputs.append(output)
             if self._loss_end is not None and True not in output.needs_grad:

@@ -104,9 +104,8 @@ def checkpointing(whether: bool) -> Iterator[None]:
         _checkpointing.reset(token)
 
 
-@contextmanager
-def saving_nothing(until_the_end: bool) -> Iterator[None]:
-    """F of a chunk that will be recomputed: autograd builds its graph, and what it would save is dropped.
+class SavingNothing:
+    """F of a chunk that will be recomputed: within, autograd builds its graph, and what it would save is dropped.
 
     Args:
         until_the_end: drop it when the forward is over rather than at once, for layers that call autograd within it.
@@ -114,19 +113,27 @@ def saving_nothing(until_the_end: bool) -> Iterator[None]:
     Raises:
         DroppedError: a layer called autograd within its forward, and what it needs was dropped at once.
     """
-    boxes: list[list[Tensor]] = []
 
-    def box(tensor: Tensor) -> list[Tensor]:
-        boxes.append([tensor])
-        return boxes[-1]
+    __slots__ = ("_boxes", "_until_the_end", "_token")
 
-    try:
-        hooks = (box, _open) if until_the_end else (_drop, _miss)
-        with checkpointing(True), torch.autograd.graph.saved_tensors_hooks(*hooks):
-            yield
-    finally:
-        for each in boxes:
+    def __init__(self, until_the_end: bool) -> None:
+        self._until_the_end = until_the_end
+        self._boxes: list[list[Tensor]] = []
+
+    def __enter__(self) -> None:
+        hooks = (self._box, _open) if self._until_the_end else (_drop, _miss)
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)  # as torch.autograd.graph.saved_tensors_hooks does
+        self._token = _checkpointing.set(True)
+
+    def __exit__(self, *exc: object) -> None:
+        _checkpointing.reset(self._token)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        for each in self._boxes:
             each.clear()
+
+    def _box(self, tensor: Tensor) -> list[Tensor]:
+        self._boxes.append([tensor])
+        return self._boxes[-1]
 
 
 class Recomputing:

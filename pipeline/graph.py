@@ -264,13 +264,18 @@ class Through(torch.autograd.Function):
 _through: Callable[..., Tensor] = Through.apply
 
 
+def has_tangents() -> bool:
+    """Whether forward-mode AD is on: tensors may carry tangents."""
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
 def refuse_tangents(tensors: Sequence[Tensor]) -> None:
     """Raise where a forward-mode tangent would be lost.
 
     Raises:
         RuntimeError: a tensor carries one.
     """
-    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+    if has_tangents():
         if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise RuntimeError(
                 "forward-mode AD cannot go through a Pipe: an input, a parameter, a buffer or a captured tensor "

@@ -73,11 +73,23 @@ class StageLayers:
         return Bundle.of((value, *stashed))
 
     def _run(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Tree:
+        return self.taken_apart(self.run_on(chunk, value, seed))
+
+    def run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
+        """The layers alone, on the value before them."""
         quiet = self.quiet if type(value) is Tensor else ()
         for index, layer in self.numbered:
             if index not in quiet:
                 seed(chunk, index)
             value = layer(value)
+        return value
+
+    def taken_apart(self, value: Any) -> Tree:
+        """The value after them.
+
+        Raises:
+            TypeError: it holds what does not cross stages.
+        """
         return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
 
 

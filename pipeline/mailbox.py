@@ -62,7 +62,7 @@ class Mailbox(Post):
         self._is_one_place = len(set(places.values())) <= 1
         self._transport = transport
         self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel | None]] = {}
-        self._gradients: dict[tuple[Name, int, int], Parcel] = {}
+        self._gradients: dict[tuple[Name, int, int], tuple[Grads, Parcel | None]] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
         stays = self._is_one_place and stage != CALLER
@@ -87,18 +87,17 @@ class Mailbox(Post):
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         stays = self._is_one_place and stage != CALLER
         for row, each in zip(self._read_by[stage], grads):
-            if stays:
-                parcel = Parcel(each, None)
-            else:
-                parcel = self._transport.send(each, self._place(stage), self._place(row.producer))
-            self._gradients[row.name, chunk, stage] = parcel
+            parcel = None if stays else self._transport.send(each, self._place(stage), self._place(row.producer))
+            self._gradients[row.name, chunk, stage] = each if parcel is None else parcel.tensors, parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
         found = []
         for row in self._made_by[stage]:
-            found.append(
-                [self._transport.receive(self._gradients.pop((row.name, chunk, reader))) for reader in row.readers]
-            )
+            of_readers = []
+            for reader in row.readers:
+                grads, parcel = self._gradients.pop((row.name, chunk, reader))
+                of_readers.append(grads if parcel is None else self._transport.receive(parcel))
+            found.append(of_readers)
         return found
 
     def under_way(self, chunk: int) -> Iterator[Memory]:

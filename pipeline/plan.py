@@ -60,7 +60,8 @@ def _plan(
         own = [(orders[rank],) for orders in parts]
         device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for (order,) in own for action in order),)
         by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        return Plan(schedule, tuple([Phase(orders, *orders, None, ()) for orders in own]), device_orders, by_mode, tuple(parts))
+        phases_here = tuple([Phase((order,), order, None, ()) for (order,) in own])
+        return Plan(schedule, phases_here, device_orders, by_mode, tuple(parts))
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:

@@ -36,6 +36,7 @@ from pipeline.trees import Checksums, checksums, detached, same_checksums, same_
 
 States: TypeAlias = list[tuple[torch.Generator, Tensor]]
 ENTRIES = 32  # of each output, compared after every recomputation
+_TAKEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch.take knows not all
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,18 @@ class Recall:
         index: its number.
         known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+        samples: whether to compare some entries of each output.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], ambient: Ambient, stage: str, index: int, known: Known, compares: bool
+        self,
+        modules: Sequence[nn.Module],
+        ambient: Ambient,
+        stage: str,
+        index: int,
+        known: Known,
+        compares: bool,
+        samples: bool = True,
     ) -> None:
         self.flags = tuple([module.training for module in modules])
         self.key = index, self.flags
@@ -82,13 +91,16 @@ class Recall:
         self._looks_at_host = compares and not self.draws_from_host  # at the first chunk that is kept
         self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
         self._host: dict[int, HostStates] = {}
+        self._keeps = False
         self._samples: dict[int, list[Tensor]] = {}
+        self._sampled = _Sampler() if samples else None
         self._sums: dict[int, Checksums] = {}
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
     def before_forward(self, chunk: int) -> None:
         """Keep what F of `chunk`, which may be recomputed, is about to change."""
+        self._keeps = True
         if self.buffers:
             self.buffers.before_forward(chunk)
         if self._generators:
@@ -107,7 +119,8 @@ class Recall:
             self.draws_from_host = not same_host_states(self._host[chunk], host_states())
         if self.compares:
             self._sums[chunk] = checksums(outputs)
-        self._samples[chunk] = _sampled(outputs)
+        if self._sampled is not None:
+            self._samples[chunk] = self._sampled(outputs)
 
     def note(self) -> None:
         """All forwards have gone well: remember what was seen."""
@@ -181,7 +194,9 @@ class Recall:
         """Raise if a recomputation gave other values than its forward."""
         sums = self._sums.get(chunk)
         same = sums is None or same_checksums(sums, checksums(outputs))
-        if not same or not all(map(same_values, self._samples[chunk], _sampled(detached(outputs)))):
+        if same and self._sampled is not None:
+            same = all(map(same_values, self._samples[chunk], self._sampled(detached(outputs))))
+        if not same:
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
                 "depends on state that is no buffer and has changed since (a counter, an attribute, a tensor in a "
@@ -190,7 +205,7 @@ class Recall:
 
     def forget(self, chunk: int) -> None:
         """No recomputation of this chunk will come any more."""
-        if not self._samples:  # nothing was kept
+        if not self._keeps:
             return
         self.buffers.forget(chunk)
         for kept in (self._states, self._host, self._samples, self._sums):
@@ -224,17 +239,25 @@ def check_shared(recalls: Sequence[tuple[str, Recall]], generators: bool) -> Non
                 )
 
 
-def _sampled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Some entries of each tensor, spread evenly. None of those on a GPU: comparing them would make the host wait."""
-    return [_entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+class _Sampler:
+    """Takes some entries of tensors, spread evenly."""
 
+    def __init__(self) -> None:
+        self._places: dict[int, Tensor] = {}  # by the number of entries
 
-def _entries(tensor: Tensor) -> Tensor:
-    step = max(1, tensor.numel() // ENTRIES)
-    if tensor.is_contiguous():
-        return tensor.as_strided((tensor.numel() // step,), (step,)).clone()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.reshape(-1)[::step].clone()
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of each tensor. None of those on a GPU: comparing them would make the host wait."""
+        return [self._entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+
+    def _entries(self, tensor: Tensor) -> Tensor:
+        size = tensor.numel()
+        step = max(1, size // ENTRIES)
+        if tensor.dtype in _TAKEN and tensor.is_contiguous():
+            if size not in self._places:
+                self._places[size] = torch.arange(0, size // step * step, step, device="cpu")
+            return tensor.take(self._places[size])
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        return dense.reshape(-1)[::step].clone()
 
 
 @contextmanager

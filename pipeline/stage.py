@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient
 from pipeline.batchnorm import Deferred
-from pipeline.checkpoint import saving_nothing
+from pipeline.checkpoint import SavingNothing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
     MARK,
@@ -36,6 +36,7 @@ from pipeline.graph import (
     enter,
     explore,
     gradients,
+    has_tangents,
     mark,
     owned,
     refuse_tangents,
@@ -119,6 +120,21 @@ class _Record(NamedTuple):
     sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
 
 
+class _Kept:
+    """What stays between F and B of one chunk that is kept, where one tensor came and it is the leaf itself."""
+
+    __slots__ = ("leaf", "arrived", "exits")
+
+    def __init__(self, leaf: Tensor | None, exits: Exits, arrived: list[Tensor | None]) -> None:
+        self.leaf = leaf  # None: no gradient is wanted there
+        self.exits = exits
+        self.arrived = arrived  # see `attend`
+
+    @property
+    def cut(self) -> _Cut:
+        return _Cut((self.leaf,), self.arrived, (1,), is_bare=self.leaf is not None)
+
+
 class Shared(NamedTuple):
     """What all stages of a call have in common.
 
@@ -131,6 +147,7 @@ class Shared(NamedTuple):
         defer: whether batch norms update their running statistics once, at the end.
         threads: whether other stages may compute at the same time.
         foreign: is held while hooks of leaves sleep that several stages may have captured.
+        keep: whether every chunk may have to be recomputed after the caller's own code has run (the forward door).
     """
 
     values: Values
@@ -141,6 +158,7 @@ class Shared(NamedTuple):
     defer: bool
     threads: bool
     foreign: threading.Lock
+    keep: bool
 
 
 class StageRun:
@@ -166,7 +184,7 @@ class StageRun:
         bring: Callable[[Tensor], Tensor],
         shared: Shared,
     ) -> None:
-        values, grad, ambient, known, compares, defer, threads, self._foreign_lock = shared
+        values, grad, ambient, known, compares, defer, threads, self._foreign_lock, keep = shared
         self.index = index
         self.grad = grad
         self._layers = StageLayers(index, first_layer, layers, values)
@@ -177,23 +195,28 @@ class StageRun:
         self.name = self._layers.name
         self._input_name = f"the input of {self.name}"
         self._known = known
-        self.recall = Recall(modules, ambient, self.name, index, known, compares)
+        # Between F and R of a step nothing runs but the layers; torch's own depend on nothing that is not watched.
+        samples = keep or compares or not self._layers.is_quiet
+        self.recall = Recall(modules, ambient, self.name, index, known, compares, samples)
         self._watch = Watch(self.name)
-        self.aliases = Aliases(modules, self._layers.numbered, self.name, self._watch, compares and grad, bring, grad)
+        self._is_quiet = self._layers.is_quiet
+        watch = None if self._is_quiet and not compares else self._watch  # torch's own layers show nobody anything
+        self.aliases = Aliases(modules, self._layers.numbered, self.name, watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or self.recall.key not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
-        self._is_quiet = self._layers.is_quiet
         self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
-        self._seeds_backward = True
+        self._seeds_backward = self._looks_for_tangents = True
         self._seed, self._device = seed, device
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
         self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, _Record | _Kept] = {}
         self.split: set[int] = set()  # the chunks whose backward is I and W
         self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
+        self._is_usual = False  # see `_forward_one`
+        self._swap = self.aliases.stand_in()
         # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
         self.writes_input = compares or not grad or self.recall.key not in known.only_reads
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
@@ -216,6 +239,8 @@ class StageRun:
             recompute: keep the input rather than the graph.
             keep: a recomputation may come, of a kept chunk too (second order).
         """
+        if self._is_usual and self._is_leaf(inbox[0], recompute):
+            return self._forward_one(chunk, inbox[0], recompute, keep)
         first, self._first = self._first, False
         read, needs_grad = _read(inbox)
         before = versions(read.tensors)
@@ -228,6 +253,15 @@ class StageRun:
         elif versions(read.tensors) != before:
             raise self._new_habit("wrote")
         buffers = self.recall.buffers
+        if first:
+            self._is_usual = self._passes_one and not (
+                self.writes_input
+                or self.index in self._known.detaches_input
+                or self.recall.compares
+                or self._deferred
+                or buffers
+                or self.split
+            )
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
         if keep or buffers:
             self.recall.after_forward(chunk, keep, tensors)
@@ -243,6 +277,74 @@ class StageRun:
             else:
                 self._learn_saving(cut, given, first)
                 self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
+        return self._messages(chunk, inbox, given, made, tensors, need)
+
+    def _forward_one(self, chunk: int, message: Message, recompute: bool, keep: bool) -> list[Message]:
+        """F as it is as a rule: one tensor comes, it is the leaf itself, and there is nothing more to find out.
+
+        The same as above with less in between: after each large kernel the processor's caches hold none of it.
+        """
+        (read,), (needs_grad,) = message.tree.tensors, message.needs_grad
+        before = read._version
+        if keep:
+            self.recall.before_forward(chunk)
+        leaf = read.detach()
+        if needs_grad:
+            mark(leaf.requires_grad_(), self._input_name)
+        arrived: list[Tensor | None] = [None]
+        try:
+            with self._swap, SavingNothing(self._saves_until_the_end) if recompute else _NOTHING:
+                value = self._layers.run_on(chunk, leaf, self.seeder.seed)
+        except DroppedError:
+            if self._saves_until_the_end:
+                raise
+            self._saves_until_the_end = True
+            self.recall.put_back(chunk, first=False)
+            return self._forward_one(chunk, message, recompute, keep)
+        except RuntimeError as error:
+            if needs_grad and _LEAF_WRITTEN in str(error):
+                raise self._new_habit("wrote") from error
+            raise
+        made = Tree((value,), None) if type(value) is Tensor else self._layers.taken_apart(value)
+        if self._looks_for_tangents:
+            refuse_tangents(made.tensors)
+        if needs_grad:
+            self._attend(leaf, arrived)
+        if self._learns_draws:
+            self.seeder.settle()
+        if read._version != before:
+            raise self._new_habit("wrote")
+        tensors = detached(made.tensors)
+        if keep:
+            self.recall.after_forward(chunk, keep, tensors)
+        need = self._need(made.tensors)
+        if True in need:
+            nodes = 0
+            if not self._is_quiet:
+                roots = [tensor for tensor in made.tensors if tensor.requires_grad]
+                nodes, _ = self._learn_graph(roots, [leaf], False)
+            if recompute:
+                inputs = Bundle((message.tree,), message.tree.tensors)
+                self._records[chunk] = _Record(inputs, message.needs_grad, None, None, (before,), nodes)
+            else:
+                if needs_grad:
+                    self._learn_unsaved(leaf)
+                exits = Exits.of(Bundle((made,), made.tensors), self.ends_in_loss)
+                self._records[chunk] = _Kept(leaf if needs_grad else None, exits, arrived)
+        if len(tensors) == 1:
+            return [Message(Tree(tensors, made.skeleton), need)]
+        return self._messages(chunk, [message], (leaf,), Bundle((made,), made.tensors), tensors, need)
+
+    def _messages(
+        self,
+        chunk: int,
+        inbox: Sequence[Message],
+        given: Sequence[Tensor],
+        made: Bundle,
+        tensors: tuple[Tensor, ...],
+        need: tuple[bool, ...],
+    ) -> list[Message]:
+        """What goes out: `tensors`, which are those of `made`, detached."""
         if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
             return [Message(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
@@ -269,7 +371,7 @@ class StageRun:
             if not recompute:
                 return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
             try:
-                with saving_nothing(self._saves_until_the_end):
+                with SavingNothing(self._saves_until_the_end):
                     return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
             except DroppedError:
                 if self._saves_until_the_end:
@@ -290,11 +392,13 @@ class StageRun:
             if _LEAF_WRITTEN in str(error):
                 raise self._new_habit("wrote") from error
             raise
-        (leaf,) = given
+        self._attend(given[0], cut.arrived)
+        return made
+
+    def _attend(self, leaf: Tensor, arrived: list[Tensor | None]) -> None:
         if not leaf.requires_grad:
             raise self._new_habit("detached")
-        attend(leaf, None if self._is_quiet else self._watch, cut.arrived)
-        return made
+        attend(leaf, None if self._is_quiet else self._watch, arrived)
 
     def _outputs(self, chunk: int, values: Sequence[Any], is_first: bool = False) -> Bundle:
         """Run the layers on what the stage reads: the value before them, then the skips that they pop.
@@ -333,6 +437,13 @@ class StageRun:
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
         return _Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
+    def _is_leaf(self, message: Message, recompute: bool) -> bool:
+        """Whether a message is one tensor that may be the leaf itself, by what F of chunk 0 has left open."""
+        if message.tree.skeleton is not None or not (recompute or self._saves_input or not message.needs_grad[0]):
+            return False
+        (tensor,) = message.tree.tensors
+        return _is_laid_out_as_a_leaf(tensor) and not tensor.is_inference()
+
     def _is_bare(self, tensor: Tensor, recompute: bool) -> bool:
         """Whether the input itself may be the leaf: no layer writes it, and something else keeps it alive to the end.
 
@@ -344,21 +455,21 @@ class StageRun:
             and not self.writes_input
             and self.index not in self._known.detaches_input
             and not self.recall.compares
-            and type(tensor) is Tensor
-            and tensor.is_contiguous()
-            and tensor.is_floating_point()
+            and _is_laid_out_as_a_leaf(tensor)
         )
 
     def _learn_saving(self, cut: _Cut, given: Sequence[Tensor], first: bool) -> None:
         """Does the graph of a kept chunk hold its input? In F of chunk 0 it is noted, at its backward seen."""
         if cut.is_bare:
-            (leaf,) = given
-            if _holders(leaf) <= _UNSAVED:
-                self._saves_input = False
-                self._known.saves_input.discard(self.recall.key)
+            self._learn_unsaved(given[0])
         elif first and self.recall.compares and len(given) == 1 and given[0].requires_grad:
             if given[0].layout is torch.strided:
                 self._probe = StorageWeakRef(given[0].untyped_storage())
+
+    def _learn_unsaved(self, leaf: Tensor) -> None:
+        if _holders(leaf) <= _UNSAVED:
+            self._saves_input = False
+            self._known.saves_input.discard(self.recall.key)
 
     def _note_saving(self, probe: StorageWeakRef) -> None:
         (self._known.saves_input.discard if probe.expired() else self._known.saves_input.add)(self.recall.key)
@@ -384,8 +495,9 @@ class StageRun:
             self._known.only_reads.add(self.recall.key)
 
     def begin(self) -> None:
-        """A phase begins, in a thread whose modes are those of all threads: may a backward of layers draw random numbers?"""
+        """A phase begins, in a thread whose modes are those of all threads: what may layers do in it?"""
         self._seeds_backward = not self._is_quiet or not unobserved()
+        self._looks_for_tangents = has_tangents()
 
     def commit(self) -> None:
         """All forwards have run: remember what was seen, and update what was put off to their end."""
@@ -457,6 +569,8 @@ class StageRun:
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
             return [()] * (1 + self._layers.pops)
+        if isinstance(record, _Kept):
+            return self._backward_one(chunk, record, begin, retain)
         if self._probe is not None:
             self._note_saving(self._probe)
         if record.cut is None or record.exits is None:
@@ -480,6 +594,31 @@ class StageRun:
         if not retain:
             self.recall.forget(chunk)
         return cut.grads(again=retain)
+
+    def _backward_one(self, chunk: int, kept: _Kept, begin: Begin, retain: bool) -> list[Grads]:
+        """B of a chunk that `_forward_one` has kept."""
+        roots = begin(kept.exits)
+        if roots.tensors:
+            if self._seeds_backward or self.ends_in_loss:
+                self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
+            if self._is_quiet and not roots.foreign:
+                run_backward(roots.tensors, roots.grads, retain)
+            else:
+                with self._watch, self._differentiating():
+                    self._differentiate(roots, kept.cut, retain)
+        if self._learns_draws:
+            self.seeder.settle()
+        if not retain:
+            self.recall.forget(chunk)
+        leaf = kept.leaf
+        if leaf is None:
+            return [(None,)]
+        (grad,) = kept.arrived
+        if grad is None:
+            grad = leaf.grad
+        if retain:  # more may come; else it stays, for a layer that has asked for it (retain_grad)
+            leaf.grad = kept.arrived[0] = None
+        return [(grad,)]
 
     def _differentiating(self) -> AbstractContextManager[None]:
         """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
@@ -648,6 +787,11 @@ def _empty_leaf(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.detach().requires_grad_()
     return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+
+
+def _is_laid_out_as_a_leaf(tensor: Tensor) -> bool:
+    """Whether autograd lays a gradient out as it lays this tensor out, whatever it is given."""
+    return type(tensor) is Tensor and tensor.is_contiguous() and tensor.is_floating_point()
 
 
 def _holders(tensor: Tensor) -> int:

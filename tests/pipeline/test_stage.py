@@ -59,6 +59,23 @@ def with_its_gradient(x: Tensor) -> Tensor:
     return x + grad
 
 
+def with_its_gradient_of_few(x: Tensor) -> Tensor:
+    """Not for chunk 0: of 9 rows it has 3."""
+    return with_its_gradient(x) if len(x) < 3 else x * x
+
+
+class Drawing(nn.Module):
+    """Draws from its own generator, and for some chunks calls autograd afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape, generator=self.generator)
+        return with_its_gradient_of_few(x * drawn)
+
+
 def captured() -> nn.Sequential:
     leaf = torch.linspace(0, 1, 4).requires_grad_()
     return nn.Sequential(linear(), nn.Tanh(), Apply(lambda x: x * leaf), linear())
@@ -83,6 +100,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {  # what comes second
     "a hook on the input": lambda: nn.Sequential(Apply(hooked), linear()),
     "a hook that draws": lambda: nn.Sequential(linear(), Apply(noisy)),
     "a gradient within": lambda: nn.Sequential(Apply(with_its_gradient), linear()),
+    "a gradient within, of some chunks": lambda: nn.Sequential(Apply(with_its_gradient_of_few), linear()),
+    "a generator of its own": lambda: nn.Sequential(Drawing(), linear()),
     "a captured leaf": captured,
     "a layer twice": shared,
     "dropout": lambda: nn.Sequential(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.3)),
@@ -99,16 +118,21 @@ def model_with(stage: Callable[[], nn.Module]) -> nn.Sequential:
 @contextmanager
 def the_long_way() -> Iterator[None]:
     """Every input behind a Function, every layer seeded, every graph walked."""
-    with mock.patch.object(StageRun, "_is_bare", lambda *_: False), mock.patch.dict(
-        pipeline.randomness._QUIET, clear=True
+    with (
+        mock.patch.object(StageRun, "_is_bare", lambda *_: False),
+        mock.patch.object(StageRun, "_is_leaf", lambda *_: False),
+        mock.patch.dict(pipeline.randomness._QUIET, clear=True),
     ):
         yield
 
 
-def trained(stage: Callable[[], nn.Module], door: str, schedule: str, checkpoint: str, calls: int) -> list[Any]:
-    """Of each call: loss, gradients, buffers."""
-    model = model_with(stage)
-    pipe = Pipe(model, [1, 1, 1], 4, schedule=schedule, checkpoint=checkpoint)
+def trained(
+    stage: Callable[[], nn.Module], door: str, schedule: str, checkpoint: str, calls: int, around: bool = True
+) -> list[Any]:
+    """Of each call: loss, gradients, buffers. `around`: it is one stage of three, else it has a stage for each part."""
+    model = model_with(stage) if around else stage()
+    assert isinstance(model, nn.Sequential)
+    pipe = Pipe(model, [1] * len(model), 4, schedule=schedule, checkpoint=checkpoint)
     found: list[Any] = []
     for call in range(calls):
         torch.manual_seed(call)
@@ -136,6 +160,174 @@ def test_the_short_way_gives_the_bits_of_the_long_one(name: str, door: str) -> N
             long = trained(STAGES[name], door, schedule, checkpoint, CALLS)
         for call, (ones, others) in enumerate(zip(short, long, strict=True), 1):
             assert all(map(same, ones, others)), (schedule, checkpoint, call)
+
+
+def triple(x: Any) -> Any:
+    return {"a": x, "n": 3, "b": x * x}
+
+
+def odd_messages() -> nn.Sequential:
+    """What crosses is now one tensor, now several, now one that wants no gradient."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Sequential(linear(3), nn.Tanh()),
+        Apply(lambda x: (x, x.detach() * 2)),
+        Apply(lambda pair: pair[0] * pair[1]),
+        linear(),
+        Apply(triple),
+        Apply(lambda each: each["a"] * each["n"] + each["b"]),
+        Apply(lambda x: (x,)),
+        Apply(lambda one: one[0]),
+        nn.Sequential(linear(), nn.ReLU()),
+    )
+
+
+def frozen_first() -> nn.Sequential:
+    """What crosses the first cuts wants no gradient."""
+    torch.manual_seed(3)
+    first = nn.Sequential(linear(3), nn.Tanh()).requires_grad_(False)
+    return nn.Sequential(first, nn.Dropout(0.5), linear(), Apply(lambda x: x.double().float()), linear())
+
+
+def counted() -> nn.Sequential:
+    """Integers come in: a leaf of these there is none."""
+    torch.manual_seed(3)
+    return nn.Sequential(Apply(lambda x: (x > 0).sum(1)), nn.Embedding(4, 4), nn.Tanh(), linear())
+
+
+@pytest.mark.parametrize("model", [odd_messages, frozen_first, counted])
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_the_short_way_is_left_and_found_again_as_messages_change(
+    model: Callable[[], nn.Sequential], door: str
+) -> None:
+    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == door]:
+        short = trained(model, door, schedule, checkpoint, CALLS, around=False)
+        with the_long_way():
+            long = trained(model, door, schedule, checkpoint, CALLS, around=False)
+        for call, (ones, others) in enumerate(zip(short, long, strict=True), 1):
+            assert all(map(same, ones, others)), (schedule, checkpoint, call)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("linear", True), ("dropout", True), ("a captured leaf", True),
+     ("writes in place", False), ("detaches in place", False), ("batch norm", False)],
+)
+def test_the_short_way_is_taken_from_the_second_chunk_of_calls_that_do_not_compare(
+    name: str, expected: bool, checkpoint: str
+) -> None:
+    pipe = Pipe(model_with(STAGES[name]), [1, 1, 1], 4, checkpoint=checkpoint)
+    real = StageRun._forward_one
+    for call in range(1, CALLS + 1):
+        with mock.patch.object(StageRun, "_forward_one", autospec=True, side_effect=real) as short:
+            pipe.step(torch.randn(8, 3), loss_fn=lambda out, _: out.square().mean())
+        took = [(each.args[0].index, each.args[1]) for each in short.call_args_list]
+        goes = call not in (1, 2, 4)
+        assert [chunk for stage, chunk in took if stage == 0] == [1, 2, 3] * goes, call
+        assert [chunk for stage, chunk in took if stage == 1] == [1, 2, 3] * (goes and expected), call
+
+
+class Late(nn.Module):
+    """Does something else in chunks 1 and later of calls 3 and later."""
+
+    def __init__(self, usual: Callable[[Tensor], Tensor], late: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.usual, self.late = usual, late
+        self.calls = self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.late(x) if self.calls >= 3 and self.forwards > 1 else self.usual(x)
+
+
+def with_late(late: Callable[[Tensor], Tensor], first: nn.Module, checkpoint: Any) -> Iterator[Pipe]:
+    """The Pipe before each of four calls."""
+    layer = Late(lambda x: x * x, late)
+    model = nn.Sequential(first, nn.Sequential(layer, linear()))
+    pipe = Pipe(model, [1, 1], 4, checkpoint=checkpoint, schedule="gpipe")
+    for layer.calls in range(1, 5):
+        layer.forwards = 0
+        yield pipe
+
+
+def one_step(pipe: Pipe) -> Tensor:
+    return pipe.step(torch.randn(8, 4), loss_fn=lambda out, _: out.square().mean()).loss
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_stage_that_begins_late_to_write_its_input_is_named(frozen: bool, checkpoint: str) -> None:
+    def writes(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.mul_(2)
+        return x * x
+
+    calls = with_late(writes, linear().requires_grad_(not frozen), checkpoint)
+    for number, pipe in enumerate(calls, 1):
+        if number == 3:
+            with pytest.raises(CheckpointError, match="wrote its input in place, which it did not do before"):
+                one_step(pipe)
+            break
+        one_step(pipe)
+
+
+def test_a_layer_that_begins_late_to_count_is_found_out() -> None:
+    """Some entries of each output are compared in every call."""
+    count = iter(range(100))
+    for number, pipe in enumerate(with_late(lambda x: x * next(count), linear(), lambda _, chunk: chunk > 0), 1):
+        if number == 3:
+            with pytest.raises(CheckpointError, match="gave other values than its forward"):
+                one_step(pipe)
+            break
+        one_step(pipe)
+
+
+def test_a_leaf_that_only_late_chunks_capture_gets_one_whole_gradient() -> None:
+    leaf, seen = torch.ones(4, requires_grad=True), []
+    leaf.register_hook(lambda grad: seen.append(grad.clone()))
+    for number, pipe in enumerate(with_late(lambda x: x * leaf, linear(), "never"), 1):
+        one_step(pipe)
+        assert len(seen) == (number >= 3) + (number >= 4)
+        if seen:
+            assert leaf.grad is not None and torch.equal(leaf.grad, sum(seen[1:], seen[0]))
+
+
+@pytest.mark.inline
+def test_late_chunks_whose_graphs_do_not_hold_their_input_hold_one_at_the_most() -> None:
+    inputs: list[StorageWeakRef] = []
+
+    def adds(x: Tensor) -> Tensor:
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        return x + 1
+
+    first = nn.Sequential(linear(), nn.ReLU(), linear())
+    for number, pipe in enumerate(with_late(adds, first, "never"), 1):
+        out = pipe(torch.randn(8, 4))
+        if number == 3:
+            assert sum(not each.expired() for each in inputs) == 1
+            break
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
+def test_inference_tensors_come_in_in_every_call(door: str) -> None:
+    torch.manual_seed(1)
+    pipe = Pipe(nn.Sequential(Apply(lambda x: x * 2), linear(3)), [1, 1], 4, checkpoint="always")
+    plain = pipe.to_sequential()
+    for _ in range(CALLS):
+        with torch.inference_mode():
+            x = torch.randn(8, 3)
+            expected = plain(x).square().mean()
+            if door == "evaluate":
+                assert torch.allclose(pipe.evaluate(x, loss_fn=lambda out, _: out.square().mean()).loss, expected)
+        if door == "forward":
+            loss = pipe(x).square().mean()
+            loss.backward()
+            assert torch.allclose(loss, expected.clone())
+        if door == "step":
+            loss = pipe.step(x, loss_fn=lambda out, _: out.square().mean()).loss
+            assert torch.allclose(loss, expected.clone())
 
 
 def strides_of_gradients(stage: Callable[[], nn.Module], checkpoint: str) -> list[tuple[int, ...]]:
