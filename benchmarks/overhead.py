@@ -12,12 +12,17 @@ is the difference to the first, divided by the number of actions (2 x stages x c
 Contenders run in turns, in another order each round; a process gives the ratio of two medians, the table the median
 over several processes (where memory lies differs from one to the next, and with it the ratio, by a few per cent), and
 the smallest and largest.
+
+glibc gives free memory at the end of the heap back to the system, and each page of it costs a fault of microseconds
+when it is used again. Which contender that hits depends on what the others have left, so the processes keep what
+they have; with --malloc default they do not.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import platform
 import random
 import statistics
@@ -39,6 +44,7 @@ from scheduler import Action, Kind, by_name
 
 STAGES = 2
 CHUNKS = 8
+KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's own words for it
 BLOCK = 4
 
 
@@ -212,10 +218,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, one process")
     parser.add_argument("--processes", type=int, default=5, help="how many to take the median of (default: 5)")
+    parser.add_argument("--malloc", choices=("keeps", "default"), default="keeps", help="free memory (default: keeps)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.threads} thread(s)")
+    if options.malloc == "keeps":
+        os.environ.update(KEEPING)  # for the processes that are started from here
+    kept = f"malloc {options.malloc}" + " what is free" * (options.malloc == "keeps")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.threads} thread(s), {kept}")
     quick, threads = options.quick, options.threads
     processes = 1 if quick else options.processes
     report("tiny layers", Shape(64, 16, 1, 20 if quick else 60, threads), processes)
