@@ -33,8 +33,9 @@ from pipeline.places import Place
 from pipeline.plan import Plan
 from pipeline.randomness import Seeder, generators_kept
 from pipeline.recall import Known, check_shared
+from pipeline.records import Exits
 from pipeline.skip import Key
-from pipeline.stage import Exits, Shared, StageRun
+from pipeline.stage import Shared, StageRun
 from pipeline.trace import Trace
 from pipeline.transports.local import Local
 from pipeline.trees import Bundle, Grads, Message, Tree, add_grads, sum_grads

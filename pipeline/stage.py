@@ -14,12 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.aliases import Aliases, Swap
@@ -32,7 +30,6 @@ from pipeline.graph import (
     Roots,
     Watch,
     attend,
-    edge,
     enter,
     explore,
     gradients,
@@ -46,93 +43,17 @@ from pipeline.hooks import hooks_asleep
 from pipeline.layers import StageLayers
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder, unobserved
 from pipeline.recall import Known, Recall
+from pipeline.records import Cut, Exits, Kept, Record
 from pipeline.split import Part, Site, catch_up, ends_without, survey, waiting
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
 
-Begin: TypeAlias = Callable[["Exits"], Roots]
+Begin: TypeAlias = Callable[[Exits], Roots]
 _NOTHING = nullcontext()
 _NO_SITES: Sequence[Site] = ()
 _UNSAVED = 2  # who holds an input that no graph has saved: we, and the node that adds to its gradient
 _LEAF_WRITTEN = "leaf Variable that requires grad"  # in what torch says of one that is written in place
 BACKWARD = 0xFFFF  # what a backward draws (a noisy hook) is seeded as by the layer BACKWARD - last layer
-
-
-class _Cut(NamedTuple):
-    """The cut before a stage: a leaf for each input (None where no gradient is wanted), and where gradients arrive."""
-
-    leaves: tuple[Tensor | None, ...]
-    arrived: list[Tensor | None]  # one for each leaf
-    sizes: Sequence[int]  # how many inputs each value has that was read
-    is_bare: bool = False  # the leaf is the one input itself, and its gradient arrives there: see `StageRun._is_bare`
-
-    def grads(self, again: bool) -> list[Grads]:
-        """What arrived, for each value that was read; taken out. `again`: more may come."""
-        if len(self.leaves) == len(self.sizes) == 1:  # as a rule
-            (leaf,) = self.leaves
-            if leaf is None:
-                return [(None,)]
-            (grad,) = self.arrived
-            self.arrived[0] = None
-            if self.is_bare:
-                grad = leaf.grad if grad is None else grad
-                if again:  # else it stays, for a layer that has asked for it (retain_grad)
-                    leaf.grad = None
-            return [(grad,)]
-        found = iter(self.arrived.copy())
-        self.arrived[:] = [None] * len(self.arrived)
-        grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
-        if len(self.sizes) == 1:
-            return [grads]
-        return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
-
-
-class Exits(NamedTuple):
-    """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them."""
-
-    edges: list[Tensor | GradientEdge | None]  # for each tensor of the outputs; None: it needs no gradient
-    sizes: tuple[int, ...]  # how many tensors each output has
-    outputs: Bundle | None
-
-    @classmethod
-    def of(cls, outputs: Bundle, whole: bool) -> Exits:
-        """Of some outputs; `whole`: keep themselves, not just their edges in the graph."""
-        if len(outputs.tensors) == len(outputs.trees) == 1:  # as a rule
-            (tensor,) = outputs.tensors
-            if whole:
-                return cls([tensor if tensor.requires_grad else None], (1,), outputs)
-            return cls([edge(tensor) if tensor.requires_grad else None], (1,), None)
-        sizes = tuple([len(tree.tensors) for tree in outputs.trees])
-        if whole:
-            return cls([tensor if tensor.requires_grad else None for tensor in outputs.tensors], sizes, outputs)
-        return cls([edge(tensor) if tensor.requires_grad else None for tensor in outputs.tensors], sizes, None)
-
-
-class _Record(NamedTuple):
-    """What stays between F and B of one chunk. Kept: the cut and the exits. Recomputed: the input."""
-
-    inbox: Bundle | None
-    needs_grad: Sequence[bool]
-    cut: _Cut | None
-    exits: Exits | None
-    input_versions: tuple[int, ...]
-    nodes: int
-    sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
-
-
-class _Kept:
-    """What stays between F and B of one chunk that is kept, where one tensor came and it is the leaf itself."""
-
-    __slots__ = ("leaf", "arrived", "exits")
-
-    def __init__(self, leaf: Tensor | None, exits: Exits, arrived: list[Tensor | None]) -> None:
-        self.leaf = leaf  # None: no gradient is wanted there
-        self.exits = exits
-        self.arrived = arrived  # see `attend`
-
-    @property
-    def cut(self) -> _Cut:
-        return _Cut((self.leaf,), self.arrived, (1,), is_bare=self.leaf is not None)
 
 
 class Shared(NamedTuple):
@@ -211,7 +132,7 @@ class StageRun:
         self._foreign_versions: dict[int, int] = {}
         self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self._records: dict[int, _Record | _Kept] = {}
+        self._records: dict[int, Record | Kept] = {}
         self.split: set[int] = set()  # the chunks whose backward is I and W
         self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
@@ -273,10 +194,10 @@ class StageRun:
                 roots = [tensor for tensor in made.tensors if tensor.requires_grad]
                 nodes, sites = self._learn_graph(roots, cut.leaves, split)
             if recompute:
-                self._records[chunk] = _Record(read, needs_grad, None, None, before, nodes)
+                self._records[chunk] = Record(read, needs_grad, None, None, before, nodes)
             else:
                 self._learn_saving(cut, given, first)
-                self._records[chunk] = _Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
+                self._records[chunk] = Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
         return self._messages(chunk, inbox, given, made, tensors, need)
 
     def _forward_one(self, chunk: int, message: Message, recompute: bool, keep: bool) -> list[Message]:
@@ -325,12 +246,12 @@ class StageRun:
                 nodes, _ = self._learn_graph(roots, [leaf], False)
             if recompute:
                 inputs = Bundle((message.tree,), message.tree.tensors)
-                self._records[chunk] = _Record(inputs, message.needs_grad, None, None, (before,), nodes)
+                self._records[chunk] = Record(inputs, message.needs_grad, None, None, (before,), nodes)
             else:
                 if needs_grad:
                     self._learn_unsaved(leaf)
                 exits = Exits.of(Bundle((made,), made.tensors), self.ends_in_loss)
-                self._records[chunk] = _Kept(leaf if needs_grad else None, exits, arrived)
+                self._records[chunk] = Kept(leaf if needs_grad else None, exits, arrived)
         if len(tensors) == 1:
             return [Message(Tree(tensors, made.skeleton), need)]
         return self._messages(chunk, [message], (leaf,), Bundle((made,), made.tensors), tensors, need)
@@ -363,7 +284,7 @@ class StageRun:
 
     def _attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
-    ) -> tuple[_Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
+    ) -> tuple[Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
         """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
         cut, given = self._enter(read, needs_grad, recompute)
         given_before = versions(given) if self.writes_input else ()
@@ -381,7 +302,7 @@ class StageRun:
         return self._attempt(chunk, read, needs_grad, recompute, first)
 
     def _computed_with(
-        self, chunk: int, read: Bundle, cut: _Cut, given: Sequence[Tensor], is_first: bool = False
+        self, chunk: int, read: Bundle, cut: Cut, given: Sequence[Tensor], is_first: bool = False
     ) -> Bundle:
         """The outputs; a leaf that is the input itself may get its gradient from then on."""
         if not cut.is_bare:
@@ -412,7 +333,7 @@ class StageRun:
 
     def _enter(
         self, read: Bundle, needs_grad: Sequence[bool], recompute: bool
-    ) -> tuple[_Cut, tuple[Tensor, ...]]:
+    ) -> tuple[Cut, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get. `recompute`: the input is kept beside the graph."""
         tensors = read.tensors
         if self.writes_input:
@@ -420,13 +341,13 @@ class StageRun:
         if len(tensors) == len(read.trees) == 1:  # as a rule
             (tensor,) = tensors
             if not needs_grad[0]:
-                return _Cut((None,), [], (1,)), (tensor.detach(),)
+                return Cut((None,), [], (1,)), (tensor.detach(),)
             box: list[Tensor | None] = [None]
             if self._is_bare(tensor, recompute):
                 leaf = mark(tensor.detach().requires_grad_(), self._input_name)
-                return _Cut((leaf,), box, (1,), is_bare=True), (leaf,)
+                return Cut((leaf,), box, (1,), is_bare=True), (leaf,)
             leaf = mark(_empty_leaf(tensor), self._input_name)
-            return _Cut((leaf,), box, (1,)), enter(self._watch, box, tensors, leaf)
+            return Cut((leaf,), box, (1,)), enter(self._watch, box, tensors, leaf)
         leaves: list[Tensor | None] = []
         for tensor, needs in zip(tensors, needs_grad, strict=True):
             leaves.append(mark(_empty_leaf(tensor), self._input_name) if needs else None)
@@ -435,7 +356,7 @@ class StageRun:
         arrived: list[Tensor | None] = [None] * len(wanted)
         entered = iter(enter(self._watch, arrived, values, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
-        return _Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
+        return Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
     def _is_leaf(self, message: Message, recompute: bool) -> bool:
         """Whether a message is one tensor that may be the leaf itself, by what F of chunk 0 has left open."""
@@ -458,7 +379,7 @@ class StageRun:
             and _is_laid_out_as_a_leaf(tensor)
         )
 
-    def _learn_saving(self, cut: _Cut, given: Sequence[Tensor], first: bool) -> None:
+    def _learn_saving(self, cut: Cut, given: Sequence[Tensor], first: bool) -> None:
         """Does the graph of a kept chunk hold its input? In F of chunk 0 it is noted, at its backward seen."""
         if cut.is_bare:
             self._learn_unsaved(given[0])
@@ -569,7 +490,7 @@ class StageRun:
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
             return [()] * (1 + self._layers.pops)
-        if isinstance(record, _Kept):
+        if isinstance(record, Kept):
             return self._backward_one(chunk, record, begin, retain)
         if self._probe is not None:
             self._note_saving(self._probe)
@@ -595,7 +516,7 @@ class StageRun:
             self.recall.forget(chunk)
         return cut.grads(again=retain)
 
-    def _backward_one(self, chunk: int, kept: _Kept, begin: Begin, retain: bool) -> list[Grads]:
+    def _backward_one(self, chunk: int, kept: Kept, begin: Begin, retain: bool) -> list[Grads]:
         """B of a chunk that `_forward_one` has kept."""
         roots = begin(kept.exits)
         if roots.tensors:
@@ -610,15 +531,7 @@ class StageRun:
             self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
-        leaf = kept.leaf
-        if leaf is None:
-            return [(None,)]
-        (grad,) = kept.arrived
-        if grad is None:
-            grad = leaf.grad
-        if retain:  # more may come; else it stays, for a layer that has asked for it (retain_grad)
-            leaf.grad = kept.arrived[0] = None
-        return [(grad,)]
+        return kept.grads(again=retain)
 
     def _differentiating(self) -> AbstractContextManager[None]:
         """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
@@ -637,7 +550,7 @@ class StageRun:
         catch_up(self._waiting.pop(chunk, ()), self.name)
 
     def _differentiate_but_wait(
-        self, chunk: int, roots: Roots, cut: _Cut, retain: bool, sites: Sequence[Site]
+        self, chunk: int, roots: Roots, cut: Cut, retain: bool, sites: Sequence[Site]
     ) -> None:
         if self.foreign or roots.foreign:  # all gradients are asked for by name, now
             sites = ()
@@ -651,7 +564,7 @@ class StageRun:
         if parts:
             self._waiting[chunk] = parts
 
-    def _differentiate(self, roots: Roots, cut: _Cut, retain: bool, sites: Sequence[Site] = ()) -> None:
+    def _differentiate(self, roots: Roots, cut: Cut, retain: bool, sites: Sequence[Site] = ()) -> None:
         own = [leaf for leaf in cut.leaves if leaf is not None]
         if not self.foreign and not roots.foreign:
             ends = ends_without(sites, own + self.aliases.used) if sites else ()
@@ -672,7 +585,7 @@ class StageRun:
                 _, total = self._foreign_sums.get(id(leaf), (leaf, None))
                 self._foreign_sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
 
-    def _recompute(self, chunk: int, record: _Record) -> tuple[_Cut, Bundle]:
+    def _recompute(self, chunk: int, record: Record) -> tuple[Cut, Bundle]:
         """R: the forward of a chunk once more, with its graph kept."""
         assert record.inbox is not None  # a record holds its input or its graph
         self.check_unchanged(chunk)
@@ -685,7 +598,7 @@ class StageRun:
         self.recall.check_same(chunk, outputs.tensors)
         return cut, outputs
 
-    def _check_path(self, chunk: int, outputs: Bundle, record: _Record) -> None:
+    def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
         if nodes != record.nodes:
