@@ -491,8 +491,11 @@ def right(A: Operator, pipe: Pipe) -> bool:
 
 
 def broken(cases: list[tuple[int, str, int, str]]) -> list[tuple[Told, bool]]:
-    """For each (rank, what raises there, when, matrix): what this rank is told; whether the next product is right."""
-    pipe, loss_fn = breaking_pipe(timeout=20.0), BreakingLoss()
+    """For each (rank, what raises there, when, matrix): what this rank is told; whether the next product is right.
+
+    The ranks go on together: gloo may wake a rank whose send met the other's closing only when its time is over.
+    """
+    pipe, loss_fn = breaking_pipe(timeout=10.0), BreakingLoss()
     found = []
     for where, what, countdown, matrix in cases:
         A = MATRICES[matrix](pipe, data_of([6]), loss_fn, seed=11)
@@ -505,6 +508,7 @@ def broken(cases: list[tuple[int, str, int, str]]) -> list[tuple[Told, bool]]:
         with Untouched(pipe):
             error = told(lambda: A @ vector)
         layer.breaks, layer.countdown, loss_fn.countdown = False, 0, 0
+        dist.barrier()
         found.append((error, right(A, pipe)))
     return found
 

@@ -178,7 +178,7 @@ def test_what_a_rank_raises_in_a_product_is_raised_on_all_and_the_next_product_i
             for what, countdown, matrix, kind, action in BROKEN
             for where in range(crew.size) if (what == "loss") <= (where == last)
         ]  # fmt: skip
-        for results in crew.run("rank_curvature:broken", [case[:4] for case in cases]):
+        for results in crew.run("rank_curvature:broken", [case[:4] for case in cases], timeout=180.0):
             for case, ((kind, words, notes, seconds), is_right) in zip(cases, results, strict=True):
                 assert (kind, seconds < 10, is_right) == (case[4], True, True), (case, kind, words, notes)
                 if case[0] != last:
