@@ -114,6 +114,9 @@ class Call:
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
             if setup.peers.has(index)
         ]
+        if not all([stage.is_quiet for stage in self.stages]):  # a user's layer may write another's parameters unseen
+            for stage in self.stages:
+                stage.recall.sample()
         self._run = {stage.index: stage for stage in self.stages}
         self._last = len(setup.stages) - 1
         for index, chunk in setup.plan.schedule.split:

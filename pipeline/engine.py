@@ -11,7 +11,8 @@ The engine knows no mathematics: `perform(action)` does the work. What an action
 
 A round of the inline driver is a wave up the lanes, in which they run forwards, and a wave down, in which they run the
 rest: so a chunk goes on to the next stage while it is fresh, on its way there and back. That is a fixed order for each
-schedule, `merged_order`, which the checkpoint policy and the memory bounds read.
+schedule, `merged_order`, which the checkpoint policy and the memory bounds read. The plan holds it, and
+where one thread has all lanes a call runs it as it stands.
 """
 
 from __future__ import annotations

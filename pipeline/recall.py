@@ -96,6 +96,10 @@ class Recall:
         self._sampled = _Sampler() if samples else None
         self._sums: dict[int, Checksums] = {}
 
+    def sample(self) -> None:
+        """Compare some entries of each output, from now on."""
+        self._sampled = self._sampled or _Sampler()
+
     # ------------------------------------------------------------------------------------------------ at the forward
 
     def before_forward(self, chunk: int) -> None:

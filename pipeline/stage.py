@@ -116,7 +116,7 @@ class StageRun:
         self.name = self._layers.name
         self._input_name = f"the input of {self.name}"
         self._known = known
-        # Between F and R of a step nothing runs but the layers; torch's own depend on nothing that is not watched.
+        # Between F and R of a step nothing runs but layers; torch's own write nothing. See `Call` for others beside.
         samples = keep or compares or not self._layers.is_quiet
         self.recall = Recall(modules, ambient, self.name, index, known, compares, samples)
         self._watch = Watch(self.name)
@@ -143,6 +143,11 @@ class StageRun:
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
         self._saves_input = not compares and self.recall.key in known.saves_input
         self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all its layers are torch's own and surely draw no random number."""
+        return self._is_quiet
 
     @property
     def reads(self) -> set[int]:
