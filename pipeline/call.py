@@ -116,7 +116,7 @@ class Call:
         ]
         if not all([stage.is_quiet for stage in self.stages]):  # a user's layer may write another's parameters unseen
             for stage in self.stages:
-                stage.recall.sample()
+                stage.recall.samples = True
         self._run = {stage.index: stage for stage in self.stages}
         self._last = len(setup.stages) - 1
         for index, chunk in setup.plan.schedule.split:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.ambient import Ambient
 from pipeline.buffers import Buffers
 from pipeline.checkpoint import Recomputing
+from pipeline.entries import Entries, entries, same_entries
 from pipeline.errors import CheckpointError
 from pipeline.randomness import (
     HostStates,
@@ -32,11 +33,9 @@ from pipeline.randomness import (
     put_host_back,
     same_host_states,
 )
-from pipeline.trees import Checksums, checksums, detached, same_checksums, same_values
+from pipeline.trees import Checksums, checksums, same_checksums
 
 States: TypeAlias = list[tuple[torch.Generator, Tensor]]
-ENTRIES = 32  # of each output, compared after every recomputation
-_TAKEN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # torch.take knows not all
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Recall:
         index: its number.
         known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
-        samples: whether to compare some entries of each output.
+        samples: whether to compare some entries of each output, in every call.
     """
 
     def __init__(
@@ -92,13 +91,9 @@ class Recall:
         self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
         self._host: dict[int, HostStates] = {}
         self._keeps = False
-        self._samples: dict[int, list[Tensor]] = {}
-        self._sampled = _Sampler() if samples else None
+        self.samples = samples
+        self._entries: dict[int, list[Entries]] = {}
         self._sums: dict[int, Checksums] = {}
-
-    def sample(self) -> None:
-        """Compare some entries of each output, from now on."""
-        self._sampled = self._sampled or _Sampler()
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
@@ -123,8 +118,8 @@ class Recall:
             self.draws_from_host = not same_host_states(self._host[chunk], host_states())
         if self.compares:
             self._sums[chunk] = checksums(outputs)
-        if self._sampled is not None:
-            self._samples[chunk] = self._sampled(outputs)
+        if self.samples:
+            self._entries[chunk] = entries(outputs)
 
     def note(self) -> None:
         """All forwards have gone well: remember what was seen."""
@@ -198,8 +193,8 @@ class Recall:
         """Raise if a recomputation gave other values than its forward."""
         sums = self._sums.get(chunk)
         same = sums is None or same_checksums(sums, checksums(outputs))
-        if same and self._sampled is not None:
-            same = all(map(same_values, self._samples[chunk], self._sampled(detached(outputs))))
+        if same and self.samples:
+            same = same_entries(self._entries[chunk], entries(outputs))
         if not same:
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
@@ -212,12 +207,12 @@ class Recall:
         if not self._keeps:
             return
         self.buffers.forget(chunk)
-        for kept in (self._states, self._host, self._samples, self._sums):
+        for kept in (self._states, self._host, self._entries, self._sums):
             kept.pop(chunk, None)
 
     def release(self) -> None:
         """No recomputation will come any more."""
-        for kept in (self._states, self._host, self._samples, self._sums):
+        for kept in (self._states, self._host, self._entries, self._sums):
             kept.clear()
 
 
@@ -241,27 +236,6 @@ def check_shared(recalls: Sequence[tuple[str, Recall]], generators: bool) -> Non
                     "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
                     "into one stage, or give each its own."
                 )
-
-
-class _Sampler:
-    """Takes some entries of tensors, spread evenly."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Tensor] = {}  # by the number of entries
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of each tensor. None of those on a GPU: comparing them would make the host wait."""
-        return [self._entries(tensor) for tensor in tensors if tensor.device.type == "cpu"]
-
-    def _entries(self, tensor: Tensor) -> Tensor:
-        size = tensor.numel()
-        step = max(1, size // ENTRIES)
-        if tensor.dtype in _TAKEN and tensor.is_contiguous():
-            if size not in self._places:
-                self._places[size] = torch.arange(0, size // step * step, step, device="cpu")
-            return tensor.take(self._places[size])
-        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-        return dense.reshape(-1)[::step].clone()
 
 
 @contextmanager
