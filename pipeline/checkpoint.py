@@ -137,17 +137,22 @@ class SavingNothing:
 
 
 class Recomputing:
-    """R: within, the same forward runs again, with gradients on."""
+    """R: within, the same forward runs again, with gradients on, though the backward may run in inference mode."""
 
-    __slots__ = ("_token", "_grad")
+    __slots__ = ("_token", "_grad", "_recording")
 
     def __enter__(self) -> None:
         self._token = _recomputing.set(True)
+        self._recording = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._recording is not None:
+            self._recording.__enter__()
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)
 
     def __exit__(self, *exc: object) -> None:
         torch._C._set_grad_enabled(self._grad)
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
         _recomputing.reset(self._token)
 
 

@@ -295,6 +295,17 @@ def test_autocast_is_restored_where_the_backward_is_outside_it() -> None:
     check_equal(*found)
 
 
+def test_a_backward_in_inference_mode_gives_the_same_gradients() -> None:
+    found = []
+    for model in pair():
+        torch.manual_seed(3)
+        x = rows().requires_grad_()
+        loss = model(x).square().sum()
+        with torch.inference_mode():
+            found.append(gradients(loss, [x, *model.parameters()]))
+    check_equal(*found)
+
+
 class Noisy(nn.Module):
     """Draws from every generator there is."""
 

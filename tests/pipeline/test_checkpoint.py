@@ -526,6 +526,28 @@ def test_what_every_chunk_gets_whole_is_not_written_by_an_earlier_chunk(mode: ty
     assert torch.equal(out, torch.full((6, 3), 2.0)) and torch.equal(shift, torch.ones(3))
 
 
+@pytest.mark.parametrize("policy", ["always", "except_last", "never"])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_backward_in_inference_mode_gives_all_gradients(policy: str, noisy: bool) -> None:
+    """Autograd differentiates there what was recorded outside; so a recomputation has to record it."""
+    between = [nn.Dropout(0.5), nn.BatchNorm1d(4)] if noisy else [nn.Tanh(), nn.ReLU()]
+    model = nn.Sequential(nn.Linear(4, 4), *between, nn.Linear(4, 4)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    pipe = Pipe(model, [2, 2], 3, checkpoint=policy)
+    for _ in range(4):  # in calls that compare, and in one that does not
+        grads = []
+        for mode in (torch.enable_grad, torch.inference_mode):
+            model.zero_grad()
+            torch.manual_seed(1)
+            input = x.clone().requires_grad_()
+            out = pipe(input).square().sum()
+            with mode():
+                out.backward()
+            grads.append([input.grad, *(param.grad for param in model.parameters())])
+        for expected, grad in zip(*grads, strict=True):
+            assert expected is not None and grad is not None and torch.equal(expected, grad)
+
+
 class Constrained(nn.Linear):
     """The max-norm constraint as EEGNet's code writes it: the parameter's data are replaced within the forward."""
 
