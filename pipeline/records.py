@@ -2,7 +2,7 @@
 
     kept          Cut (where gradients come out) and Exits (where they come in), with autograd's graph between them
     recomputed    Record with the input
-    short way     Kept: one tensor that came is the leaf itself
+    short way     Kept, or Again with the input: one tensor that came is the leaf itself
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ class Record(NamedTuple):
     input_versions: tuple[int, ...]
     nodes: int
     sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
+
+
+class Again(NamedTuple):
+    """What stays between F and B of one chunk that is recomputed, where one tensor came and it is the leaf itself."""
+
+    read: Tensor
+    needs_grad: bool
+    version: int  # of it, at F
 
 
 class Kept:

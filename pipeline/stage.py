@@ -43,7 +43,7 @@ from pipeline.hooks import hooks_asleep
 from pipeline.layers import StageLayers
 from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder, unobserved
 from pipeline.recall import Known, Recall
-from pipeline.records import Cut, Exits, Kept, Record
+from pipeline.records import Again, Cut, Exits, Kept, Record
 from pipeline.split import Part, Site, catch_up, ends_without, survey, waiting
 from pipeline.trees import Bundle, Grads, Message, Tree, detached, memory_of, same_values, storage_of, versions
 from pipeline.values import Values
@@ -132,7 +132,7 @@ class StageRun:
         self._foreign_versions: dict[int, int] = {}
         self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self._records: dict[int, Record | Kept] = {}
+        self._records: dict[int, Record | Kept | Again] = {}
         self.split: set[int] = set()  # the chunks whose backward is I and W
         self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
@@ -214,28 +214,15 @@ class StageRun:
         before = read._version
         if keep:
             self.recall.before_forward(chunk)
-        leaf = read.detach()
-        if needs_grad:
-            mark(leaf.requires_grad_(), self._input_name)
-        arrived: list[Tensor | None] = [None]
         try:
-            with self._swap, SavingNothing(self._saves_until_the_end) if recompute else _NOTHING:
-                value = self._layers.run_on(chunk, leaf, self.seeder.seed)
+            saving = SavingNothing(self._saves_until_the_end) if recompute else _NOTHING
+            leaf, arrived, made = self._run_one(chunk, read, needs_grad, saving)
         except DroppedError:
             if self._saves_until_the_end:
                 raise
             self._saves_until_the_end = True
             self.recall.put_back(chunk, first=False)
             return self._forward_one(chunk, message, recompute, keep)
-        except RuntimeError as error:
-            if needs_grad and _LEAF_WRITTEN in str(error):
-                raise self._new_habit("wrote") from error
-            raise
-        made = Tree((value,), None) if type(value) is Tensor else self._layers.taken_apart(value)
-        if self._looks_for_tangents:
-            refuse_tangents(made.tensors)
-        if needs_grad:
-            self._attend(leaf, arrived)
         if self._learns_draws:
             self.seeder.settle()
         if read._version != before:
@@ -245,13 +232,10 @@ class StageRun:
             self.recall.after_forward(chunk, keep, tensors)
         need = self._need(made.tensors)
         if True in need:
-            nodes = 0
             if not self._is_quiet:
-                roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-                nodes, _ = self._learn_graph(roots, [leaf], False)
+                self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], [leaf], False)
             if recompute:
-                inputs = Bundle((message.tree,), message.tree.tensors)
-                self._records[chunk] = Record(inputs, message.needs_grad, None, None, (before,), nodes)
+                self._records[chunk] = Again(read, needs_grad, before)
             else:
                 if needs_grad:
                     self._learn_unsaved(leaf)
@@ -260,6 +244,28 @@ class StageRun:
         if len(tensors) == 1:
             return [Message(Tree(tensors, made.skeleton), need)]
         return self._messages(chunk, [message], (leaf,), Bundle((made,), made.tensors), tensors, need)
+
+    def _run_one(
+        self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None]
+    ) -> tuple[Tensor, list[Tensor | None], Tree]:
+        """The layers on the one tensor that came: the leaf, where else its gradient may arrive, and the output."""
+        try:
+            with self._swap, around:
+                leaf = read.detach()
+                if needs_grad:
+                    mark(leaf.requires_grad_(), self._input_name)
+                value = self._layers.run_on(chunk, leaf, self.seeder.seed)
+        except RuntimeError as error:
+            if needs_grad and _LEAF_WRITTEN in str(error):
+                raise self._new_habit("wrote") from error
+            raise
+        made = Tree((value,), None) if type(value) is Tensor else self._layers.taken_apart(value)
+        if self._looks_for_tangents:
+            refuse_tangents(made.tensors)
+        arrived: list[Tensor | None] = [None]
+        if needs_grad:
+            self._attend(leaf, arrived)
+        return leaf, arrived, made
 
     def _messages(
         self,
@@ -495,8 +501,9 @@ class StageRun:
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
             return [()] * (1 + self._layers.pops)
-        if isinstance(record, Kept):
-            return self._backward_one(chunk, record, begin, retain)
+        if not isinstance(record, Record):
+            kept = record if isinstance(record, Kept) else self._recompute_one(chunk, record)
+            return self._backward_one(chunk, kept, begin, retain)
         if self._probe is not None:
             self._note_saving(self._probe)
         if record.cut is None or record.exits is None:
@@ -522,7 +529,7 @@ class StageRun:
         return cut.grads(again=retain)
 
     def _backward_one(self, chunk: int, kept: Kept, begin: Begin, retain: bool) -> list[Grads]:
-        """B of a chunk that `_forward_one` has kept."""
+        """B of a chunk that went the short way."""
         roots = begin(kept.exits)
         if roots.tensors:
             if self._seeds_backward or self.ends_in_loss:
@@ -602,6 +609,16 @@ class StageRun:
             self._check_path(chunk, outputs, record)
         self.recall.check_same(chunk, outputs.tensors)
         return cut, outputs
+
+    def _recompute_one(self, chunk: int, then: Again) -> Kept:
+        """R of a chunk that went the short way."""
+        self.check_unchanged(chunk)
+        if then.read._version != then.version:
+            self._check_input(chunk, (then.read,), (then.version,))
+        leaf, arrived, made = self._run_one(chunk, then.read, then.needs_grad, self.recall.as_at_forward(chunk))
+        self.recall.check_same(chunk, made.tensors)
+        exits = Exits.of(Bundle((made,), made.tensors), whole=True)
+        return Kept(leaf if then.needs_grad else None, exits, arrived)
 
     def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
