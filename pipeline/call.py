@@ -312,9 +312,10 @@ class Call:
         self._last_of = frozenset()
         if self._listener is not None or (self.peers.averages and runs_once):
             self._last_of = _last_backwards(phase.orders)
+        is_watched = self._setup.traces or self._last_of or self.peers.follows
         self.peers.begin(number)
         try:
-            self._driver.run(phase, self._perform, draws, now, in_turns)
+            self._driver.run(phase, self._perform_and_tell if is_watched else self._perform, draws, now, in_turns)
             self.peers.end()
         except CheckpointError:  # it may be for that reason that a recomputation came out otherwise
             self._check_untouched(before)
@@ -337,17 +338,22 @@ class Call:
 
     def _perform(self, action: Action) -> None:
         stage, kind, chunk = action
-        traces = self._setup.traces
-        start = perf_counter() if traces else 0.0
-        self.peers.at(action)
         try:
             _WORK[kind](self, stage, chunk)
         except BaseException as error:
             error.add_note(f"{self._run[stage].name}, chunk {chunk}, {action}")
             raise
+
+    def _perform_and_tell(self, action: Action) -> None:
+        """The same, where someone watches: a trace, other ranks, whoever waits for a stage's sums."""
+        stage = action.stage
+        traces = self._setup.traces
+        start = perf_counter() if traces else 0.0
+        self.peers.at(action)
+        self._perform(action)
         for trace in traces:
             trace.record(action, self._lane_of[stage], start)
-        if self._last_of and action in self._last_of:
+        if action in self._last_of:
             start = perf_counter()
             self._settle(stage)
             if self._listener is not None:
@@ -389,7 +395,8 @@ class Call:
             assert self._loss_end is not None  # end_in
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
-            given = [sum_grads(readers) for readers in self._mailbox.take_grads(stage, chunk)]
+            taken = self._mailbox.take_grads(stage, chunk)
+            given = [readers[0] if len(readers) == 1 else sum_grads(readers) for readers in taken]
             grads = run.backward(chunk, partial(_at_outputs, given), _has_any(given), self._retain)
         self._mailbox.put_grads(stage, chunk, grads)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pipeline.places import Place
 from pipeline.transports.local import Local, Parcel
 from pipeline.trees import Grads, Memory, Message, Tree
-from pipeline.values import CALLER, Name, Values
+from pipeline.values import CALLER, Name, Value, Values
 
 
 class Post(ABC):
@@ -61,10 +61,16 @@ class Mailbox(Post):
         self._place = places.get
         self._is_one_place = len(set(places.values())) <= 1
         self._transport = transport
+        self._only_read = _only(values.read_by) if self._is_one_place else {}
+        self._only_made = _only(values.made_by) if self._is_one_place else {}
         self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel | None]] = {}
         self._gradients: dict[tuple[Name, int, int], tuple[Grads, Parcel | None]] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+        if stage in self._only_made:
+            name, reader = self._only_made[stage]
+            self._activations[name, chunk, reader] = made[0], None
+            return
         stays = self._is_one_place and stage != CALLER
         for row, message in zip(self._made_by[stage], made):
             for reader in row.readers:
@@ -85,12 +91,19 @@ class Mailbox(Post):
         return found
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
+        if stage in self._only_read:
+            name, reader = self._only_read[stage]
+            self._gradients[name, chunk, reader] = grads[0], None
+            return
         stays = self._is_one_place and stage != CALLER
         for row, each in zip(self._read_by[stage], grads):
             parcel = None if stays else self._transport.send(each, self._place(stage), self._place(row.producer))
             self._gradients[row.name, chunk, stage] = each if parcel is None else parcel.tensors, parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
+        if stage in self._only_made:
+            name, reader = self._only_made[stage]
+            return [[self._gradients.pop((name, chunk, reader))[0]]]
         found = []
         for row in self._made_by[stage]:
             of_readers = []
@@ -130,6 +143,15 @@ def check_alone(index: int, name: str, inbox: Sequence[Message], under_way: Iter
             "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
             "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
         )
+
+
+def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]:
+    """For each stage (not the caller) with one value, that has one reader, as a rule: its name, and the reader."""
+    return {
+        stage: (rows[0].name, rows[0].readers[0])
+        for stage, rows in rows_of.items()
+        if stage != CALLER and len(rows) == 1 and len(rows[0].readers) == 1
+    }
 
 
 def _of(message: Message, parcel: Parcel) -> Message:

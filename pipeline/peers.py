@@ -117,6 +117,11 @@ class Peers(ABC):
     def end(self) -> None:
         """They have run: everything that was sent has arrived."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether `at` is to be told of every action."""
+        return True
+
     @abstractmethod
     def at(self, action: Action) -> None:
         """An action is about to run."""
@@ -244,6 +249,10 @@ class Alone(Peers):
 
     def end(self) -> None:
         pass
+
+    @property
+    def follows(self) -> bool:
+        return False
 
     def at(self, action: Action) -> None:
         pass
