@@ -15,7 +15,7 @@ could disagree with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -83,7 +83,7 @@ class Aliases:
                 if grad or not is_home:
                     then, own = versions([real, alias])
                     self._slots.append(_Slot(module, name, real, alias, then, own, alias.data_ptr(), is_home))
-        self._places = [(slot.module._parameters, slot.name, slot.alias) for slot in self._slots]
+        self._places = _by_table([(slot, slot.alias) for slot in self._slots])
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
         self._sums = checksums([slot.alias for slot in self._slots]) if compares else []
@@ -130,7 +130,7 @@ class Aliases:
         for slot in self._slots:
             view = views.get(id(slot.real), slot.alias)
             here[id(slot.real)] = view if view.device == slot.alias.device else view.to(slot.alias.device)
-        return Swap([(slot.module._parameters, slot.name, here[id(slot.real)]) for slot in self._slots])
+        return Swap(_by_table([(slot, here[id(slot.real)]) for slot in self._slots]))
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -220,18 +220,30 @@ class Swap:
 
     __slots__ = ("_places", "_found")
 
-    def __init__(self, places: list[tuple[Table, str, Tensor]]) -> None:
+    def __init__(self, places: list[tuple[Table, Table]]) -> None:
         self._places = places
-        self._found: list[tuple[Table, str, Any]] = []
+        self._found: list[Table] = []
 
     def __enter__(self) -> None:
-        self._found = [(place, name, place[name]) for place, name, _ in self._places]
-        for place, name, tensor in self._places:
-            place[name] = tensor
+        self._found = [
+            table.copy() if len(table) == len(others) else {name: table[name] for name in others}
+            for table, others in self._places
+        ]
+        for table, others in self._places:
+            table.update(others)
 
     def __exit__(self, *exc: object) -> None:
-        for place, name, found in self._found:
-            place[name] = found
+        for (table, _), found in zip(self._places, self._found):
+            table.update(found)
+
+
+def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Table]]:
+    """What stands in for what, by the module's table of parameters."""
+    found: dict[int, tuple[Table, Table]] = {}
+    for slot, tensor in stand_ins:
+        table = slot.module._parameters
+        found.setdefault(id(table), (table, {}))[1][slot.name] = tensor
+    return list(found.values())
 
 
 def _hooks_after(leaf: Tensor) -> int:

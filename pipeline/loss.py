@@ -208,12 +208,14 @@ class Loss:
     def _checked(self, value: Any, what: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise TypeError(f"{self._name} returned {value!r} as {what}. Return a floating-point tensor.")
+        if value.dim() == 0:
+            return value
         if value.numel() != 1:
             raise ValueError(
                 f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), "
                 "loss.sum() with loss_reduction='sum', or (sum, count)."
             )
-        return value if value.dim() == 0 else value.reshape(())
+        return value.reshape(())
 
 
 def scale_of(rows: int) -> float:

@@ -215,7 +215,7 @@ class StageRun:
         if keep:
             self.recall.before_forward(chunk)
         try:
-            saving = SavingNothing(self._saves_until_the_end) if recompute else _NOTHING
+            saving = SavingNothing(self._saves_until_the_end) if recompute else None
             leaf, arrived, made = self._run_one(chunk, read, needs_grad, saving)
         except DroppedError:
             if self._saves_until_the_end:
@@ -246,15 +246,19 @@ class StageRun:
         return self._messages(chunk, [message], (leaf,), Bundle((made,), made.tensors), tensors, need)
 
     def _run_one(
-        self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None]
+        self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None] | None
     ) -> tuple[Tensor, list[Tensor | None], Tree]:
         """The layers on the one tensor that came: the leaf, where else its gradient may arrive, and the output."""
+        leaf = read.detach()
+        if needs_grad:
+            mark(leaf.requires_grad_(), self._input_name)
         try:
-            with self._swap, around:
-                leaf = read.detach()
-                if needs_grad:
-                    mark(leaf.requires_grad_(), self._input_name)
-                value = self._layers.run_on(chunk, leaf, self.seeder.seed)
+            with self._swap:
+                if around is None:
+                    value = self._layers.run_on(chunk, leaf, self.seeder.seed)
+                else:
+                    with around:
+                        value = self._layers.run_on(chunk, leaf, self.seeder.seed)
         except RuntimeError as error:
             if needs_grad and _LEAF_WRITTEN in str(error):
                 raise self._new_habit("wrote") from error
@@ -328,7 +332,7 @@ class StageRun:
         return made
 
     def _attend(self, leaf: Tensor, arrived: list[Tensor | None]) -> None:
-        if not leaf.requires_grad:
+        if not (self._is_quiet or leaf.requires_grad):
             raise self._new_habit("detached")
         attend(leaf, None if self._is_quiet else self._watch, arrived)
 
@@ -374,7 +378,7 @@ class StageRun:
         if message.tree.skeleton is not None or not (recompute or self._saves_input or not message.needs_grad[0]):
             return False
         (tensor,) = message.tree.tensors
-        return _is_laid_out_as_a_leaf(tensor) and not tensor.is_inference()
+        return _is_laid_out_as_a_leaf(tensor) and (message.needs_grad[0] or not tensor.is_inference())
 
     def _is_bare(self, tensor: Tensor, recompute: bool) -> bool:
         """Whether the input itself may be the leaf: no layer writes it, and something else keeps it alive to the end.

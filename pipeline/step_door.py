@@ -81,8 +81,9 @@ class LossEnd:
         tensors = tree.tensors
         if apart:
             tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-        assert self._call.last is not None  # it runs here
-        self._call.last.seeder.seed(chunk, self._layers)
+        last = self._call.last
+        assert last is not None  # it runs here
+        last.seeder.seed(chunk, self._layers)
         loss, weight = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
         if not loss.requires_grad:
             return Roots((), (), {})
