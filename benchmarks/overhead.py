@@ -9,9 +9,10 @@ hand that runs the stages' forwards and backwards in the order in which the pipe
 stages: what is left there is the engine's, the rest is what another order costs in the processor's caches. "us/action"
 is the difference to the first, divided by the number of actions (2 x stages x chunks).
 
-Contenders run in turns, in another order each round; a process gives the ratio of two medians, the table the median
-over several processes (where memory lies differs from one to the next, and with it the ratio, by a few per cent), and
-the smallest and largest.
+A pipe, its loops by hand and torchgpipe run in turns, in another order each round. A round's ratio is that of two
+turns' medians, which lie seconds apart; a process gives the median over its rounds, the table the median over several
+processes (where memory lies differs from one to the next, and with it the ratio, by a per cent or two), and the
+smallest and largest.
 
 glibc gives free memory at the end of the heap back to the system, and each page of it costs a fault of microseconds
 when it is used again. Which contender that hits depends on what the others have left, so the processes keep what
@@ -45,7 +46,8 @@ from scheduler import Action, Kind, by_name
 STAGES = 2
 CHUNKS = 8
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's own words for it
-BLOCK = 4
+BLOCK = 4  # runs in a turn
+WARM = 8  # calls 1, 2, 4, 8, ... of a Pipe compare more than others
 
 
 class Shape(NamedTuple):
@@ -167,28 +169,61 @@ def cleared(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]
     return fresh
 
 
-def measure(shape: Shape) -> dict[str, float]:
-    """Median seconds of each contender, taken in turns of BLOCK runs, in another order each round.
+class Cost(NamedTuple):
+    """What one process has found of one row: a door and a mode. Medians over its rounds."""
 
-    The first run of a turn does not count: it finds the caches as another contender left them.
-    """
+    seconds: float  # of a mini-batch through the pipe
+    more: float  # seconds than the loop by hand
+    hand: float  # ratio to the loop by hand
+    order: float | None  # ratio to the loop by hand in the pipe's order
+    peer: float | None  # torchgpipe's time over ours
+
+
+def rows() -> list[tuple[str, str]]:
+    return [(door, mode) for door in ("forward", "step") for mode in ("never", "except_last", "always")]
+
+
+def measure(shape: Shape) -> list[Cost]:
+    """What each row costs beside what it is compared with."""
     torch.set_num_threads(shape.threads)
     runs = contenders(shape)
-    times: dict[str, list[float]] = {name: [] for name in runs}
     order = random.Random(0)
-    for _ in range(shape.rounds):
-        for name, run in order.sample(list(runs.items()), len(runs)):
-            for number in range(BLOCK):
-                start = time.perf_counter()
-                run()
-                if number:
-                    times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return [cost(door, mode, shape.rounds, runs, order) for door, mode in rows()]
+
+
+def cost(door: str, mode: str, rounds: int, runs: dict[str, Callable[[], object]], order: random.Random) -> Cost:
+    twice = "" if mode == "never" else ", twice"
+    ours, hand, ordered, peer = f"{door}/{mode}", f"{door}/hand{twice}", f"{door}/order{twice}", f"torchgpipe/{mode}"
+    names = [ours, hand, *([ordered] if mode != "except_last" else []), *([peer] if peer in runs else [])]
+    found: list[dict[str, float]] = []
+    for _ in range(WARM):
+        runs[ours]()
+    for _ in range(rounds):
+        found.append({name: turn(runs[name]) for name in order.sample(names, len(names))})
+
+    def ratio(one: str, other: str) -> float | None:
+        return statistics.median(each[one] / each[other] for each in found) if {one, other} <= set(names) else None
+
+    by_hand = ratio(ours, hand)
+    assert by_hand is not None  # both are among them
+    more = statistics.median(each[ours] - each[hand] for each in found)
+    return Cost(statistics.median(each[ours] for each in found), more, by_hand, ratio(ours, ordered), ratio(peer, ours))
+
+
+def turn(run: Callable[[], object]) -> float:
+    """The median seconds of some runs. The first does not count: it finds the caches as another contender left them."""
+    run()
+    times = []
+    for _ in range(BLOCK - 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def report(title: str, shape: Shape, processes: int) -> None:
     """Print one table."""
-    found = []
+    found: list[list[Cost]] = []
     for _ in range(processes):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found.append(pool.submit(measure, shape).result())
@@ -197,20 +232,19 @@ def report(title: str, shape: Shape, processes: int) -> None:
     print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
     print("| door | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for door in ("forward", "step"):
-        for mode in ("never", "except_last", "always"):
-            hand = f"{door}/hand" if mode == "never" else f"{door}/hand, twice"
-            ours = f"{door}/{mode}"
-            ms = statistics.median(each[ours] for each in found) * 1e3
-            ratios = sorted(each[ours] / each[hand] for each in found)
-            order = hand.replace("hand", "order")
-            ordered = "-" if mode == "except_last" else f"{statistics.median(e[ours] / e[order] for e in found):.3f}"
-            cost = statistics.median(each[ours] - each[hand] for each in found) / actions * 1e6
-            peer = "-"
-            if f"torchgpipe/{mode}" in found[0]:
-                peer = f"{statistics.median(each[f'torchgpipe/{mode}'] / each[ours] for each in found):.2f}"
-            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-            print(f"| {door} | {mode} | {ms:.2f} | {spread} | {ordered} | {cost:.0f} | {peer} |", flush=True)
+    for (door, mode), costs in zip(rows(), zip(*found, strict=True), strict=True):
+        ratios = sorted(each.hand for each in costs)
+        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        more = statistics.median(each.more for each in costs) / actions * 1e6
+        ordered = _median([each.order for each in costs], 3)
+        peer = _median([each.peer for each in costs], 2)
+        ms = statistics.median(each.seconds for each in costs) * 1e3
+        print(f"| {door} | {mode} | {ms:.2f} | {spread} | {ordered} | {more:.0f} | {peer} |", flush=True)
+
+
+def _median(ratios: Sequence[float | None], digits: int) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{statistics.median(known):.{digits}f}" if known else "-"
 
 
 def main() -> None:
@@ -229,7 +263,7 @@ def main() -> None:
     quick, threads = options.quick, options.threads
     processes = 1 if quick else options.processes
     report("tiny layers", Shape(64, 16, 1, 20 if quick else 60, threads), processes)
-    report("big layers, one in a stage", Shape(1024, 128, 1, 2 if quick else 9, threads), processes)
+    report("big layers, one in a stage", Shape(1024, 128, 1, 4 if quick else 13, threads), processes)
     report("big layers, four in a stage", Shape(1024, 128, 4, 2 if quick else 5, threads), processes)
 
 
