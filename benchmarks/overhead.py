@@ -179,21 +179,21 @@ class Cost(NamedTuple):
     peer: float | None  # torchgpipe's time over ours
 
 
-def rows() -> list[tuple[str, str]]:
-    return [(door, mode) for door in ("forward", "step") for mode in ("never", "except_last", "always")]
+ROWS = [f"{door}/{mode}" for door in ("forward", "step") for mode in ("never", "except_last", "always")]
 
 
-def measure(shape: Shape) -> list[Cost]:
+def measure(shape: Shape, rows: Sequence[str]) -> list[Cost]:
     """What each row costs beside what it is compared with."""
     torch.set_num_threads(shape.threads)
     runs = contenders(shape)
     order = random.Random(0)
-    return [cost(door, mode, shape.rounds, runs, order) for door, mode in rows()]
+    return [cost(row, shape.rounds, runs, order) for row in rows]
 
 
-def cost(door: str, mode: str, rounds: int, runs: dict[str, Callable[[], object]], order: random.Random) -> Cost:
+def cost(row: str, rounds: int, runs: dict[str, Callable[[], object]], order: random.Random) -> Cost:
+    door, mode = row.split("/")
     twice = "" if mode == "never" else ", twice"
-    ours, hand, ordered, peer = f"{door}/{mode}", f"{door}/hand{twice}", f"{door}/order{twice}", f"torchgpipe/{mode}"
+    ours, hand, ordered, peer = row, f"{door}/hand{twice}", f"{door}/order{twice}", f"torchgpipe/{mode}"
     names = [ours, hand, *([ordered] if mode != "except_last" else []), *([peer] if peer in runs else [])]
     found: list[dict[str, float]] = []
     for _ in range(WARM):
@@ -221,25 +221,25 @@ def turn(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def report(title: str, shape: Shape, processes: int) -> None:
+def report(title: str, shape: Shape, processes: int, rows: Sequence[str]) -> None:
     """Print one table."""
     found: list[list[Cost]] = []
     for _ in range(processes):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            found.append(pool.submit(measure, shape).result())
+            found.append(pool.submit(measure, shape, rows).result())
     actions = 2 * STAGES * CHUNKS
     stages = f"{STAGES} stages of {shape.depth} x Linear({shape.width})-ReLU, {CHUNKS} chunks of {shape.rows} rows"
     print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
     print("| door | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for (door, mode), costs in zip(rows(), zip(*found, strict=True), strict=True):
+    for row, costs in zip(rows, zip(*found, strict=True), strict=True):
         ratios = sorted(each.hand for each in costs)
         spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         more = statistics.median(each.more for each in costs) / actions * 1e6
         ordered = _median([each.order for each in costs], 3)
         peer = _median([each.peer for each in costs], 2)
         ms = statistics.median(each.seconds for each in costs) * 1e3
-        print(f"| {door} | {mode} | {ms:.2f} | {spread} | {ordered} | {more:.0f} | {peer} |", flush=True)
+        print(f"| {row.replace('/', ' | ')} | {ms:.2f} | {spread} | {ordered} | {more:.0f} | {peer} |", flush=True)
 
 
 def _median(ratios: Sequence[float | None], digits: int) -> str:
@@ -254,6 +254,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=5, help="how many to take the median of (default: 5)")
     parser.add_argument("--malloc", choices=("keeps", "default"), default="keeps", help="free memory (default: keeps)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    parser.add_argument("--table", choices=("tiny", "one", "four"), action="append", help="only this table")
+    parser.add_argument("--row", choices=ROWS, action="append", help="only this row of each")
+    parser.add_argument("--rounds", type=int, help="how many, where the table's own number is too noisy")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.malloc == "keeps":
@@ -262,9 +265,14 @@ def main() -> None:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.threads} thread(s), {kept}")
     quick, threads = options.quick, options.threads
     processes = 1 if quick else options.processes
-    report("tiny layers", Shape(64, 16, 1, 20 if quick else 60, threads), processes)
-    report("big layers, one in a stage", Shape(1024, 128, 1, 4 if quick else 13, threads), processes)
-    report("big layers, four in a stage", Shape(1024, 128, 4, 2 if quick else 5, threads), processes)
+    shapes = {
+        "tiny": ("tiny layers", Shape(64, 16, 1, 20 if quick else 60, threads)),
+        "one": ("big layers, one in a stage", Shape(1024, 128, 1, 4 if quick else 13, threads)),
+        "four": ("big layers, four in a stage", Shape(1024, 128, 4, 2 if quick else 5, threads)),
+    }
+    for name in options.table or shapes:
+        title, shape = shapes[name]
+        report(title, shape._replace(rounds=options.rounds or shape.rounds), processes, options.row or ROWS)
 
 
 if __name__ == "__main__":
