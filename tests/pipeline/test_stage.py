@@ -6,7 +6,7 @@ The reference is the same Pipe with both ways shut. Calls number 1, 2, 4 always 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -208,6 +208,11 @@ def test_the_short_way_is_left_and_found_again_as_messages_change(
             assert all(map(same, ones, others)), (schedule, checkpoint, call)
 
 
+def seen(name: str) -> Any:
+    """Within: a method of StageRun notes its calls."""
+    return mock.patch.object(StageRun, name, autospec=True, side_effect=getattr(StageRun, name))
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize(
     "name, expected",
@@ -218,11 +223,12 @@ def test_the_short_way_is_taken_from_the_second_chunk_of_calls_that_do_not_compa
     name: str, expected: bool, checkpoint: str
 ) -> None:
     pipe = Pipe(model_with(STAGES[name]), [1, 1, 1], 4, checkpoint=checkpoint)
-    real = StageRun._forward_one
     for call in range(1, CALLS + 1):
-        with mock.patch.object(StageRun, "_forward_one", autospec=True, side_effect=real) as short:
+        with seen("_forward_one") as forwards, seen("_recompute_one") as recomputations:
             pipe.step(torch.randn(8, 3), loss_fn=lambda out, _: out.square().mean())
-        took = [(each.args[0].index, each.args[1]) for each in short.call_args_list]
+        took = [(each.args[0].index, each.args[1]) for each in forwards.call_args_list]
+        again = [(each.args[0].index, each.args[1]) for each in recomputations.call_args_list]
+        assert sorted(again) == sorted(took) * (checkpoint == "always"), call
         goes = call not in (1, 2, 4)
         assert [chunk for stage, chunk in took if stage == 0] == [1, 2, 3] * goes, call
         assert [chunk for stage, chunk in took if stage == 1] == [1, 2, 3] * (goes and expected), call
@@ -609,6 +615,36 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_again(name: str, c
         once = torch.autograd.grad(out, wanted, retain_graph=True)
         twice = torch.autograd.grad(out, wanted, retain_graph=True)
         assert all(map(torch.equal, once, twice))
+
+
+@pytest.mark.parametrize("what, name", [("the input", "input of stage 0 "), ("a parameter", "parameter '2.weight'")])
+def test_what_is_written_before_a_recomputation_is_named_in_every_call(what: str, name: str) -> None:
+    words = name + ".* was changed in place between the forward and the recomputation"
+    pipe = Pipe(nn.Sequential(linear(), nn.Tanh(), linear()), [2, 1], 4, checkpoint="always")
+    for call in range(1, CALLS + 1):
+        x = torch.randn(8, 4)
+        loss = pipe(x).square().mean()
+        with torch.no_grad():
+            (x if what == "the input" else pipe[2].weight).mul_(2)
+        with pytest.raises(CheckpointError, match=words):
+            loss.backward()
+        assert all(param.grad is None for param in pipe.parameters()), call
+
+
+@pytest.mark.parametrize("change", ["eval", "autocast", "no_grad"])
+def test_what_is_switched_before_a_recomputation_is_as_it_was_in_every_call(change: str) -> None:
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(3)
+        pipe = Pipe(nn.Sequential(linear(), nn.Dropout(0.5), linear()), [2, 1], 4, checkpoint=checkpoint)
+        for _ in range(CALLS):
+            pipe.train()
+            loss = pipe(torch.randn(8, 4)).square().mean()
+            with {"eval": nullcontext(), "autocast": torch.autocast("cpu"), "no_grad": torch.no_grad()}[change]:
+                pipe.train(change != "eval")
+                loss.backward()
+        found.append([param.grad for param in pipe.parameters()])
+    assert all(map(same, *found))
 
 
 def test_second_order_is_the_plain_modules_in_every_call() -> None:
