@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
     alias: Tensor
     version: int  # of the parameter
     alias_version: int
-    address: int  # of the alias
+    here: Tensor  # the parameter, or its copy. Kept: nobody else may get its memory and with it its address
     is_home: bool
 
 
@@ -65,7 +65,7 @@ class Aliases:
         grad: bool,
         wanted: Container[int] | None = None,
     ) -> None:
-        found: dict[int, tuple[bool, Tensor]] = {}  # by the parameter's id: is it at home, its alias
+        found: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: what it is here, its alias
         self._layers = layers
         self._stage = stage
         self._own_hooks = int(watch is not None)
@@ -76,13 +76,14 @@ class Aliases:
                     continue
                 if id(real) not in found:
                     here = bring(real)
-                    found[id(real)] = here is real, _alias(
+                    found[id(real)] = here, _alias(
                         real, here.detach(), stage, watch, wanted is None or id(real) in wanted
                     )
-                is_home, alias = found[id(real)]
+                here, alias = found[id(real)]
+                is_home = here is real
                 if grad or not is_home:
                     then, own = versions([real, alias])
-                    self._slots.append(_Slot(module, name, real, alias, then, own, alias.data_ptr(), is_home))
+                    self._slots.append(_Slot(module, name, real, alias, then, own, here, is_home))
         self._places = _by_table([(slot, slot.alias) for slot in self._slots])
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
@@ -185,7 +186,7 @@ class Aliases:
                         "copy from before. Write it before the forward, in a torch.no_grad() block (for "
                         "nn.Embedding(max_norm=...): renormalise the weight there)."
                     )
-            if slot.is_home and slot.alias.data_ptr() != slot.real.data_ptr():
+            if slot.is_home and slot.alias.data_ptr() != slot.here.data_ptr():
                 raise RuntimeError(
                     f"parameter '{self._name_of(slot)}' of {self._stage} got new data within the forward (param.data "
                     "= ...). Write it in place before the forward, in a torch.no_grad() block."
@@ -200,7 +201,7 @@ class Aliases:
 
     def _check_unwritten(self, slot: _Slot) -> None:
         """Raise if a forward wrote a copy."""
-        if versions([slot.alias]) != (slot.alias_version,) or slot.alias.data_ptr() != slot.address:
+        if versions([slot.alias]) != (slot.alias_version,) or slot.alias.data_ptr() != slot.here.data_ptr():
             raise RuntimeError(
                 f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
                 "earlier stage at another place: what it has is a copy for this call. Write it in place before "

@@ -692,6 +692,7 @@ import torch
 from torch import nn
 from test_threads import all_equal, calling, piped, state, through
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 calls_before = int(sys.argv[1])
 for stage, when, door in product((0, 1), ("forward", "backward"), ("forward", "step")):
     left, sent = 0, 0.0

@@ -828,6 +828,21 @@ def test_a_forward_that_gives_a_copy_new_data_is_refused_by_name(grad, calls):
             pipe(TOKENS)
 
 
+@pytest.mark.parametrize("wide", [4, 16, 64, 256])
+def test_new_data_of_a_copy_are_seen_however_often_its_memory_is_given_away(wide):
+    """After two chunks the new data may lie where the first ones did."""
+    shared = nn.Linear(wide, wide)
+    for chunks in range(1, 7):
+        model = nn.Sequential(shared, nn.Tanh(), nn.Linear(wide, wide))
+        model[2].weight = shared.weight
+        pipe = piped(model, {"places": "apart", "chunks": chunks})
+        for _ in range(2):  # the third call does not compare all values
+            pipe(torch.ones(6, wide))
+        writing(model, 2, new_data)
+        with pytest.raises(RuntimeError, match=r"parameter '2.weight'"):
+            pipe(torch.ones(6, wide))
+
+
 @pytest.mark.parametrize("write", [in_place, lambda weight: weight.data.mul_(0.5)])
 @pytest.mark.parametrize("places", ["one", "there and back"])
 def test_a_forward_that_writes_its_parameter_at_home_does_what_it_does_in_the_plain_module(places, write):
