@@ -378,7 +378,7 @@ class StageRun:
         if message.tree.skeleton is not None or not (recompute or self._saves_input or not message.needs_grad[0]):
             return False
         (tensor,) = message.tree.tensors
-        return _is_laid_out_as_a_leaf(tensor) and (message.needs_grad[0] or not tensor.is_inference())
+        return _is_laid_out_as_a_leaf(tensor) and not tensor.is_inference()
 
     def _is_bare(self, tensor: Tensor, recompute: bool) -> bool:
         """Whether the input itself may be the leaf: no layer writes it, and something else keeps it alive to the end.
