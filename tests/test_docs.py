@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,16 @@ def test_every_page_that_is_linked_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_what_one_is_told_to_install_is_this_distribution_with_extras_that_it_has() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    sources = [path for room in ("pipeline", "partition", "scheduler") for path in (ROOT / room).rglob("*.py")]
+    told = [
+        name
+        for path in [*PAGES, *sources]
+        for name in re.findall(r"pip install \W?(penstock[^\s`'\"]*)", path.read_text())
+    ]
+    extras = {f"{setup['metadata']['name']}[{extra}]" for extra in setup["options.extras_require"]}
+    assert len(told) == 5 and set(told) <= extras

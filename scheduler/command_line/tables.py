@@ -30,7 +30,9 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        raise CommandError('tables are printed by rich, which is not installed: pip install "penstock[cli]"') from None
+        raise CommandError(
+            'tables are printed by rich, which is not installed: pip install "penstock-torch[cli]"'
+        ) from None
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if number else "left", no_wrap=True)

@@ -239,7 +239,7 @@ def changed(path: Path, *changes: tuple[str, Any]) -> None:
 
 def test_a_newer_version_is_told(tmp_path):
     changed(tmp_path / "run.json", ("version", 2))
-    with pytest.raises(ResultError, match="written by a newer version: its format is 2, .* knows 1. Update penstock"):
+    with pytest.raises(ResultError, match="a newer version: its format is 2, .* knows 1. Update penstock-torch"):
         Result.load(tmp_path / "run.json")
 
 
@@ -436,5 +436,5 @@ def test_a_picture_with_another_suffix_is_told(tmp_path):
 def test_without_matplotlib_plot_says_how_to_get_it(path, monkeypatch):
     for module in ("matplotlib", "matplotlib.pyplot", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"pip install penstock\[curvature\]"):
+    with pytest.raises(ImportError, match=r"pip install penstock-torch\[curvature\]"):
         Curve(torch.ones(2)).plot(path)

@@ -370,7 +370,7 @@ def test_without_rich_tables_are_refused_with_how_to_install_it_and_the_rest_wor
     for command in ("compare", "simulate 1f1b"):
         status, _, said = run(f"{command} --lanes 2 --chunks 2")
         assert (status, said) == (
-            2, 'tables are printed by rich, which is not installed: pip install "penstock[cli]"\n'
+            2, 'tables are printed by rich, which is not installed: pip install "penstock-torch[cli]"\n'
         )
     assert run("draw 1f1b --lanes 2 --chunks 2") == (0, draw(by_name("1f1b", 2, 2)) + "\n", "")
 

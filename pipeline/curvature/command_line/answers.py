@@ -118,7 +118,9 @@ def _check_files(args: Namespace) -> None:
         if Path(args.density).suffix.lower() not in (".png", ".svg", ".pdf"):
             raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {args.density}).")
         if importlib.util.find_spec("matplotlib") is None:
-            raise CommandError('pictures need matplotlib, which is not installed: pip install "penstock[curvature]"')
+            raise CommandError(
+                'pictures need matplotlib, which is not installed: pip install "penstock-torch[curvature]"'
+            )
         if not Path(args.density).resolve().parent.is_dir():
             raise CommandError(f"cannot write {args.density}: its folder is not there. Make it first.")
     if args.save is not None:

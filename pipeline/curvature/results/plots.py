@@ -57,7 +57,7 @@ def _matplotlib(module: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install penstock[curvature]") from error
+        raise ImportError("pictures need matplotlib: pip install penstock-torch[curvature]") from error
 
 
 def symlog(ax: Any, axis: str, *drawn: Tensor) -> None:

@@ -89,7 +89,7 @@ def _stored(text: str, arrays: Mapping[str, Any], path: Path) -> Stored:
     if top["version"] > _VERSION:
         raise ResultError(
             f"{path} was written by a newer version: its format is {top['version']}, this version knows {_VERSION}. "
-            "Update penstock."
+            "Update penstock-torch."
         )
     return Stored(top["class"], top["module"], {name: decoded(value, arrays) for name, value in top["fields"].items()})
 
