@@ -68,7 +68,6 @@ class Aliases:
         found: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: what it is here, its alias
         self._layers = layers
         self._stage = stage
-        self._own_hooks = int(watch is not None)
         self._slots: list[_Slot] = []
         for module in modules:
             for name, real in module._parameters.items():
@@ -97,9 +96,8 @@ class Aliases:
         self._used.add(leaf)
 
     def may_wait(self, leaf: Tensor) -> bool:
-        """Whether this is one of ours whose gradient may be computed later than the others: no layer has hooked it."""
-        hooked = leaf._backward_hooks or _hooks_after(leaf) > self._own_hooks
-        return id(leaf) in self._trained and not hooked
+        """Whether this is one of ours, whose gradient may be computed later than the others."""
+        return id(leaf) in self._trained
 
     @property
     def owners(self) -> set[int]:
@@ -245,10 +243,6 @@ def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Ta
         table = slot.module._parameters
         found.setdefault(id(table), (table, {}))[1][slot.name] = tensor
     return list(found.values())
-
-
-def _hooks_after(leaf: Tensor) -> int:
-    return len(leaf._post_accumulate_grad_hooks or ())
 
 
 def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch | None, wanted: bool) -> Tensor:

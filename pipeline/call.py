@@ -401,7 +401,7 @@ class Call:
         self._mailbox.put_grads(stage, chunk, grads)
 
     def _weights(self, stage: int, chunk: int) -> None:
-        self._run[stage].weights(chunk)
+        self._run[stage].weights(chunk, self._retain)
 
     # --------------------------------------------------------------------------------------------------- gradients
 

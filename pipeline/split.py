@@ -1,14 +1,15 @@
-"""How is the backward of a chunk split in two: I, the gradient of its input, and W, those of its weights?
+"""The backward of a chunk in two halves: I, the gradient of its input, and W, those of its weights.
 
     y = x @ w.t()         AddmmBackward0 --> x          I  autograd goes through the graph as in B, but is not asked for
            ^                    |                          the gradient of w [1]; x and that of y are kept [2]
-    gradient of y          TBackward0                   W  w.grad += (gradient of y).t() @ x, by the kernel that
-                                |                          autograd would have called: the same bits as B [3]
-                         AccumulateGrad(w)
+    gradient of y          TBackward0                   W  (gradient of y).t() @ x, by the kernel that autograd would
+                                |                          have called [3]; autograd goes on from there, through
+                         AccumulateGrad(w)                 TBackward0 to w.grad [4]: the same bits and hooks as in B
 
 So it is for matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
-weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way) are
-computed in I. What is held from I to W is x and the gradient of y: the graph itself goes with I.
+weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way, a
+product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. What is held from I
+to W is x, the gradient of y, and the graph below [4], which saves nothing.
 """
 
 from __future__ import annotations
@@ -22,35 +23,46 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.graph import Reached, edge, owned
+from pipeline.graph import Reached, edge, run_backward
 from pipeline.trees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
 
 
 class Site(NamedTuple):
-    """Where weights are used in a graph, with what input, and how their gradients come from that of the output."""
+    """A use of weights in a graph.
+
+    Attributes:
+        node: the product.
+        weights: whose gradients can wait.
+        tails: where the graph goes on from the product to each of them.
+        given: the input.
+        late: from the gradient of the output to those that the product hands to its tails.
+    """
 
     node: Any
     weights: Sequence[Tensor]
+    tails: Sequence[GradientEdge]
     given: Tensor
     late: Late
 
 
 class _Rule(NamedTuple):
-    """Which inputs of a node are the weights, how often the first was transposed, and from the node to the gradients.
+    """Which inputs of a node are the weights, and from the node to the gradients that it hands to them.
 
     A convolution's weight and bias are computed by one kernel, so the bias waits too; that of a matrix product is a
     plain sum.
     """
 
     places: tuple[int, ...]
-    transposes: int
     late: Callable[[Any, bool], tuple[Tensor, Late] | None]
 
 
 class Part(NamedTuple):
-    """Gradients that are still to be computed, from what must not change until then."""
+    """Gradients that are still to be computed, from what must not change until then.
+
+    `site` without its node: the graph above goes with I.
+    """
 
     site: Site
     grad: Tensor  # of the output
@@ -132,36 +144,37 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
     return now + [GradientEdge(site.node, 0) for site in sites]
 
 
-def catch_up(parts: Sequence[Part], stage: str) -> None:
-    """W: compute what waited, and add it to the weights' sums [3]. Uses in one chunk are added first, as in B.
+def catch_up(parts: Sequence[Part], stage: str, retain: bool) -> None:
+    """W: compute what waited [3], and let autograd add it to the weights' sums [4].
+
+    Args:
+        parts: what waited.
+        stage: how errors name the stage.
+        retain: another backward of this chunk may come.
 
     Raises:
         RuntimeError: what a gradient is to be computed from was written since I.
     """
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    tails: list[GradientEdge] = []
+    grads: list[Tensor] = []
     with torch.no_grad():
-        for (_, weights, given, late), of_output, then in parts:
-            if versions([given, of_output]) != then:
+        for site, of_output, then in parts:
+            if versions([site.given, of_output]) != then:
                 raise RuntimeError(
-                    f"the input of a weight of {stage} (shape {list(given.shape)}), or the gradient of its output, was "
-                    "changed in place between the two halves of a backward (a layer that keeps a tensor and writes it "
-                    "in every forward, say). Make it anew in each forward, or use a schedule of whole backwards, such "
-                    "as 1f1b."
+                    f"the input of a weight of {stage} (shape {list(site.given.shape)}), or the gradient of its "
+                    "output, was changed in place between the two halves of a backward (a layer that keeps a tensor "
+                    "and writes it in every forward, say). Make it anew in each forward, or use a schedule of whole "
+                    "backwards, such as 1f1b."
                 )
-            for weight, grad in zip(weights, late(of_output), strict=True):
-                earlier = sums.get(id(weight))
-                sums[id(weight)] = weight, grad if earlier is None else earlier[1] + grad
-        for weight, grad in sums.values():
-            if weight.grad is None:
-                grad = grad.to(getattr(weight, "grad_dtype", None) or grad.dtype)
-                weight.grad = grad if grad.stride() == weight.stride() else owned(grad, weight)
-            else:
-                weight.grad.add_(grad)
+            tails += site.tails
+            grads += site.late(of_output)
+    if tails:
+        run_backward(tails, grads, retain)
 
 
 def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
     if grads[0] is not None:
-        parts.append(Part(site, grads[0], versions([site.given, grads[0]])))
+        parts.append(Part(site._replace(node=None), grads[0], versions([site.given, grads[0]])))
 
 
 def _site(
@@ -173,30 +186,36 @@ def _site(
     """
     following = node.next_functions
     weights: list[Tensor] = []
+    tails: list[GradientEdge] = []
     ends: list[Any] = []
-    casts = False
     for number, place in enumerate(rule.places):
-        down, transposes = following[place][0], 0
+        down, index = following[place]
         if down is None and number:  # no bias, or a frozen one
             continue
+        tail = down, index
         while down is not None and down.name() in _BETWEEN and entered[down] == 1:
-            transposes += down.name() == _TRANSPOSE
-            casts |= down.name() == _CAST
             down = down.next_functions[0][0]
         weight = getattr(down, "variable", None)
-        if weight is None or transposes != (0 if number else rule.transposes) or not may_wait(weight):
+        if weight is None or not may_wait(weight):
             return
         weights.append(weight)
+        tails.append(GradientEdge(*tail))
         ends.append(down)
-    found = rule.late(node, len(weights) > 1)
-    if found is not None:
-        given, late = found
-        yield Site(node, weights, given, _cast(late, weights) if casts else late), ends
+    product = rule.late(node, len(weights) > 1)
+    if product is not None and not _has_hooks(node):
+        yield Site(node, weights, tails, *product), ends
 
 
-def _cast(late: Late, weights: Sequence[Tensor]) -> Late:
-    dtypes = [weight.dtype for weight in weights]
-    return lambda given: [grad.to(dtype) for grad, dtype in zip(late(given), dtypes, strict=True)]
+def _has_hooks(node: Any) -> bool:
+    """Whether someone has hooked the node itself; such a hook sees and changes the gradients of its inputs."""
+    handle = node.register_hook(_nothing)  # torch tells only who adds one of the others
+    count = len(handle.hooks_dict_ref())
+    handle.remove()
+    return count > 1
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
 
 
 def _of_addmm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
@@ -216,7 +235,7 @@ def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
 
 
 def _product(x: Tensor, given: Tensor) -> Sequence[Tensor]:
-    return (given.t().mm(x.conj()),)
+    return (given.t().mm(x.conj()).t(),)
 
 
 def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, Late] | None:
@@ -249,11 +268,10 @@ def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence
 
 
 _RULES = {
-    "AddmmBackward0": _Rule((2,), 1, _of_addmm),
-    "MmBackward0": _Rule((1,), 1, _of_mm),
-    "ConvolutionBackward0": _Rule((1, 2), 0, _of_convolution),
-    "EmbeddingBackward0": _Rule((0,), 0, _of_embedding),
+    "AddmmBackward0": _Rule((2,), _of_addmm),
+    "MmBackward0": _Rule((1,), _of_mm),
+    "ConvolutionBackward0": _Rule((1, 2), _of_convolution),
+    "EmbeddingBackward0": _Rule((0,), _of_embedding),
 }
-_TRANSPOSE, _CAST = "TBackward0", "ToCopyBackward0"
-_BETWEEN = (_TRANSPOSE, _CAST)
+_BETWEEN = ("TBackward0", "ToCopyBackward0")
 _REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint's: it refuses a backward that asks for some leaves

@@ -561,9 +561,14 @@ class StageRun:
         """Within: a layer's own torch.utils.checkpoint may compute again, but for a batch norm that is put off."""
         return _NOTHING if self._deferred is None else self._deferred.refused(self.name)
 
-    def weights(self, chunk: int) -> None:
-        """W: add to the sums what I of this chunk left."""
-        catch_up(self._waiting.pop(chunk, ()), self.name)
+    def weights(self, chunk: int, retain: bool) -> None:
+        """W: add to the sums what I of this chunk left. `retain`: another backward of this chunk may come."""
+        if chunk in self._waiting:
+            if self._seeds_backward:
+                self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
+            with self._watch:
+                catch_up(self._waiting.pop(chunk), self.name, retain)
+            self.seeder.settle()
 
     def _differentiate_but_wait(
         self, chunk: int, roots: Roots, cut: Cut, retain: bool, sites: Sequence[Site]
@@ -574,7 +579,7 @@ class StageRun:
         waited = {id(weight) for parts in self._waiting.values() for part in parts for weight in part.site.weights}
         if not waited <= late:
             for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
-                self.weights(earlier)
+                catch_up(self._waiting.pop(earlier), self.name, retain)
         with waiting(sites) as parts:
             self._differentiate(roots, cut, retain, sites)
         if parts:

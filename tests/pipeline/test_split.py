@@ -385,6 +385,94 @@ def test_under_autocast_weights_wait_and_give_the_bits_of_b(kind: str, monkeypat
     assert ("I", 1, 0, {"bias"}) in log.after
 
 
+# ------------------------------------------------------------------------------- hooks between a product and its weight
+
+
+def small(grad: Tensor) -> Tensor:
+    return grad.clamp(-1e-3, 1e-3)
+
+
+def hook_tensor(between: Tensor, product: Tensor) -> None:
+    between.register_hook(small)
+
+
+def hook_retained(between: Tensor, product: Tensor) -> None:
+    between.retain_grad()
+    between.register_hook(small)
+
+
+def hook_node_before(between: Tensor, product: Tensor) -> None:
+    assert between.grad_fn is not None
+    between.grad_fn.register_prehook(lambda grads: tuple(map(small, grads)))
+
+
+def hook_node_after(between: Tensor, product: Tensor) -> None:
+    assert between.grad_fn is not None
+    between.grad_fn.register_hook(lambda of_inputs, _: tuple(map(small, of_inputs)))
+
+
+def hook_product_before(between: Tensor, product: Tensor) -> None:
+    assert product.grad_fn is not None
+    product.grad_fn.register_prehook(lambda grads: tuple(map(small, grads)))
+
+
+def hook_product_after(between: Tensor, product: Tensor) -> None:
+    assert product.grad_fn is not None
+    product.grad_fn.register_hook(lambda of_inputs, _: tuple([g if g is None else small(g) for g in of_inputs]))
+
+
+HOOKS = [hook_tensor, hook_retained, hook_node_before, hook_node_after, hook_product_before, hook_product_after]
+
+
+class HooksItsProduct(nn.Module):
+    """A product whose weight is transposed, cast or viewed first; what stands between is hooked, or the product."""
+
+    def __init__(self, way: str, hook: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.weight, self.way, self.hook = nn.Parameter(torch.randn(4, 4)), way, hook
+        self.retained: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "transposed":
+            between = self.weight.t()
+            product = x @ between
+        elif self.way == "cast":
+            between = self.weight.float()
+            product = functional.linear(x.float(), between)
+        else:
+            between = self.weight[:, :, None].float()
+            product = functional.conv1d(x.float()[:, :, None], between)
+        if product.requires_grad:
+            self.hook(between, product)
+            self.retained.append(between)
+        return product.double().flatten(1)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("way", ["transposed", "cast", "viewed, cast"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("schedule", [SPLIT, "zb-h2", "interleaved-zb", "zb-v"])
+def test_hooks_between_a_product_and_its_weight_act_as_in_a_hand_written_loop(
+    schedule: str, checkpoint: str, way: str, hook: Callable[[Tensor, Tensor], None]
+) -> None:
+    torch.manual_seed(3)
+    layers = [nn.Linear(4, 4), HooksItsProduct(way, hook), nn.Tanh(), nn.Linear(4, 4)]
+    model = nn.Sequential(*layers).double()
+    plain = copy.deepcopy(model)
+    x = normal(16, 4)
+    Pipe(model, [1, 1, 1, 1], 8, schedule=schedule, checkpoint=checkpoint).step(
+        x, loss_fn=square, loss_reduction="sum"
+    )
+    for rows in x.chunk(8):
+        square(plain(rows)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-15)
+    if hook is hook_retained:
+        ours = [between.grad for between in model[1].retained if between.grad is not None]
+        theirs = [between.grad for between in plain[1].retained]
+        assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 # --------------------------------------------------------------------------------------------------------- the doors
 
 
