@@ -1,4 +1,4 @@
-"""Which schedule, which plan, which messages for a mini-batch of so many chunks?
+"""The schedule, the plan and the messages for a mini-batch of so many chunks.
 
     "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan  --ranks/traffic.py-->  messages of this rank
 
@@ -7,6 +7,7 @@ Each is made once for a number of chunks and kept.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 from pipeline.edge import schedule_named
@@ -37,26 +38,46 @@ class Plans:
         self._places = places
         self._values = values
         self._ranks = ranks
+        self._has_said = False  # that a mini-batch is short
         self._plans: dict[tuple[int, Planner], Plan] = {}
         self._traffic: dict[tuple[int, Planner], Sequence[Traffic]] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
-        """The schedule, with a lane for each device or rank.
+        """The schedule, with a lane for each device or rank. Where it takes no so short mini-batch, its first chunks.
 
         Args:
             chunks: of a mini-batch.
             asked: how many the Pipe was told to cut.
 
         Raises:
-            ScheduleError: it is made for another number of chunks.
+            ScheduleError: it is made for fewer chunks.
         """
-        if isinstance(self.given, Schedule) and self.given.chunks != chunks:
+        if isinstance(self.given, Schedule):
+            whole = self.resolved(chunks)
+            if whole.chunks == chunks:
+                return whole
+        else:
+            try:
+                return self.resolved(chunks)
+            except ScheduleError:  # it is defined for the Pipe's own number, or the Pipe would not be
+                if chunks >= asked:
+                    raise
+                whole = self.resolved(asked)
+        if whole.chunks < chunks:
             raise ScheduleError(
-                f"the schedule is made for {self.given.chunks} chunks but this mini-batch gives {chunks} "
-                f"(chunks={asked}; fewer rows than chunks give fewer chunks). Give a schedule by name, which fits any "
-                "number."
+                f"the schedule is made for {whole.chunks} chunks but this mini-batch gives {chunks} (chunks={asked}). "
+                "Give a schedule by name, which fits any number, or set pipe.chunks."
             )
-        return self.resolved(chunks)
+        self._say_once(
+            f"schedule {whole.name} is made for {whole.chunks} chunks but this mini-batch gives {chunks}, so its order "
+            f"for the first {chunks} runs. Every shorter mini-batch is treated so, without a further warning."
+        )
+        return whole.first(chunks)
+
+    def _say_once(self, words: str) -> None:
+        if not self._has_said and (self._ranks is None or self._ranks[1] == 0):
+            warnings.warn(words, UserWarning, stacklevel=2)
+        self._has_said = True
 
     def resolved(self, chunks: int) -> Schedule:
         """The same, whatever number of chunks a Schedule is made for."""

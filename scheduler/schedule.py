@@ -123,6 +123,38 @@ class Schedule:
         """Every order without its forward work: what `loss.backward()` runs."""
         return self._only(lambda action: action.kind is not Kind.F)
 
+    def first(self, chunks: int) -> "Schedule":
+        """The same orders for fewer chunks: without the actions of the others.
+
+        What is left waits for nothing that went, so it ends as the whole does, and holds no more.
+
+        Args:
+            chunks: how many are left, from chunk 0
+
+        Raises:
+            ScheduleError: it is no whole number from 1 to those there are.
+
+        >>> from scheduler import by_name
+        >>> print(by_name("zb-h2", lanes=2, chunks=4).first(2))
+        schedule zb-h2, chunks 2, stages on lanes 0 1
+        lane 0: 0F0 0F1 0I0 0W0 0I1 0W1
+        lane 1: 1F0 1I0 1F1 1I1 1W0 1W1
+        """
+        refuse_unless_whole("chunks", chunks, least=1)
+        if chunks > self.chunks:
+            raise ScheduleError(
+                f"schedule {self.name} has {self.chunks} chunks, so it has no first {chunks}. Make it for {chunks}."
+            )
+        left = [[at for at, action in enumerate(order) if action.chunk < chunks] for order in self.orders]
+        orders = tuple(tuple(order[at] for at in row) for order, row in zip(self.orders, left, strict=True))
+        blocks = frozenset(
+            (lane, new)
+            for lane, row in enumerate(left)
+            for new, (at, after) in enumerate(zip(row, row[1:], strict=False))
+            if (lane, at) in self.blocks and after == at + 1
+        )
+        return Schedule(self.name, self.placement, chunks, orders, blocks)
+
     def _row(self, lane: int) -> str:
         words = [f"{action}{'+' if (lane, at) in self.blocks else ' '}" for at, action in enumerate(self.orders[lane])]
         return "".join(words)

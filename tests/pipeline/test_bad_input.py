@@ -147,12 +147,12 @@ def test_an_unknown_schedule_is_refused():
 def test_a_schedule_of_other_stages_or_chunks_is_refused():
     with pytest.raises(ScheduleError, match="schedule gpipe has 3 stages but the balance has 2. Make it for 2"):
         Pipe(net(), [2, 1], 2, schedule=by_name("gpipe", 3, 2))
-    pipe = Pipe(net(), [2, 1], 4, schedule=by_name("gpipe", 2, 4))
-    words = r"made for 4 chunks but this mini-batch gives 3 \(chunks=4; fewer rows.*Give a schedule by name"
+    pipe = Pipe(net(), [2, 1], 6, schedule=by_name("gpipe", 2, 4))
+    words = r"made for 4 chunks but this mini-batch gives 5 \(chunks=6\). Give a schedule by name.*or set pipe.chunks"
     for call in (
-        lambda: pipe(torch.randn(3, WIDE)),
-        lambda: pipe.step(torch.randn(3, WIDE), loss_fn=mean),
-        lambda: pipe.evaluate(torch.randn(3, WIDE), loss_fn=mean),
+        lambda: pipe(torch.randn(5, WIDE)),
+        lambda: pipe.step(torch.randn(5, WIDE), loss_fn=mean),
+        lambda: pipe.evaluate(torch.randn(5, WIDE), loss_fn=mean),
     ):
         with pytest.raises(ScheduleError, match=words):
             call()

@@ -76,6 +76,29 @@ def test_too_few_chunks_for_a_schedule_are_refused(name: str) -> None:
         Pipe(net(4), [1, 1, 1, 1], 2, schedule=name)
 
 
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+@pytest.mark.parametrize("schedule", [*FILLED, by_name("1f1b", 4, 8), by_name("v-min", 2, 8)], ids=str)
+def test_a_short_mini_batch_runs_the_first_chunks_of_the_order_and_says_so_once(schedule: Any, workers: str) -> None:
+    def losses(how: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh()) for _ in range(4))).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        pipe = Pipe(model, [1, 1, 1, 1], 8, schedule=how, workers=workers, devices=apart(4))
+        kept: list[Tensor] = []
+        for rows in (16, 8, 5, 1, 3, 9):
+            x = torch.arange(4.0 * rows).double().sin().reshape(rows, 4)
+            kept.append(pipe.step(x, x.cos(), loss_fn=functional.mse_loss, optimizer=optimizer).loss)
+            kept.append(pipe.evaluate(x, x.cos(), loss_fn=functional.mse_loss).outputs)
+            out = pipe(x)
+            kept += torch.autograd.grad(out.sum(), list(model.parameters()))
+        return kept
+
+    with pytest.warns(UserWarning, match="8 chunks but this mini-batch gives 5, so its order for the first 5") as told:
+        short = losses(schedule)
+    assert len(told) == 1
+    assert all(torch.equal(one, other) for one, other in zip(short, losses("1f1b"), strict=True))
+
+
 class Transposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from scheduler_strategies import schedules
 
-from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name, names
+from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name, lower, names, simulate, verify
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
@@ -50,6 +50,30 @@ def test_the_halves_are_the_orders_without_the_other_half(schedule):
         assert sorted(forward + backward) == sorted(order)
         assert [action for action in order if action in forward] == list(forward)
         assert [action for action in order if action in backward] == list(backward)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+def test_the_first_chunks_of_a_named_schedule_are_a_right_schedule_that_holds_no_more(name, lanes):
+    whole = by_name(name, lanes, 2 * lanes + 2)
+    held = simulate(whole).peak_in_flight
+    for chunks in range(1, whole.chunks + 1):
+        short = whole.first(chunks)
+        verify(short)
+        verify(lower(short))
+        assert short.chunks == chunks and {action.chunk for action in short.actions} == set(range(chunks))
+        assert all(few <= many for few, many in zip(simulate(short).peak_in_flight, held, strict=True))
+        assert Schedule.parse(str(short)) == short
+        pairs = [(short.orders[lane][at], short.orders[lane][at + 1]) for lane, at in short.blocks]
+        assert set(pairs) <= {(whole.orders[lane][at], whole.orders[lane][at + 1]) for lane, at in whole.blocks}
+    assert whole.first(whole.chunks) == whole
+
+
+def test_more_first_chunks_than_there_are_are_refused():
+    with pytest.raises(ScheduleError, match="schedule gpipe has 2 chunks, so it has no first 3. Make it for 3."):
+        by_name("gpipe", 2, 2).first(3)
+    with pytest.raises(ScheduleError, match="chunks is 0, but must be a whole number of at least 1"):
+        by_name("gpipe", 2, 2).first(0)
 
 
 def test_a_lane_may_do_nothing():
