@@ -95,6 +95,15 @@ def weights_cast_anew(grad: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def without_autocast() -> AbstractContextManager[None]:
+    """Within: no autocast, as in a training loop that calls backward() after its `with torch.autocast` block.
+
+    For what a step does besides forwards, recomputations and losses: a backward under autocast would multiply in
+    another type than its forward wherever a layer had switched autocast off.
+    """
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
 def without_function_modes() -> AbstractContextManager[None]:
     """Within: torch-function modes do not see what the Pipe computes for itself. They are meant for the layers."""
     return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()

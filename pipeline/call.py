@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipeline.ambient import Ambient, weights_cast_anew, within_torchs_checkpoint
+from pipeline.ambient import Ambient, weights_cast_anew, within_torchs_checkpoint, without_autocast
 from pipeline.driver import Driver
 from pipeline.errors import CheckpointError
 from pipeline.graph import Gate, Roots, roots_of
@@ -367,7 +367,8 @@ class Call:
     def _settle(self, stage: int) -> None:
         """A stage's sums are final. Not said of one whose parameters the loss reads too."""
         if self._listener is not None:
-            self._listener(self._run[stage], self._taken(self._run[stage]))
+            with nullcontext() if self._setup.keep else without_autocast():
+                self._listener(self._run[stage], self._taken(self._run[stage]))
             return
         self._settled[stage] = pairs = self._taken(self._run[stage])
         if not any([id(owner) in self.loss_sums for owner, _ in pairs]):

@@ -9,12 +9,13 @@ Nothing that can refuse the step is left for after the first update, but for wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.final_sums import FinalSums
@@ -87,11 +88,12 @@ def _tried(
 
 def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
     """Give `.grad` what is for it; update what the input was computed with."""
-    accumulate(ended.strangers)
-    for param in update.params:
-        if param.grad is not None:
-            grad, param.grad = param.grad, None
-            step.take(param, grad)
+    with without_autocast():
+        accumulate(ended.strangers)
+        for param in update.params:
+            if param.grad is not None:
+                grad, param.grad = param.grad, None
+                step.take(param, grad)
     step.finish()
 
 
@@ -124,11 +126,15 @@ class _Run:
         """Run it all; the whole gradients of this process have been taken when it ends."""
         self._divisor = lambda: loss.divisor
         sums: list[FinalSums] = []
-        peers = call.peers
-        if peers.is_alone:
+        if call.peers.is_alone:
             play(call, loss, lambda end: sums.append(self._listening(call, end)))
         else:
             play(call, loss, lambda end: None)
+        with without_autocast():
+            return self._ended(call, loss, sums)
+
+    def _ended(self, call: Call, loss: Loss, sums: Sequence[FinalSums]) -> Ended:
+        """The run is over: take what is left, and agree on how it went. `sums`: took gradients while it ran."""
         inputs = self._of_inputs(call)
         own = loss.divisor if call.last is not None else None
         if sums:
@@ -140,7 +146,7 @@ class _Run:
         self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
-        value, _, reached, _ = peers.agree(verdict)
+        value, _, reached, _ = call.peers.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
         return Ended(call, value, self._strangers)

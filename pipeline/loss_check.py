@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pipeline.ambient import without_function_modes
+from pipeline.ambient import without_autocast, without_function_modes
 from pipeline.graph import gradients
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
@@ -52,7 +52,8 @@ def check_joined(
     wanted = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
     if not wanted or not whole.requires_grad:
         return
-    found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
+    with without_autocast():
+        found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
     for index, expected in zip(wanted, found, strict=True):
         ours = _joined_grad(index, outputs, grads)
         ours = ours if scale is None else ours / scale

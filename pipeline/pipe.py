@@ -22,7 +22,7 @@ from partition import split
 from partition.contiguous import whole
 from partition.splitting import check_module
 from pipeline import eager_door, forward_door, step_door
-from pipeline.ambient import eagerly
+from pipeline.ambient import eagerly, without_autocast
 from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
@@ -347,21 +347,8 @@ class Pipe(Stateful):
                 return Step(value, None, joined, None if recorder is None else self._timeline(recorder, peers))
             loss = Loss(loss_fn, loss_reduction, batch.rows)
             self._run_with_loss(call, loss, aim, outputs, scaler)
-            try:
-                pairs, value, hooks = step_door.collect(call, loss)
-                joined = self._joined(call) if outputs else None
-                call.release()
-                store = step_door.hand_over(pairs, batch.tree.tensors, grads, self.named_parameters())
-            except BaseException:
-                call.abandon()
-                raise
-            if store is not None and clip_grad_norm is not None:
-                self._clip_store(store, clip_grad_norm, peers)
-            if optimizer is not None:
-                step_door.optimize(optimizer, scaler, list(self.named_parameters()), clip_grad_norm, peers)
-            if hooks or optimizer is not None or peers.averages:
-                peers.close()
-            return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))
+            with without_autocast():
+                return self._finish(call, loss, optimizer, outputs, recorder, clip_grad_norm, scaler, grads)
 
     def evaluate(
         self,
@@ -463,6 +450,35 @@ class Pipe(Stateful):
             recorder.join(peers.share_events(recorder.events))
 
     # ------------------------------------------------------------------------------------------------ how they run
+
+    def _finish(
+        self,
+        call: Call,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer | None,
+        outputs: bool,
+        recorder: Trace | None,
+        clip: float | None,
+        scaler: torch.amp.GradScaler | None,
+        grads: str,
+    ) -> Step:
+        """The rest of a step that ran well: who gets the gradients."""
+        try:
+            pairs, value, hooks = step_door.collect(call, loss)
+            joined = self._joined(call) if outputs else None
+            call.release()
+            store = step_door.hand_over(pairs, call.batch.tree.tensors, grads, self.named_parameters())
+        except BaseException:
+            call.abandon()
+            raise
+        peers = call.peers
+        if store is not None and clip is not None:
+            self._clip_store(store, clip, peers)
+        if optimizer is not None:
+            step_door.optimize(optimizer, scaler, list(self.named_parameters()), clip, peers)
+        if hooks or optimizer is not None or peers.averages:
+            peers.close()
+        return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))
 
     def _clip_store(self, store: GradStore, max_norm: float, peers: Peers) -> None:
         if peers.is_alone:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.aliases import Aliases, Swap
-from pipeline.ambient import Ambient
+from pipeline.ambient import Ambient, without_autocast
 from pipeline.batchnorm import Deferred
 from pipeline.checkpoint import SavingNothing
 from pipeline.errors import CheckpointError, DroppedError
@@ -127,6 +127,8 @@ class StageRun:
         self.may_draw = not threads or self._learns_draws
         self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
         self._seeds_backward = self._looks_for_tangents = True
+        # The forward door's backward runs where its caller has it run; a step has the caller's autocast around it all.
+        self._modes_of_backward = nullcontext if keep else without_autocast
         self._seed, self._device = seed, device
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
@@ -522,7 +524,7 @@ class StageRun:
         if roots.tensors:
             if self._seeds_backward or self.ends_in_loss:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
-            with self._watch, self._differentiating():
+            with self._watch, self._differentiating(), self._modes_of_backward():
                 if chunk in self.split:
                     self._differentiate_but_wait(chunk, roots, cut, retain, sites)
                 else:
@@ -539,9 +541,10 @@ class StageRun:
             if self._seeds_backward or self.ends_in_loss:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
             if self._is_quiet and not roots.foreign:
-                run_backward(roots.tensors, roots.grads, retain)
+                with self._modes_of_backward():
+                    run_backward(roots.tensors, roots.grads, retain)
             else:
-                with self._watch, self._differentiating():
+                with self._watch, self._differentiating(), self._modes_of_backward():
                     self._differentiate(roots, kept.cut, retain)
         if self._learns_draws:
             self.seeder.settle()
@@ -566,7 +569,7 @@ class StageRun:
         if chunk in self._waiting:
             if self._seeds_backward:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
-            with self._watch:
+            with self._watch, self._modes_of_backward():
                 catch_up(self._waiting.pop(chunk), self.name, retain)
             self.seeder.settle()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
 from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
@@ -121,7 +122,7 @@ class LossEnd:
     def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
         """Go on from the outputs: add what the loss itself depends on to its sums."""
         foreign = list(roots.foreign.values())
-        with hooks_asleep(foreign):
+        with hooks_asleep(foreign), without_autocast():
             found = gradients(roots.tensors, [*own, *foreign], roots.grads, retain=bool(foreign))
         for leaf, grad in zip(foreign, found[len(own) :], strict=True):
             if grad is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeline.ambient import without_autocast
 from pipeline.graph import explore
 from pipeline.loss import Loss, LossFn, scale_of
 from pipeline.loss_check import check_joined
@@ -123,7 +124,8 @@ class LossEnd:
         self._seed(chunk)
         loss, _ = alone.chunk(0, tree.build(cut), self._first_row(chunk, tree))  # of per_row rows: their mean, or sum
         wanted = [tensor for tensor in cut if tensor.requires_grad]
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        with without_autocast():
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
         share = self.share(1)
         for own, whole in zip(found, grads, strict=True):
             one = torch.zeros(()) if own is None else own * share

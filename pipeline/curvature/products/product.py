@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.aliases import Aliases
-from pipeline.ambient import Ambient, weights_cast_anew
+from pipeline.ambient import Ambient, weights_cast_anew, without_autocast
 from pipeline.call import Setup
 from pipeline.curvature.known_bad import explained
 from pipeline.curvature.products.loss_end import LossEnd
@@ -340,7 +340,8 @@ class ProductCall:
         if not live:
             return (None,) * len(leaves)
         # By symmetry the derivative of <grad, tangent> is the Hessian times the tangent.
-        return torch.autograd.grad(live, leaves, along, retain_graph=True, allow_unused=True)
+        with without_autocast():
+            return torch.autograd.grad(live, leaves, along, retain_graph=True, allow_unused=True)
 
     def _per_row(self, chunk: int, leaves: Sequence[Tensor]) -> int:
         """How many rows the output has for one of the input.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.aliases import Aliases
+from pipeline.ambient import without_autocast
 from pipeline.checkpoint import checkpointing
 from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
 from pipeline.graph import MARK, explore, gradients, mark, refuse_tangents
@@ -420,7 +421,8 @@ def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Te
     """`torch.autograd.grad`, of nothing too."""
     if not outs or not targets:
         return (None,) * len(targets)
-    return gradients(outs, targets, along, retain)
+    with without_autocast():
+        return gradients(outs, targets, along, retain)
 
 
 def gradients_of(
@@ -429,7 +431,8 @@ def gradients_of(
     """The first derivative, with its graph where there is to be a second one; the graph of `outs` stays."""
     if not outs or not targets:
         return (None,) * len(targets)
-    return gradients(outs, targets, along, True, create_graph)
+    with without_autocast():
+        return gradients(outs, targets, along, True, create_graph)
 
 
 def live_of(made: Bundle) -> tuple[int, ...]:
