@@ -16,6 +16,7 @@ could disagree with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -121,7 +122,7 @@ class Aliases:
 
     def stand_in(self) -> Swap:
         """Within: the aliases stand in the modules."""
-        return Swap(self._places)
+        return Swap(self._places, self._changed)
 
     def stand_back(self, views: dict[int, Tensor]) -> Swap:
         """Within: `views` of the real parameters (by their ids) stand in the modules."""
@@ -129,7 +130,7 @@ class Aliases:
         for slot in self._slots:
             view = views.get(id(slot.real), slot.alias)
             here[id(slot.real)] = view if view.device == slot.alias.device else view.to(slot.alias.device)
-        return Swap(_by_table([(slot, here[id(slot.real)]) for slot in self._slots]))
+        return Swap(_by_table([(slot, here[id(slot.real)]) for slot in self._slots]), self._changed)
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -206,6 +207,17 @@ class Aliases:
                 "the forward, in a torch.no_grad() block."
             )
 
+    def _changed(self, table: Table, before: Table) -> RuntimeError:
+        """The error of a forward that took parameters out of a module; `before`: what it was given."""
+        slot = next(slot for slot in self._slots if slot.module._parameters is table)
+        name = next(name for name in before if table.get(name, table) is not before[name])
+        return RuntimeError(
+            f"parameter '{self._name_of(slot._replace(name=name))}' was {'replaced' if name in table else 'deleted'} "
+            f"by a forward of {self._stage}. In it others stand in for the parameters, so the new one would be lost. "
+            "Write the parameter in place before the forward, in a torch.no_grad() block; what a forward computes "
+            "anew belongs into a local variable, or into torch.func.functional_call."
+        )
+
     def _name_of(self, wanted: _Slot) -> str:
         for index, layer in self._layers:
             for path, module in layer.named_modules():
@@ -215,34 +227,44 @@ class Aliases:
 
 
 class Swap:
-    """Within: other tensors stand in the modules' places. At the end: what was found."""
+    """Within: other tensors stand in the modules' places. At the end: what was found, and what was added.
 
-    __slots__ = ("_places", "_found")
+    Args:
+        places: tables of parameters, and all that each holds within.
+        changed: makes the error of a table in which one of these was replaced.
+    """
 
-    def __init__(self, places: list[tuple[Table, Table]]) -> None:
+    __slots__ = ("_places", "_changed", "_found")
+
+    def __init__(self, places: list[tuple[Table, Table]], changed: Callable[[Table, Table], RuntimeError]) -> None:
         self._places = places
+        self._changed = changed
         self._found: list[Table] = []
 
     def __enter__(self) -> None:
-        self._found = [
-            table.copy() if len(table) == len(others) else {name: table[name] for name in others}
-            for table, others in self._places
-        ]
-        for table, others in self._places:
-            table.update(others)
+        self._found = [table.copy() for table, _ in self._places]
+        for table, within in self._places:
+            table.update(within)
 
-    def __exit__(self, *exc: object) -> None:
-        for (table, _), found in zip(self._places, self._found):
+    def __exit__(self, kind: object, *exc: object) -> None:
+        error = None
+        for (table, within), found in zip(self._places, self._found):
+            if len(table) != len(within) or not all(map(is_, table.values(), within.values())):
+                before = {**found, **within}
+                if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
+                    error = self._changed(table, before)
             table.update(found)
+        if error is not None and kind is None:
+            raise error
 
 
 def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Table]]:
-    """What stands in for what, by the module's table of parameters."""
-    found: dict[int, tuple[Table, Table]] = {}
+    """The modules' tables of parameters, and what each holds with the stand-ins."""
+    tables: dict[int, tuple[Table, Table]] = {}
     for slot, tensor in stand_ins:
         table = slot.module._parameters
-        found.setdefault(id(table), (table, {}))[1][slot.name] = tensor
-    return list(found.values())
+        tables.setdefault(id(table), (table, dict(table)))[1][slot.name] = tensor
+    return list(tables.values())
 
 
 def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch | None, wanted: bool) -> Tensor:

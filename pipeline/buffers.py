@@ -180,8 +180,7 @@ class Buffers:
             if slot.place.get(slot.name) is not slot.tensor:  # the module replaces it; a graph may have saved it
                 slot.place[slot.name] = copy
             else:
-                with torch.no_grad():
-                    slot.tensor.copy_(copy)
+                _give(slot.tensor, copy)
 
     def roll_back(self) -> None:
         """Make every buffer what it was when the call began: the same tensor with the same values."""
@@ -190,8 +189,15 @@ class Buffers:
             place.update(tensors)
         for slot in self._slots:
             if not same_values(slot.tensor, slot.initial):
-                with torch.no_grad():
-                    slot.tensor.copy_(slot.initial)
+                _give(slot.tensor, slot.initial)
+
+
+def _give(tensor: Tensor, values: Tensor) -> None:
+    """Make a buffer what it was, its shape too: observers of quantization resize theirs."""
+    with torch.no_grad():
+        if tensor.shape != values.shape:
+            tensor.resize_(values.shape)
+        tensor.copy_(values)
 
 
 def _leaf_of_caller(slot: _Slot) -> Tensor:

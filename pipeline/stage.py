@@ -414,9 +414,10 @@ class StageRun:
         self._probe = None
 
     def _new_habit(self, what: str) -> CheckpointError:
+        instead = "x = x + 1 instead of x += 1" if what == "wrote" else "y = x.detach() instead of x.detach_()"
         return CheckpointError(
             f"{self.name} {what} its input in place, which it did not do before: for the first chunk, or in earlier "
-            "calls. Do that for every chunk or for none (for example x = x + 1 instead of x += 1)."
+            f"calls. Do that for every chunk or for none (for example {instead})."
         )
 
     def _learn_mutation(

@@ -54,6 +54,21 @@ class Grows(nn.Module):
         return x * self.seen.numel()
 
 
+class Resized(nn.Module):
+    """As the observers of quantization: the first forward gives the buffer its shape, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().abs().amax(0)
+        if not self.largest.numel():
+            self.largest.resize_(now.shape).zero_()
+        self.largest.copy_(torch.maximum(self.largest, now))
+        return torch.cat([x[:, :1], x[:, 1:] * self.largest[1:].clone()], 1)
+
+
 class Late(nn.Module):
     """Begins to write with the call's chunk number `start`."""
 
@@ -194,6 +209,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "without its version counter": lambda: [Unversioned()],
     "by assignment": lambda: [Assigned()],
     "in shape": lambda: [Grows()],
+    "in shape, in place": lambda: [Resized()],
     "late, in place": lambda: [Late(1, True)],
     "later, in place": lambda: [Late(2, True)],
     "late, by assignment": lambda: [LateAssigned(1, True)],

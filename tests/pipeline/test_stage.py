@@ -564,7 +564,9 @@ def test_a_stage_that_begins_to_change_its_input_is_named(
     for _ in range(2):
         pipe(torch.randn(4, 3)).sum().backward()
     state["call"] = 3
-    with pytest.raises(CheckpointError, match=rf"stage 1 \(layer 1\) {what} its input in place.* did not do before"):
+    remedy = {"wrote": r"x = x \+ 1 instead of x \+= 1", "detached": r"y = x.detach\(\) instead of x.detach_\(\)"}[what]
+    words = rf"stage 1 \(layer 1\) {what} its input in place.* did not do before.*for example {remedy}"
+    with pytest.raises(CheckpointError, match=words):
         pipe(torch.randn(4, 3)).sum().backward()
 
 
