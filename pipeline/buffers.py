@@ -193,11 +193,14 @@ class Buffers:
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:
-    """Make a buffer what it was, its shape too: observers of quantization resize theirs."""
+    """Make a buffer what it was, its shape too: observers of quantization resize theirs.
+
+    Not counted as a write: a graph that has saved the buffer finds what it held.
+    """
     with torch.no_grad():
         if tensor.shape != values.shape:
             tensor.resize_(values.shape)
-        tensor.copy_(values)
+        tensor.data.copy_(values)
 
 
 def _leaf_of_caller(slot: _Slot) -> Tensor:

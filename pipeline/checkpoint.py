@@ -24,6 +24,13 @@ from scheduler import Action, Kind
 Policy: TypeAlias = str | Callable[[int, int], bool]
 POLICIES = ("always", "except_last", "never")
 
+NO_HOOKS = "don't yet support saved tensor hooks"  # in what torch.func says where there are some
+_DROPPED = (
+    "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
+    "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every chunk "
+    "or for none, compute such tensors anew in each forward, or use checkpoint='never'."
+)
+
 _checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
@@ -107,33 +114,21 @@ def checkpointing(whether: bool) -> Iterator[None]:
 class SavingNothing:
     """F of a chunk that will be recomputed: within, autograd builds its graph, and what it would save is dropped.
 
-    Args:
-        until_the_end: drop it when the forward is over rather than at once, for layers that call autograd within it.
-
     Raises:
-        DroppedError: a layer called autograd within its forward, and what it needs was dropped at once.
+        DroppedError: a layer called autograd within its forward (torch.func too), and what it needs was dropped.
     """
 
-    __slots__ = ("_boxes", "_until_the_end", "_token")
-
-    def __init__(self, until_the_end: bool) -> None:
-        self._until_the_end = until_the_end
-        self._boxes: list[list[Tensor]] = []
+    __slots__ = ("_token",)
 
     def __enter__(self) -> None:
-        hooks = (self._box, _open) if self._until_the_end else (_drop, _miss)
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)  # as torch.autograd.graph.saved_tensors_hooks does
+        torch._C._autograd._push_saved_tensors_default_hooks(_drop, _miss)  # as autograd.graph.saved_tensors_hooks does
         self._token = _checkpointing.set(True)
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _checkpointing.reset(self._token)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        for each in self._boxes:
-            each.clear()
-
-    def _box(self, tensor: Tensor) -> list[Tensor]:
-        self._boxes.append([tensor])
-        return self._boxes[-1]
+        if error is not None and NO_HOOKS in str(error):
+            raise DroppedError(_DROPPED) from error
 
 
 class Recomputing:
@@ -161,12 +156,4 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _miss(dropped: None) -> Tensor:
-    raise DroppedError(
-        "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
-        "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every "
-        "chunk or for none, compute such tensors anew in each forward, or use checkpoint='never'."
-    )
-
-
-def _open(box: list[Tensor]) -> Tensor:
-    return box[0]
+    raise DroppedError(_DROPPED)

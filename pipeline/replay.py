@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.ambient import Ambient
-from pipeline.checkpoint import checkpointing
+from pipeline.checkpoint import NO_HOOKS, checkpointing
 from pipeline.errors import CheckpointError
 from pipeline.randomness import default_generators, generators_at
 from pipeline.recall import Known, Recall
@@ -103,8 +103,17 @@ class Replay:
         recall.before_forward(_CHUNK)
         self._begun = _Begun(ambient, recall)
         args, kwargs = self._inputs.take()
-        with checkpointing(True):
-            made = self._forward(*args, **kwargs)
+        try:
+            with checkpointing(True):
+                made = self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            if NO_HOOKS not in str(error):
+                raise
+            raise CheckpointError(
+                f"{self._name} calls torch.func (grad, vjp, jacrev or hessian) within its forward, which cannot run "
+                "where a checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint "
+                "this block."
+            ) from error
         outputs = _tensors(made)
         recall.after_forward(_CHUNK, True, detached(outputs))
         recall.note()

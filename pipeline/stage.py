@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient, without_autocast
 from pipeline.batchnorm import Deferred
-from pipeline.checkpoint import SavingNothing
+from pipeline.checkpoint import SavingNothing, checkpointing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
     MARK,
@@ -217,7 +217,7 @@ class StageRun:
         if keep:
             self.recall.before_forward(chunk)
         try:
-            saving = SavingNothing(self._saves_until_the_end) if recompute else None
+            saving = self._saving_nothing() if recompute else None
             leaf, arrived, made = self._run_one(chunk, read, needs_grad, saving)
         except DroppedError:
             if self._saves_until_the_end:
@@ -309,7 +309,7 @@ class StageRun:
             if not recompute:
                 return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
             try:
-                with SavingNothing(self._saves_until_the_end):
+                with self._saving_nothing():
                     return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
             except DroppedError:
                 if self._saves_until_the_end:
@@ -317,6 +317,10 @@ class StageRun:
         self._saves_until_the_end = True
         self.recall.put_back(chunk, first)
         return self._attempt(chunk, read, needs_grad, recompute, first)
+
+    def _saving_nothing(self) -> AbstractContextManager[None]:
+        """Within: F of a chunk that will be recomputed. What a layer's own call of autograd needs goes at its end."""
+        return checkpointing(True) if self._saves_until_the_end else SavingNothing()
 
     def _computed_with(
         self, chunk: int, read: Bundle, cut: Cut, given: Sequence[Tensor], is_first: bool = False
