@@ -154,21 +154,26 @@ class Loss:
             )
         return whole
 
-    def check_grad(self, ours: Tensor, whole: Tensor) -> None:
-        """Compare the chunks' gradients of an output, joined, with those of the whole.
+    def check_grads(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compare the chunks' gradients of an output with those of the whole.
+
+        Args:
+            pairs: (that of the chunk's own loss, that of the whole), one for each chunk.
 
         Raises:
             ValueError: they disagree. The losses may agree nevertheless: those of surrogates, of which only the
                 gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
         """
-        ours = ours if self.divisor is None else ours / self.divisor.to(ours.device)
-        tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-        largest = torch.nan_to_num(whole.abs(), 0.0, 0.0).amax().item() if whole.numel() else 0.0
-        if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
-            raise self._neither(
-                f"the chunks' losses ({list(self._rows)} rows) combine to the loss of the whole output, but their "
-                "gradients do not combine to its gradient"
-            )
+        divisor = self.divisor
+        largest = max([_largest(whole) for _, whole in pairs], default=0.0)
+        for ours, whole in pairs:
+            ours = ours if divisor is None else ours / divisor.to(ours.device)
+            tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
+            if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+                raise self._neither(
+                    f"the chunks' losses ({list(self._rows)} rows) combine to the loss of the whole output, but their "
+                    "gradients do not combine to its gradient"
+                )
 
     def _neither(self, what: str) -> ValueError:
         return ValueError(
@@ -227,6 +232,10 @@ def _alone(number: Tensor) -> Tensor:
     """A 0-d tensor, detached. It must not keep what it was taken from: torch's mse_loss reduces within its input."""
     found = number.detach()
     return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax()) if tensor.numel() else 0.0
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pipeline.ambient import without_autocast, without_function_modes
+from pipeline.ambient import without_autocast
 from pipeline.graph import gradients
 from pipeline.loss import Loss
 from pipeline.microbatch import Batch, gather
-from pipeline.trees import Grads, Message
+from pipeline.trees import Grads, Message, Tree
 
 
 def check_joined(
@@ -42,32 +42,38 @@ def check_joined(
     Raises:
         ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
     """
-    joined, _ = gather([message.tree for message in outputs], target.rows)
     whole_target = target.tree.build(target.tree.tensors)
-    device = joined.tensors[0].device if joined.tensors else None
-    columns = zip(*(message.needs_grad for message in outputs), strict=True)
-    leaves = [tensor.detach().requires_grad_(any(need)) for tensor, need in zip(joined.tensors, columns, strict=True)]
+    leaves = [_leaves(message) for message in outputs]
     with torch.set_grad_enabled(needs_grad):
-        whole = loss.check(joined.build(leaves), _moved(whole_target, device))
-    wanted = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
-    if not wanted or not whole.requires_grad:
+        trees = [Tree(own, message.tree.skeleton) for own, message in zip(leaves, outputs, strict=True)]
+        joined, _ = gather(trees, target.rows)
+        device = joined.tensors[0].device if joined.tensors else None
+        whole = loss.check(joined.build(joined.tensors), _moved(whole_target, device))
+    if not whole.requires_grad:
         return
+    wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
     with without_autocast():
-        found = gradients([whole], [leaves[index] for index in wanted], [torch.ones_like(whole)], retain=True)
-    for index, expected in zip(wanted, found, strict=True):
-        ours = _joined_grad(index, outputs, grads)
-        ours = ours if scale is None else ours / scale
-        if scale is None or torch.isfinite(ours).all():  # an overflow is the scaler's affair
-            loss.check_grad(ours, torch.zeros_like(ours) if expected is None else expected)
+        found = iter(gradients([whole], wanted, [torch.ones_like(whole)], retain=True) if wanted else ())
+    expected = [tuple([next(found) if leaf.requires_grad else None for leaf in own]) for own in leaves]
+    for index in range(len(joined.tensors)):
+        pairs = [
+            _pair(own[index], grads.get(chunk, (None,) * (index + 1))[index], expected[chunk][index], scale)
+            for chunk, own in enumerate(leaves)
+            if own[index].requires_grad  # of a chunk that needs none there is none to compare
+        ]
+        if scale is None or all([torch.isfinite(ours).all() for ours, _ in pairs]):  # an overflow is the scaler's affair
+            loss.check_grads(pairs)
 
 
-def _joined_grad(index: int, outputs: Sequence[Message], grads: Mapping[int, Grads]) -> Tensor:
-    pieces = []
-    for chunk, message in enumerate(outputs):
-        grad = grads.get(chunk, (None,) * (index + 1))[index]
-        pieces.append(torch.zeros_like(message.tree.tensors[index]) if grad is None else grad)
-    with without_function_modes():
-        return torch.cat(pieces)
+def _leaves(message: Message) -> tuple[Tensor, ...]:
+    given = zip(message.tree.tensors, message.needs_grad, strict=True)
+    return tuple([tensor.detach().requires_grad_(need) for tensor, need in given])
+
+
+def _pair(leaf: Tensor, ours: Tensor | None, expected: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The chunk's own gradient of an output, unscaled, and that of the whole."""
+    own = torch.zeros_like(leaf, requires_grad=False) if ours is None else ours if scale is None else ours / scale
+    return own, torch.zeros_like(own) if expected is None else expected
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:

@@ -1268,3 +1268,47 @@ class Captures(nn.Module):
 
     def forward(self, x):
         return x * self.held[0]
+
+
+class Leaves(nn.Module):
+    """Rows whose first entry is negative leave early: a chunk that has one takes no gradient."""
+
+    def forward(self, x):
+        return x.detach() if (x.detach()[:, 0] < 0).any() else x
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("gone", [[0], [1], [3], [0, 2], [1, 2, 3]])
+def test_chunks_whose_output_needs_no_gradient_are_no_reason_to_refuse_the_loss(gone, schedule, checkpoint):
+    x, y = data(7)
+    x[:, 0] = x[:, 0].abs()
+    for chunk in gone:
+        x.tensor_split(4)[chunk][-1, 0] *= -1
+    module = nn.Sequential(nn.Linear(4, 4, bias=False).double(), Leaves(), Pair(), nn.Identity())
+    nn.init.eye_(module[0].weight)
+
+    def loss_fn(output, target):
+        return F.mse_loss(output[0], target[:, :4]) + output[1].square().mean()
+
+    reference = copy.deepcopy(module)
+    for x_i, y_i in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        loss = loss_fn(reference(x_i), y_i) * (len(x_i) / 7)
+        if loss.requires_grad:
+            loss.backward()
+    pipe = Pipe(module, [1, 2, 1], chunks=4, schedule=schedule, checkpoint=checkpoint)
+    for _ in range(4):
+        pipe.zero_grad(set_to_none=True)
+        pipe.step(x, y, loss_fn=loss_fn)
+        assert torch.equal(module[0].weight.grad, reference[0].weight.grad)
+    with pytest.raises(ValueError, match="roots is not a mean over rows"):
+        pipe.step(x, y, loss_fn=roots)
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x * 2, x.sin()
+
+
+def roots(output, _):
+    return output[0].square().mean().sqrt() + 0.0 * output[1].mean()
