@@ -61,7 +61,8 @@ def check_joined(
             for chunk, own in enumerate(leaves)
             if own[index].requires_grad  # of a chunk that needs none there is none to compare
         ]
-        if scale is None or all([torch.isfinite(ours).all() for ours, _ in pairs]):  # an overflow is the scaler's affair
+        # An overflow is the scaler's affair.
+        if scale is None or all([torch.isfinite(ours).all() for ours, _ in pairs]):
             loss.check_grads(pairs)
 
 

@@ -16,6 +16,7 @@ from pipeline.checkpoint import recomputed
 from pipeline.engine import merged_order
 from pipeline.places import Place
 from pipeline.plan import Plan, plan_forward, plan_step
+from pipeline.trees import same_values
 from scheduler import Action, Kind, Schedule, by_name
 
 DOORS = ("forward", "step")
@@ -571,3 +572,43 @@ def test_a_forward_that_replaces_a_parameters_data_replaces_it_or_is_refused(doo
         return
     for param, reference in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(param, reference) and torch.allclose(param.grad, reference.grad)
+
+
+class Complex(nn.Module):
+    """nan in the real part, in the imaginary one, or in some entries of one; the other part is a number."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float64))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, nan = x * self.weight, x * self.weight * float("nan")
+        made = {
+            "real": (nan, y), "imaginary": (y, nan), "some": (y, torch.where(x > 0, nan, x)), "both": (nan, nan)
+        }[self.kind]
+        return torch.complex(*made)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("kind", ["real", "imaginary", "some", "both"])
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_recomputation_that_gives_the_same_nan_in_complex_numbers_is_the_same(
+    kind: str, checkpoint: str, size: int
+) -> None:
+    module = nn.Sequential(nn.Linear(4, size).double(), Complex(kind, size), nn.Identity())
+    pipe = Pipe(module, [1, 2], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for _ in range(3):
+        pipe(x).abs().nansum().backward()
+        loss = pipe.step(x, loss_fn=lambda out, _: torch.view_as_real(out).nan_to_num().square().mean())
+        expected = torch.view_as_real(module(x)).nan_to_num().square().mean()
+        torch.testing.assert_close(loss.loss, expected.detach())
+
+
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_complex_values_that_differ_in_one_part_beside_a_nan_differ(part: str) -> None:
+    one = torch.complex(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, float("nan")]))
+    other = one.clone()
+    getattr(other, part)[0 if part == "imag" else 1] = 2.0
+    assert same_values(one, one.clone()) and not same_values(one, other)
