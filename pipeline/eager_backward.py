@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.forward_door import Backward, GiveAway
+from pipeline.hooks import grads_kept
 from pipeline.peers import Alone
 from pipeline.ranks.wrapped import refuse_reduced
 
@@ -67,6 +68,12 @@ def eager_backward(
     found, pipes = _explored(loss, update)
     leaves = [leaf for leaf in found if update.holds(leaf.tensor)]
     _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
+    with grads_kept([*[leaf.tensor for leaf in leaves], *update.params]):  # of a backward within the backward
+        _backward(loss, leaves, update)
+
+
+def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> None:
+    """In one run or two."""
     factor: Tensor | None = None
     if update.needs_two_runs:
         trial = update.run(only_norms=True)

@@ -19,7 +19,7 @@ from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.final_sums import FinalSums
-from pipeline.hooks import accumulate, hooked
+from pipeline.hooks import accumulate, grads_kept, hooked
 from pipeline.loss import Loss
 from pipeline.peers import Pair, Verdict, joined
 from pipeline.step_door import LossEnd, check_reached, summed
@@ -88,7 +88,7 @@ def _tried(
 
 def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
     """Give `.grad` what is for it; update what the input was computed with."""
-    with without_autocast():
+    with without_autocast(), grads_kept([*[owner for owner, _ in ended.strangers], *update.params]):
         accumulate(ended.strangers)
         for param in update.params:
             if param.grad is not None:

@@ -3,13 +3,14 @@
     deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
     hooked        the tensor hooks alone, touching no `.grad`
     accumulate    the rest: `.grad`, post-accumulate hooks
+    grads_kept    where something of the user's may fail between
     hooks_asleep  while a part of a gradient passes
     skip_none     where a Function must return None for an owner that this loss does not reach
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.graph import run_backward
+from pipeline.graph import explore, run_backward
 
 
 class Deliver(torch.autograd.Function):
@@ -55,6 +56,27 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.enable_grad(), hooks_asleep(owners):
         root = _delivery(grads, *owners)
         run_backward((root,), (root.detach(),), retain=False)
+
+
+@contextmanager
+def grads_kept(owners: Iterable[Tensor]) -> Iterator[None]:
+    """Within: a failure leaves `.grad` as it was found, of these and of the leaves that they were computed from."""
+    leaves: dict[int, Tensor] = {}
+    for owner in owners:
+        if owner.is_leaf or owner.retains_grad:
+            leaves[id(owner)] = owner
+        if not owner.is_leaf:
+            leaves.update(explore([owner]).leaves)
+    found = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()]
+    try:
+        yield
+    except BaseException:
+        for leaf, grad, values in found:
+            if grad is not None and values is not None:
+                with torch.no_grad():
+                    grad.copy_(values)
+            leaf.grad = grad
+        raise
 
 
 def has_hooks(owner: Tensor) -> bool:

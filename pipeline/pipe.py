@@ -315,8 +315,9 @@ class Pipe(Stateful):
             x: the input, as for `forward`.
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
             loss_fn: (output, target) -> a loss of one number, or (sum, count).
-            optimizer: makes one step with the gradients; every `.grad` is None afterwards. An EagerUpdate updates each
-                parameter while the backward still runs. None: the gradients are added to `.grad`, as backward() would.
+            optimizer: makes one step with the gradients, added to a `.grad` that is there already; every `.grad` is
+                None afterwards. An EagerUpdate updates each parameter while the backward still runs. None: the
+                gradients are added to `.grad`, as backward() would.
             outputs: also return the joined outputs, detached.
             trace: also return when each action ran.
             loss_reduction: whether loss_fn is a "mean" or a "sum" over rows. None: its own `.reduction`, else "mean".
@@ -463,19 +464,24 @@ class Pipe(Stateful):
         grads: str,
     ) -> Step:
         """The rest of a step that ran well: who gets the gradients."""
+        peers = call.peers
         try:
             pairs, value, hooks = step_door.collect(call, loss)
             joined = self._joined(call) if outputs else None
             call.release()
-            store = step_door.hand_over(pairs, call.batch.tree.tensors, grads, self.named_parameters())
+            named = list(self.named_parameters())
+            owners = [owner for owner, _ in pairs] if grads == "param" else call.batch.tree.tensors
+            with step_door.undone(owners, optimizer, scaler):
+                store = step_door.hand_over(pairs, call.batch.tree.tensors, grads, named)
+                if store is not None and clip is not None:
+                    self._clip_store(store, clip, peers)
+                if optimizer is not None:
+                    step_door.optimize(optimizer, scaler, named, clip, peers)
         except BaseException:
             call.abandon()
             raise
-        peers = call.peers
-        if store is not None and clip is not None:
-            self._clip_store(store, clip, peers)
         if optimizer is not None:
-            step_door.optimize(optimizer, scaler, list(self.named_parameters()), clip, peers)
+            step_door.optimized(optimizer, scaler, named)
         if hooks or optimizer is not None or peers.averages:
             peers.close()
         return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))

@@ -9,7 +9,8 @@ the buffers back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
 from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
-from pipeline.hooks import accumulate, has_hooks, hooked, hooks_asleep
+from pipeline.hooks import accumulate, grads_kept, has_hooks, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.loss_check import check_joined
 from pipeline.microbatch import Batch
@@ -228,6 +229,36 @@ def summed(pairs: list[Pair]) -> list[Pair]:
     return list(found.values())
 
 
+@contextmanager
+def undone(
+    owners: Sequence[Tensor], optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None
+) -> Iterator[None]:
+    """Within: a failure leaves `.grad`, and what a scaler notes of the optimizer, as they were found.
+
+    Args:
+        owners: who gets gradients, and may have hooks that fail.
+        optimizer: steps with them. None: nobody does.
+        scaler: unscales them first.
+    """
+    if optimizer is None and all(owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners):
+        yield
+        return
+    states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
+    found = dict(states[id(optimizer)]) if id(optimizer) in states else None
+    try:
+        with grads_kept([*owners, *_stepped(optimizer)]):
+            yield
+    except BaseException:
+        states.pop(id(optimizer), None)  # else the next step would take gradients for unscaled ones
+        if found is not None:
+            states[id(optimizer)] = found
+        raise
+
+
+def _stepped(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def optimize(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
@@ -235,8 +266,8 @@ def optimize(
     clip: float | None,
     peers: Peers,
 ) -> None:
-    """One optimizer step on `.grad`, as a training script would write it; every `.grad` is None afterwards."""
-    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    """One optimizer step on `.grad`, as a training script would write it."""
+    stepped = _stepped(optimizer)
     if scaler is not None and (clip is not None or not peers.is_alone):
         unscale(scaler, optimizer, peers)
     if clip is not None:  # of what is stepped: a loss may have parameters of its own
@@ -246,10 +277,17 @@ def optimize(
         optimizer.step()
     else:
         scaler.step(optimizer)
-        scaler.update()
+
+
+def optimized(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, named: Sequence[tuple[str, Tensor]]
+) -> None:
+    """The optimizer has stepped: every `.grad` is None afterwards."""
     optimizer.zero_grad(set_to_none=True)
     for _, parameter in named:
         parameter.grad = None
+    if scaler is not None:
+        scaler.update()
 
 
 def clip_grads(

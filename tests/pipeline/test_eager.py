@@ -568,6 +568,29 @@ def test_parameters_outside_the_optimizer_and_leaves_of_the_user_are_as_after_an
     twins(run)
 
 
+@pytest.mark.parametrize("leftover", [False, True])
+def test_a_failure_at_the_end_leaves_the_inputs_grad_as_it_was(leftover):
+    """What x was computed from is updated last, when x's own gradient is there."""
+    module, behind = simple(), nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+    leaf, target = batch()
+    leaf.requires_grad_().grad = torch.ones_like(leaf) if leftover else None
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            if self.param_groups[0]["params"][0] is behind:
+                raise ArithmeticError("broken on purpose")
+            super().step()
+
+    before = leaf.grad, everything(leaf.grad)
+    optimizer = Fails([*module.parameters(), behind], lr=0.1)
+    with pytest.raises(ArithmeticError, match="broken on purpose"):
+        Pipe(module, [1, 1, 1], 3).step(
+            leaf * behind, target, loss_fn=nn.MSELoss(), optimizer=EagerUpdate(optimizer, separable=True)
+        )
+    assert leaf.grad is before[0] and same(everything(leaf.grad), before[1])
+    assert all(param.grad is None for param in optimizer.param_groups[0]["params"])
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_two_passes_give_the_inputs_gradient_once(max_norm):
     def run(is_eager):

@@ -369,6 +369,17 @@ def test_a_failure_leaves_the_step_torn_only_if_something_was_updated(how, clip,
     eager_backward(loss, update)
 
 
+def test_a_failure_leaves_no_grad_of_a_backward_within_the_backward():
+    """What a reentrant checkpoint leaves in `.grad` waits for the end, which does not come."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), Within(nn.Linear(WIDTH, WIDTH), True)).double()
+    update = EagerUpdate(sgd(module))
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            eager_backward(module(batch()[0]).sum(), update)
+        assert all(param.grad is None for param in module.parameters())
+        update.acknowledge_torn_step()
+
+
 def test_loading_the_optimizers_state_ends_a_torn_step():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), nn.Linear(WIDTH, WIDTH)).double()
     optimizer = sgd(module)

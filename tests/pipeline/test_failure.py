@@ -296,6 +296,150 @@ def test_an_optimizer_that_raises_leaves_the_weights():
     assert all(same(param.detach(), old) for param, old in zip(pipe.parameters(), before, strict=True))
 
 
+class Fails(torch.optim.SGD):
+    """Raises in its step, once, when it is armed."""
+
+    error = None
+
+    def step(self, closure=None):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error("in the optimizer")
+        return super().step()
+
+
+class WantsAClosure(torch.optim.SGD):
+    """As optimizers do that evaluate the loss themselves."""
+
+    def step(self, closure):
+        return super().step(closure)
+
+
+class BadScaler(torch.amp.GradScaler):
+    """Raises where it unscales, once."""
+
+    burnt = False
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        if not self.burnt:
+            self.burnt = True
+            raise Trouble("in the scaler")
+
+
+def fail_in_optimizer(pipe, x, error=Trouble):
+    optimizer = Fails(pipe.parameters(), lr=0.1)
+    optimizer.error = error
+    return {"optimizer": optimizer}
+
+
+def fail_in_scaler(pipe, x, scaler=BadScaler, error=None, clip=None):
+    optimizer = Fails(pipe.parameters(), lr=0.1)
+    optimizer.error = error
+    return {"optimizer": optimizer, "scaler": scaler("cpu"), "clip_grad_norm": clip}
+
+
+def fail_in_hook(pipe, x, optimizer=None):
+    """A post-accumulate hook raises, once, when some parameters have their `.grad`."""
+    armed = [True]
+
+    def burn(param):
+        if armed:
+            armed.pop()
+            raise Trouble("in a hook")
+
+    pipe[3].weight.register_post_accumulate_grad_hook(burn)
+    return {} if optimizer is None else {"optimizer": optimizer(pipe.parameters(), lr=0.1)}
+
+
+def fail_behind_input(pipe, x):
+    """The gradient of x goes on to what x was computed from, and fails there."""
+    armed = [True]
+
+    def burn(grad):
+        if armed:
+            armed.pop()
+            raise Trouble("behind x")
+
+    x.grad_fn.next_functions[0][0].variable.register_hook(burn)
+    return {}
+
+
+def fail_at_end(pipe, x):
+    return {"optimizer": WantsAClosure(pipe.parameters(), lr=0.1)}
+
+
+LATE = {  # what raises when forward and backward have gone well
+    "the optimizer": fail_in_optimizer,
+    "an interrupt in the optimizer": lambda pipe, x: fail_in_optimizer(pipe, x, KeyboardInterrupt),
+    "an optimizer that wants a closure": fail_at_end,
+    "the scaler unscales": fail_in_scaler,
+    "the scaler unscales to clip": lambda pipe, x: fail_in_scaler(pipe, x, clip=1.0),
+    "the scaler steps": lambda pipe, x: fail_in_scaler(pipe, x, torch.amp.GradScaler, Trouble),
+    "the scaler steps, clipped": lambda pipe, x: fail_in_scaler(pipe, x, torch.amp.GradScaler, Trouble, 1.0),
+    "a hook": fail_in_hook,
+    "a hook, with an optimizer": lambda pipe, x: fail_in_hook(pipe, x, torch.optim.SGD),
+    "behind the input": fail_behind_input,
+}
+
+
+@pytest.mark.parametrize("leftover", [False, True], ids=["no .grad", "a .grad to add to"])
+@pytest.mark.parametrize("what", LATE)
+def test_a_failure_after_the_backward_leaves_grads_and_buffers_so_that_the_next_step_is_right(what, leftover):
+    ours, theirs = twins(net())
+    source, y = batch()
+    pipe, twin = Pipe(ours, [3, 2, 2], CHUNKS), Pipe(theirs, [3, 2, 2], CHUNKS)
+    leaf = source.requires_grad_()
+    x = leaf if "input" not in what else leaf * 1.0
+    if leftover:
+        for run_on in (pipe, twin):
+            run_on.step(*batch_of(5), loss_fn=mse)
+        leaf.grad = torch.ones_like(leaf)
+    options = LATE[what](pipe, x)
+    identities = {name: id(param) for name, param in pipe.named_parameters()}
+    grads = [(param, param.grad) for param in [*pipe.parameters(), leaf]]
+    before, of_leaf = everything(pipe), None if leaf.grad is None else leaf.grad.clone()
+    generator = pipe[4].generator.get_state()
+    with pytest.raises((Trouble, KeyboardInterrupt, TypeError), match="in |behind x|closure"):
+        pipe.step(x, y, loss_fn=mse, **options)
+    assert_as_before(pipe, before, identities)
+    assert same(leaf.grad, of_leaf) and all(param.grad is grad for param, grad in grads)
+    assert torch.equal(pipe[4].generator.get_state(), generator)
+
+    found = []
+    for run_on in (pipe, twin):
+        torch.manual_seed(3)
+        optimizer = options.get("optimizer") if run_on is pipe else None
+        if not isinstance(optimizer, Fails):
+            optimizer = torch.optim.SGD(run_on.parameters(), lr=0.1)
+        scaler = options.get("scaler")
+        scaler = torch.amp.GradScaler("cpu") if scaler and run_on is twin else scaler
+        run_on.step(source.detach(), y, loss_fn=mse, optimizer=optimizer, scaler=scaler)
+        assert all(param.grad is None for param in run_on.parameters())
+        found.append(run_on.state_dict().values())
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def batch_of(seed):
+    torch.manual_seed(seed)
+    return batch()
+
+
+def test_a_step_with_an_optimizer_adds_to_the_grads_of_earlier_mini_batches():
+    ours, theirs = twins(small())
+    pipe = Pipe(ours, [2, 2], CHUNKS)
+    pipe.step(*batch_of(1), loss_fn=mse)
+    mse(pipe(batch_of(2)[0]), batch_of(2)[1]).backward()
+    pipe.step(*batch_of(3), loss_fn=mse, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1))
+    for seed in (1, 2, 3):
+        x, y = batch_of(seed)
+        mse(theirs(x), y).backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
 # --------------------------------------------------------------------------------- changed between F and recomputation
 
 
