@@ -89,8 +89,22 @@ class Stateful(Enclosed, ABC):
         all_names = None if self._company is None else self._company.first_names
         load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's: over ranks, this rank's, by the plain module's names and in its order.
+
+        A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
+        """
+        company = self._company
+        if company is None or not company.hosting.ties or not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        dot = f"{prefix}." if prefix else ""
+        return ((dot + name, each) for name, each in company.named(super().named_parameters(), remove_duplicate))
+
     def _all_places(self) -> Iterator[tuple[str, Tensor]]:
-        found = list(self.named_parameters(remove_duplicate=False))
+        """This rank's parameters by the names of its own layers: no two ranks save under one key."""
+        found = list(super().named_parameters(remove_duplicate=False))
         nothing = [] if found or self._company is None else [("", each) for each in self.parameters()]
         return iter([*found, *nothing])
 

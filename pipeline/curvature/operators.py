@@ -196,7 +196,7 @@ class Operator(Analysis):
         return LayerSpectra.of(self.name, sizes, pairs, traces)
 
     def _counted(self) -> list[str]:
-        return [member.first_name for member in self._space.members if member.counts]
+        return [member.name for member in self._space.members if member.counts]
 
     def _twin(self, **others: Any) -> Self:
         """One like this, but for some attributes."""

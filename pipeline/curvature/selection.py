@@ -57,7 +57,7 @@ def chosen(
     """The names of the parameters that are wanted, of those here.
 
     Args:
-        named: the parameters here.
+        named: the parameters here, by their first names.
         params: see above; a name is a parameter's, or the beginning of several up to a dot. A tied parameter is wanted
             if any of its names is.
         first_names: for each name of a parameter its first one, other processes' too.
@@ -70,20 +70,20 @@ def chosen(
         return [name for name, _ in named if name in trained]
     if callable(params):
         is_wanted = params
-        return [name for name, parameter in named if name in trained and is_wanted(first_names[name], parameter)]
+        return [name for name, parameter in named if name in trained and is_wanted(name, parameter)]
     wanted: set[str] = set()
     for each in [params] if isinstance(params, str) else params:
         found = {first for name, first in first_names.items() if _stands_for(each, name)}
         if not found:
             names = list(dict.fromkeys(first_names.values()))
             raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {_few(names)}.")
-        here = [name for name, _ in named if first_names[name] in found]
+        here = [name for name, _ in named if name in found]
         if here and trained.isdisjoint(here):
             raise ValueError(
                 f"params has {each!r}, but {_few(here)} do not require a gradient. Call requires_grad_() first."
             )
         wanted |= found
-    return [name for name, _ in named if name in trained and first_names[name] in wanted]
+    return [name for name, _ in named if name in trained and name in wanted]
 
 
 def _stands_for(wanted: str, name: str) -> bool:
@@ -145,7 +145,7 @@ def _members(pipe: Pipe, prefix: str, params: Params) -> tuple[list[Member], boo
             )
         is_double = is_double or parameter.dtype == torch.float64
         counts = id(parameter) not in elsewhere
-        members.append(Member(name, first_names[name], parameter.shape, parameter.device, counts))
+        members.append(Member(name, parameter.shape, parameter.device, counts))
     return members, is_double
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -62,6 +62,24 @@ class Company:
     def is_own(self, name: str) -> bool:
         """Whether this rank alone has a parameter."""
         return self.first_names.get(name, name) in self.own_names
+
+    def named(
+        self, here: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the names and in the order of the whole module.
+
+        Args:
+            here: by the names of the layers that this rank has, each once.
+            remove_duplicate: a tied one by its first name alone, though another rank has that layer; else by all.
+        """
+        own: dict[str, nn.Parameter] = {}
+        for name, parameter in here:
+            first = self.first_names.get(name, name)
+            own[name if first in own else first] = parameter  # one that was untied since has a name of its own
+        for name in dict.fromkeys([*self.first_names, *own]):
+            first = name if remove_duplicate or name in own else self.first_names[name]
+            if first in own:
+                yield name, own[first]
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """What stands in the places of other ranks' layers, by their names."""

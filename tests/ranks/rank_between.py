@@ -17,7 +17,7 @@ from rank_models import even, rows, square
 from test_tied import KINDS, input_of, made
 from torch import Tensor, nn
 
-from pipeline import Pipe
+from pipeline import GradStore, Pipe
 
 TIES = {
     "kind": tuple(KINDS),
@@ -40,8 +40,6 @@ def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint:
     """Some steps; clipped by the norm of all gradients, in which a tied one counts once."""
     model, size = made(kind), torch.distributed.get_world_size()
     stages = size if how == "few" else min(2 * size, len(model))
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(one), name) for name, one in model.named_parameters(remove_duplicate=False)}
     pipe = make(model, even(len(model), stages), 3, checkpoint=checkpoint, schedule=schedule)
     stepper = OPTIMIZERS[optimizer](pipe.parameters())
     x, y, loss_fn = input_of(kind, 7), target_of(7), row_loss("mean")
@@ -58,21 +56,61 @@ def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint:
                 result.grads.assign()
         found[f"{step} loss"] = loss.detach()
         for name, parameter in pipe.named_parameters():
-            found[f"{step} {names[name]}.grad"] = None if parameter.grad is None else parameter.grad.clone()
+            found[f"{step} {name}.grad"] = None if parameter.grad is None else parameter.grad.clone()
         stepper.step()
         stepper.zero_grad()
-    return found | {f"end {names[name]}": parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+    return found | {f"end {name}": parameter.detach().clone() for name, parameter in pipe.named_parameters()}
 
 
 def asked(make: Make, kind: str) -> Found:
     """torch.autograd.grad of what this rank has, on ranks too that have a tied parameter and do not use it."""
     model, size = made(kind), torch.distributed.get_world_size()
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(one), name) for name, one in model.named_parameters(remove_duplicate=False)}
     pipe = make(model, even(len(model), size), 3)
     found = dict(pipe.named_parameters())
     grads = torch.autograd.grad(pipe(input_of(kind, 7)).square().sum(), list(found.values()), allow_unused=True)
-    return {names[name]: grad for name, grad in zip(found, grads, strict=True)}
+    return dict(zip(found, grads, strict=True))
+
+
+def named(make: Make, kind: str) -> Found:
+    """What this rank's parameters are called, and in which order; in stores of gradients too, and with a prefix."""
+    model, size = made(kind), torch.distributed.get_world_size()
+    pipe = make(model, even(len(model), size), 3)
+    optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+    found: Found = {}
+    for what, is_once in (("each once", True), ("all", False)):
+        plain = [name for name, _ in model.named_parameters(remove_duplicate=is_once)]
+        here = [name for name, _ in pipe.named_parameters(remove_duplicate=is_once)]
+        assert here == [name for name in plain if name in here]
+        assert [f"a.{name}" for name in here] == [name for name, _ in pipe.named_parameters("a", True, is_once)]
+        found |= {f"{what} {name}": name for name in here}
+    once = dict(pipe.named_parameters())
+    assert list(once.values()) == [each for each in pipe.parameters() if each.numel()]
+    both = dict(pipe.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        assert name not in both or both[name] is once[first.setdefault(id(each), name)]
+    for step in range(2):
+        result = pipe.step(input_of(kind, 7), target_of(7), loss_fn=row_loss("mean"), grads="store")
+        assert result.grads is not None
+        found |= {f"{step} store {name}": grad for name, grad in result.grads.state_dict().items()}
+        whole = GradStore(pipe)
+        whole.merge_(result.grads)
+        found |= {f"{step} merged {name}": whole.get(name) for name in both}
+        if len(whole):
+            whole.apply(optimizer)
+    return found
+
+
+def untied(size: int) -> list[list[str]]:
+    """The names of a rank's parameters when a tied one was replaced on the last rank, and in one of two layers."""
+    layers = [nn.Linear(3, 3, bias=False) for _ in range(size + 1)]
+    for layer in layers:
+        layer.weight = layers[0].weight
+    pipe = Pipe(nn.Sequential(*layers), [2] + [1] * (size - 1), 2)
+    rank = torch.distributed.get_rank()
+    if rank in (0, size - 1):
+        pipe[1 if rank == 0 else size].weight = nn.Parameter(torch.zeros(3, 3))
+    return [[name for name, _ in pipe.named_parameters(remove_duplicate=once)] for once in (True, False)]
 
 
 def embedding_and_head(rank_seeds: bool) -> list[Any]:

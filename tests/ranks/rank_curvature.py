@@ -75,7 +75,7 @@ def model_of(name: str, stages: int) -> nn.Sequential:
 
 
 def by_all_names(pipe: Pipe, named: Mapping[str, Tensor], what: str) -> Found:
-    """This process's entries under all names of each parameter: ranks know a tied one by different names."""
+    """This process's entries under all names of each parameter."""
     first = {id(parameter): name for name, parameter in pipe.named_parameters()}
     return {
         f"{what} {name}": named[first[id(parameter)]].clone()
@@ -86,11 +86,10 @@ def by_all_names(pipe: Pipe, named: Mapping[str, Tensor], what: str) -> Found:
 
 def drawn(pipe: Pipe, names: Iterable[str], number: int) -> dict[str, Tensor]:
     """A vector that is the same over ranks and in one process, made by none of what is tested."""
-    first = {} if pipe._company is None else pipe._company.first_names
     found = {}
     for name, parameter in pipe.named_parameters():
         if name in names:
-            digest = hashlib.sha256(f"{first.get(name, name)} {number}".encode()).digest()
+            digest = hashlib.sha256(f"{name} {number}".encode()).digest()
             found[name] = rows(parameter.numel(), 1, seed=int.from_bytes(digest[:4], "little")).view(parameter.shape)
     return found
 

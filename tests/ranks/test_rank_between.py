@@ -9,6 +9,9 @@ import pytest
 import torch
 from crew import Crew
 from one_and_many import agree_all, check_all
+from test_tied import made
+
+NAMED = ("embedding_and_head", "layer_three_times", "in_other_containers", "unused_at_first", "tied_originals")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -25,6 +28,21 @@ def test_autograd_grad_gives_whole_gradients_of_tied_weights_on_all_their_ranks(
     kinds = ("unused_at_first", "unused_at_last", "in_some_chunks")
     agree_all(crew2, "rank_between:asked", [(kind,) for kind in (*kinds, "embedding_and_head")])
     agree_all(crew3, "rank_between:asked", [(kind,) for kind in kinds])
+
+
+def test_a_tied_weight_has_the_plain_modules_names_and_place_on_every_rank_that_has_it(
+    crew2: Crew, crew3: Crew, crew4: Crew
+) -> None:
+    for crew in (crew2, crew3, crew4):
+        kinds = [kind for kind in NAMED if len(made(kind)) >= crew.size]
+        assert len(kinds) >= 1
+        agree_all(crew, "rank_between:named", [(kind,) for kind in kinds])
+
+
+def test_a_weight_that_was_untied_after_the_pipe_was_built_is_not_hidden_by_the_tied_one(crew3: Crew) -> None:
+    first, between, last = crew3.run("rank_between:untied", 3)
+    assert first == [["0.weight", "1.weight"], ["0.weight", "1.weight", "2.weight", "3.weight"]]
+    assert between[0] == last[0] == ["0.weight"]
 
 
 @pytest.mark.parametrize("rank_seeds", [False, True])

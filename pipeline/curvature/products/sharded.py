@@ -36,15 +36,13 @@ class Member(NamedTuple):
     """A parameter of the space, as this process has it.
 
     Attributes:
-        name: by which this process knows it.
-        first_name: by which all processes do.
+        name: its first one in the model.
         shape: its shape.
         device: where its entries are.
         counts: whether it counts here, and not on another process that has it too.
     """
 
     name: str
-    first_name: str
     shape: torch.Size
     device: torch.device
     counts: bool
@@ -154,7 +152,7 @@ class ParameterSpace(Space):
 
 def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:
     """By name, so that it does not matter who else is there, and on the CPU, so that it does not matter where."""
-    digest = hashlib.sha256(f"{seed} {index} {member.first_name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {index} {member.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     if kind == "normal":
         return torch.randn(member.shape, generator=generator, dtype=torch.float64, device="cpu")
