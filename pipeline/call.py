@@ -296,7 +296,7 @@ class Call:
         for stage in self.stages:
             stage.release()
         self.outputs = []
-        self._loss_end = None  # it knows this call
+        self._loss_end = self._listener = None  # they know this call
 
     def _drive(self, number: int) -> None:
         phase = self._setup.plan.phases[number]

@@ -12,6 +12,7 @@ Who says when a gradient is whole: final_sums.py for a Pipe, eager_backward.py f
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -84,7 +85,7 @@ class EagerUpdate:
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step, and were left alone."""
         if self._one_by_one is not None:
-            self._one_by_one.optimizer.register_load_state_dict_post_hook(lambda _: self.acknowledge_torn_step())
+            _acknowledge_after_loading(self, self._one_by_one.optimizer)
 
     def __repr__(self) -> str:
         what = "a rule" if self.optimizer is None else type(self.optimizer).__name__
@@ -172,6 +173,19 @@ class EagerUpdate:
     def note_untouched(self, updated: set[int]) -> None:
         """A step has ended in which these were updated."""
         self.without_gradient = [each for each in self.params if id(each) not in updated and each.requires_grad]
+
+
+def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
+    """A torn step is over when the optimizer's state is loaded. The optimizer may live longer, and holds no update."""
+    acknowledge = weakref.WeakMethod(update.acknowledge_torn_step)
+
+    def loaded(_: torch.optim.Optimizer) -> None:
+        whole = acknowledge()
+        if whole is not None:
+            whole()
+
+    handle = optimizer.register_load_state_dict_post_hook(loaded)
+    weakref.finalize(update, handle.remove).atexit = False
 
 
 class EagerStep:

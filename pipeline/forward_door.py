@@ -150,9 +150,10 @@ class Backward:
             if self._is_spent:
                 self._call.release()
             raise
+        finally:
+            self._call.listen(None)
         inputs = self._call.input_grads()
         sums = self._call.sums() if given is None else joined(given.rest())
-        self._call.listen(None)
         if not retain:
             self._call.release()
         found = [sums.pop(id(owner), None) for owner in self.owners]

@@ -828,6 +828,16 @@ def test_loading_the_optimizers_state_ends_a_torn_step():
     pipe.step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
 
 
+@pytest.mark.inline
+def test_an_optimizer_holds_none_of_the_updates_that_were_made_of_it():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    before = len(optimizer._optimizer_load_state_dict_post_hooks)
+    updates = [EagerUpdate(optimizer) for _ in range(3)]
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == before + 3
+    updates.clear()
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == before
+
+
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_failure_in_the_run_for_norms_updates_nothing(chunk):
     _, module, optimizer, update, before = breaking("backward", chunk, True, clip="two_pass")

@@ -369,6 +369,26 @@ def test_a_failure_leaves_the_step_torn_only_if_something_was_updated(how, clip,
     eager_backward(loss, update)
 
 
+def test_after_a_failed_run_for_norms_the_graphs_own_backward_gives_gradients_to_grad():
+    module, twin = linears("tanh", "linear"), linears("tanh", "linear")
+    armed = [True]
+
+    def burn(module, args, output):
+        output.register_hook(lambda grad: 1 / len(armed) * grad)
+
+    module[1].register_forward_hook(burn)
+    x, target = batch()
+    loss = (Pipe(module, [1, 2], 2, checkpoint="never")(x) - target).square().mean()
+    armed.clear()
+    with pytest.raises(ZeroDivisionError):
+        eager_backward(loss, EagerUpdate(sgd(module), "two_pass", max_norm=0.05))
+    armed.append(True)
+    loss.backward()
+    (twin(x) - target).square().mean().backward()
+    for one, other in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_a_failure_leaves_no_grad_of_a_backward_within_the_backward():
     """What a reentrant checkpoint leaves in `.grad` waits for the end, which does not come."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), Within(nn.Linear(WIDTH, WIDTH), True)).double()

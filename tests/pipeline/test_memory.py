@@ -12,6 +12,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from pipeline_probes import Seen, labelled, no_collector, probes, run, sum_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline import Pipe, is_recomputing
+from pipeline import EagerUpdate, Pipe, eager_backward, is_recomputing
+from pipeline.curvature import Hessian
 from pipeline.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
 
@@ -407,6 +410,25 @@ def net(when: str = "") -> nn.Sequential:
     ).double()
 
 
+EAGER: dict[str, dict[str, Any]] = {
+    "eager": {}, "eager outputs": {}, "eager two runs": {"clip": "two_pass", "max_norm": 1.0},
+    "eager undone": {"clip": "optimistic", "max_norm": 1e-6}, "eager_backward": {},
+    "eager_backward two runs": {"clip": "two_pass", "max_norm": 1.0},
+}  # fmt: skip
+
+
+# torch's first optimizer imports torch._dynamo, and what that tries leaves tracebacks in cycles, with callers' frames.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+def run_eagerly(pipe: Pipe, x: Tensor, y: Tensor, door: str) -> object:
+    """A step that updates during the backward, or a backward that does."""
+    update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1), **EAGER[door])
+    if door.startswith("eager_backward"):
+        return eager_backward(mean_of_squares(pipe(x), y), update)
+    return pipe.step(x, y, loss_fn=mean_of_squares, optimizer=update, outputs=door == "eager outputs")
+
+
 def mean_of_squares(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).pow(2).mean()
 
@@ -414,7 +436,7 @@ def mean_of_squares(out: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "door", ["forward", "step", "store", "outputs", "evaluate", "no_grad", "dropped", "create_graph"]
+    "door", ["forward", "step", "store", "outputs", "evaluate", "no_grad", "dropped", "create_graph", *EAGER]
 )
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_nothing_is_alive_after_a_call(policy: object, schedule: str, door: str, requires_grad: bool) -> None:
@@ -434,6 +456,8 @@ def test_nothing_is_alive_after_a_call(policy: object, schedule: str, door: str,
         elif door == "no_grad":
             with torch.no_grad():
                 pipe(x)
+        elif door in EAGER:
+            step = run_eagerly(pipe, x, y, door)
         elif door == "forward":
             mean_of_squares(pipe(x), y).backward()
         elif door == "dropped":
@@ -464,7 +488,8 @@ def test_nothing_but_the_output_is_alive_after_backward_while_the_output_is_held
 
 
 @pytest.mark.parametrize(
-    "door, when", [*((door, when) for door in DOORS for when in "FRB"), ("evaluate", "F"), ("no_grad", "F")]
+    "door, when",
+    [*((door, when) for door in [*DOORS, *EAGER] for when in "FRB"), ("evaluate", "F"), ("no_grad", "F")],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_is_alive_after_a_failed_call(door: str, when: str, schedule: str) -> None:
@@ -480,6 +505,8 @@ def test_nothing_is_alive_after_a_failed_call(door: str, when: str, schedule: st
                 with torch.set_grad_enabled(door == "forward"):
                     out = pipe(x)
                 mean_of_squares(out, y).backward()
+            elif door in EAGER:
+                run_eagerly(pipe, x, y, door)
             else:
                 getattr(pipe, door)(x, y, loss_fn=mean_of_squares)
         except KeyError:
@@ -491,16 +518,33 @@ def test_nothing_is_alive_after_a_failed_call(door: str, when: str, schedule: st
         assert watch.alive() == set()
 
 
-@pytest.mark.parametrize("door", DOORS)
+def product(pipe: Pipe, x: Tensor, y: Tensor) -> object:
+    """Of a Hessian and a vector."""
+    operator = Hessian(pipe, (x, y), mean_of_squares)
+    return operator @ torch.ones(operator.shape[0], dtype=x.dtype)
+
+
+LEAVING = {
+    **{door: partial(run_eagerly, door=door) for door in EAGER},
+    **{door: partial(lambda pipe, x, y, door: run(pipe, x, door), door=door) for door in DOORS},
+    "evaluate": lambda pipe, x, y: pipe.evaluate(x, y, loss_fn=mean_of_squares),
+    "optimizer": lambda pipe, x, y: pipe.step(
+        x, y, loss_fn=mean_of_squares, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1), clip_grad_norm=1.0
+    ),
+    "product": product,
+}
+
+
+@pytest.mark.parametrize("door", LEAVING)
 def test_a_call_leaves_nothing_of_ours_for_the_collector(door: str) -> None:
     """The objects of a call (stages, copies of buffers, the loss) are no cycle either. (torch's pytree makes some, of
     functions alone.)"""
     pipe = Pipe(net(), [2, 2, 3], 3)
-    x = torch.randn(6, 3).double()
-    run(pipe, x, door)
+    x, y = torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    LEAVING[door](pipe, x, y)
     gc.collect()
     with no_collector():
-        run(pipe, x, door)
+        LEAVING[door](pipe, x, y)
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             gc.collect()
