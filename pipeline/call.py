@@ -31,7 +31,7 @@ from pipeline.microbatch import Batch
 from pipeline.peers import Peers
 from pipeline.places import Place
 from pipeline.plan import Plan
-from pipeline.randomness import Seeder, generators_kept
+from pipeline.randomness import KeptGenerators, Seeder
 from pipeline.recall import Known, check_shared
 from pipeline.records import Exits
 from pipeline.skip import Key
@@ -99,18 +99,19 @@ class Call:
         self.devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
         self.peers = setup.peers
         self._live = [setup.grad and tensor.requires_grad for tensor in batch.tree.tensors]
-        self.seeder = Seeder(setup.seed, self.devices)
+        self.generators = KeptGenerators(self.devices)
+        self.seeder = Seeder(setup.seed, self.devices, self.generators)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
         self._homes = Homes(setup.stages, setup.places, setup.transport)
         shared = Shared(
             setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
-            threading.Lock(), setup.keep
+            threading.Lock(), setup.keep, setup.seed, self.generators
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, place.device, setup.seed, partial(self._homes.bring, place), shared)
+            StageRun(index, first, layers, place.device, partial(self._homes.bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
             if setup.peers.has(index)
         ]
@@ -201,7 +202,7 @@ class Call:
     def run_forward(self) -> None:
         """Run the first phase. A failure leaves the buffers as they were."""
         try:
-            with generators_kept(self.devices), weights_cast_anew(self.grad):
+            with self.generators, weights_cast_anew(self.grad):
                 recorded = [len(trace) for trace in self._setup.traces]
                 try:
                     self._begin()
@@ -232,13 +233,13 @@ class Call:
             if memory:
                 stage.aliases.check_memory()
             self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
-        check_shared([(stage.name, stage.recall) for stage in self.stages], self._driver.has_threads)
+        check_shared([(stage.name, stage.recall) for stage in self.stages])
         for stage in self.stages:
             if self.batch.chunks > 1:
                 stage.recall.buffers.check_unseen(stage.name)
 
     def _rewind(self) -> None:
-        """As before the first action; from now on every stage holds the CPU's generator."""
+        """As before the first action; from now on every stage holds the host's generators."""
         for stage in self.stages:
             stage.rewind()
             stage.learn_draws()
@@ -260,13 +261,13 @@ class Call:
             for chunk, chunk_grads in enumerate(grads):
                 self._mailbox.put_grads(CALLER, chunk, [chunk_grads])
         try:
-            with generators_kept(self.devices), weights_cast_anew(self.grad):
+            with self.generators, weights_cast_anew(self.grad):
                 self._drive(1)
         except DrewError:
             self._drop()
             raise RuntimeError(
-                "a backward drew from the CPU's default generator, which none did in earlier calls. Run forward and "
-                "backward again: from now on it gets its seed."
+                "a backward drew from a default generator (torch's for the CPU, Python's or numpy's), which none did "
+                "in earlier calls. Run forward and backward again: from now on it gets its seed."
             ) from None
         except BaseException:
             self._drop()
@@ -302,12 +303,13 @@ class Call:
         phase = self._setup.plan.phases[number]
         now = self._ambient.now()
         in_turns = self._driver.has_threads and (
-            now.switches != self._ambient.switches or within_torchs_checkpoint() or self._needs_order()
+            now.switches != self._ambient.switches or within_torchs_checkpoint() or self._setup.compares
         )
         draws = any([stage.may_draw for stage in self.stages])
         for stage in self.stages:
             stage.begin()
-        before = None if draws else torch.default_generator.get_state()
+        if not draws:
+            self.generators.keep_all()
         runs_once = not self._driver.has_threads  # without threads no stage is found to draw when it is too late
         self._last_of = frozenset()
         if self._listener is not None or (self.peers.averages and runs_once):
@@ -318,21 +320,17 @@ class Call:
             self._driver.run(phase, self._perform_and_tell if is_watched else self._perform, draws, now, in_turns)
             self.peers.end()
         except CheckpointError:  # it may be for that reason that a recomputation came out otherwise
-            self._check_untouched(before)
+            self._check_untouched(draws)
             raise
-        self._check_untouched(before)
+        self._check_untouched(draws)
         for stage in self.stages:
             stage.note_draws()
 
-    def _check_untouched(self, before: Tensor | None) -> None:
-        """Raise if the CPU's generator, that no stage was to draw from, is not as it was `before`."""
-        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+    def _check_untouched(self, draws: bool) -> None:
+        """Raise if the host's generators are not as they were, though no stage was to draw from them."""
+        if not draws and not self.generators.is_host_untouched:
             self._setup.known.draws_nothing.clear()
             raise DrewError
-
-    def _needs_order(self) -> bool:
-        """Whether stages draw from Python's or numpy's generator, in the order of one thread. Or one finds that out."""
-        return self._setup.compares or sum([stage.recall.draws_from_host for stage in self.stages]) > 1
 
     # ----------------------------------------------------------------------------------------------------- actions
 
@@ -470,7 +468,7 @@ class Call:
         totals: list[Tensor | None] = [None] * len(owners)
         inputs: list[Grads] = []
         for chunk, chunk_grads in enumerate(grads):
-            with generators_kept(self.devices), torch.enable_grad():
+            with self.generators, torch.enable_grad():
                 pieces, tree = self._compose(chunk, views, gate)
             given = zip(tree.tensors, chunk_grads, strict=True)
             pairs = [(tensor, grad) for tensor, grad in given if grad is not None and tensor.requires_grad]
@@ -508,7 +506,7 @@ class Call:
 
 
 class DrewError(Exception):
-    """A stage drew from the CPU's default generator that had never done so."""
+    """A stage drew from a default generator of the host that had never done so."""
 
 
 _WORK = {  # not bound to a call, which would hold itself

@@ -5,7 +5,7 @@
 
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. What groups share, one of them holds at a time: a place, a layer that stands in
-two stages, and the CPU's default generator, as long as a stage draws from it.
+two stages, and the default generators of the host, as long as a stage draws from one of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Driver:
         self._several_gpus = len({place.device for place in places if place.device.type == "cuda"}) > 1
         self._groups: list[list[int]] = []
         self._locks: list[list[threading.Lock]] = []
-        self._generator = threading.Lock()  # the CPU's default one
+        self._generators = threading.Lock()  # of the default generators of the host
         if uses_threads(workers, places):
             self._groups = _groups(lane_of, places, apart=workers == "threads")
             self._locks = _locks(places, layers)
@@ -79,7 +79,7 @@ class Driver:
         Args:
             phase: what to run.
             perform: does the work of an action.
-            draws: whether any stage may draw from the CPU's default generator: then they compute one at a time.
+            draws: whether any stage may draw from a default generator of the host: then they compute one at a time.
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever else was said.
         """
@@ -91,7 +91,7 @@ class Driver:
 
         def locked(action: Action) -> None:
             locks = self._locks[action.stage]
-            _holding([*locks, self._generator] if draws else locks, perform, action)
+            _holding([*locks, self._generators] if draws else locks, perform, action)
 
         groups = [{lane: phase.orders[lane] for lane in group} for group in self._groups]
         enter = _thread_like_this(ambient, self._places, len(groups) - 1)

@@ -15,18 +15,16 @@ holds one of them (another place, a list, an optimizer) holds it still.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike, fspath
 from typing import Any, TypeAlias
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from pipeline.empties import Empty, Layers, Memory, check_reachable, is_marked, places, survey
-from pipeline.randomness import default_generators, generators_kept, host_at, host_states, layer_seed
+from pipeline.randomness import default_generators, generators_kept, layer_seed
 from pipeline.saved import Saved
 
 Init: TypeAlias = Callable[[nn.Module], object]
@@ -79,7 +77,7 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
     for each in empty.values():
         memory.give(each, marked=init is not None)
     if init is not None:
-        with torch.no_grad(), generators_kept(devices), host_at(host_states()):
+        with torch.no_grad(), generators_kept(devices):
             for position in sorted({each.at for each in empty.values()}):
                 _initialise(init, *layers[position], empty, position, devices, seed)
     if saved is not None:
@@ -202,7 +200,8 @@ def _initialise(
     before = {place: tensor for place, tensor, _ in places(name, layer)}
     others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].at != position]
     kept = [(tensor, tensor.clone()) for tensor in others]
-    _seed_all(layer_seed(seed, 0, index), devices)
+    for generator in default_generators(devices):
+        generator.manual_seed(layer_seed(seed, 0, index))
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
         init(layer)
     after = {place: tensor for place, tensor, _ in places(name, layer)}
@@ -214,13 +213,6 @@ def _initialise(
         )
     for tensor, value in kept:
         tensor.copy_(value)
-
-
-def _seed_all(number: int, devices: Iterable[torch.device]) -> None:
-    for generator in default_generators(devices):
-        generator.manual_seed(number)
-    random.seed(number)
-    numpy.random.seed(number & 0xFFFFFFFF)
 
 
 def _fill(each: Empty, saved: Mapping[str, Any]) -> None:

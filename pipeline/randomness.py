@@ -1,19 +1,22 @@
-"""Which random numbers does a layer see? Those of (seed of the call, chunk, layer), whatever runs before it.
+"""Random numbers belong to (seed of the call, chunk, layer), whatever runs before that layer.
 
     torch's default CPU generator --one draw--> seed of the call
     layer_seed(seed, chunk, layer) --manual_seed--> the default generators, just before that layer computes
 
-So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the number of processes, and a
-recomputation repeats it without keeping generator states. Around a call every generator is left as it was found, the
-one draw aside. The rule is public: with `layer_seed` the same masks can be had on the plain module.
+The default generators are torch's (the CPU's, and that of each GPU), Python's (`random.random()`) and numpy's
+(`numpy.random.rand()`). So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the
+number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
+generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
+on the plain module. Generators that modules hold get no seed: `recall.py` keeps their states.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -28,7 +31,8 @@ def layer_seed(seed: int, chunk: int, layer: int) -> int:
     """Return the seed of the generators while `layer` computes `chunk` in the call whose seed is `seed`.
 
     Within one call no two (chunk, layer) pairs below 65,536 share the lower 32 bits, which are all that torch's CPU
-    generator (a Mersenne Twister) takes of a seed.
+    generator (a Mersenne Twister) and numpy's take of a seed. With n = layer_seed(...), the default generators are as
+    after `torch.manual_seed(n)`, `random.seed(n)` and `numpy.random.seed(n & 0xFFFFFFFF)`.
 
     Args:
         seed: the call's seed, the one number that a call draws from torch's default CPU generator.
@@ -103,119 +107,220 @@ _QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, 
 }
 
 
+class Generator(Protocol):
+    """What a `torch.Generator` offers; Python's and numpy's generators are made to offer it here."""
+
+    def manual_seed(self, seed: int, /) -> object: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any, /) -> object: ...
+
+
+class PythonGenerator:
+    """A `random.Random`; or the module `random`, which is the global one."""
+
+    def __init__(self, own: Any) -> None:
+        self.manual_seed: Callable[[int], object] = own.seed
+        self.get_state: Callable[[], Any] = own.getstate
+        self.set_state: Callable[[Any], object] = own.setstate
+
+
+class NumpyGenerator:
+    """A `numpy.random.RandomState`; or the module `numpy.random`, which is the global one."""
+
+    def __init__(self, own: Any) -> None:
+        self._seed = own.seed
+        self.get_state: Callable[[], Any] = own.get_state
+        self.set_state: Callable[[Any], object] = own.set_state
+
+    def manual_seed(self, seed: int) -> None:
+        self._seed(seed & _MASK32)
+
+
+class NumpyBits:
+    """The bit generator of a `numpy.random.Generator`."""
+
+    def __init__(self, own: numpy.random.BitGenerator) -> None:
+        self._own = own
+
+    def manual_seed(self, seed: int) -> None:
+        kind: Any = type(self._own)
+        self._own.state = kind(seed).state
+
+    def get_state(self) -> Any:
+        return self._own.state
+
+    def set_state(self, state: Any) -> None:
+        self._own.state = state
+
+
+_OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
+_OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
+
+
+class KeptGenerators:
+    """The default generators around the phases of a call: at the end of each they are put back as they were found.
+
+    Those outside torch are looked at when one is about to be seeded: to copy their states takes longer than a small
+    stage computes. A context; within itself it does nothing more.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._of_torch = (torch.default_generator, *_accelerators(devices))
+        self._found: list[tuple[Generator, Any]] = []
+        self._has_all = False
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._has_all = False
+            self._found = [(generator, generator.get_state()) for generator in self._of_torch]
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for generator, state in self._found:
+                generator.set_state(state)
+
+    def keep_all(self) -> None:
+        """Any default generator may be seeded or drawn from, from now on."""
+        if not self._has_all:
+            self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
+            self._has_all = True
+
+    @property
+    def is_host_untouched(self) -> bool:
+        """Whether the default generators of the host, all of which were kept, are as they were found."""
+        of_host = [(generator, state) for generator, state in self._found if generator in _OF_HOST]
+        return all([same_state(state, generator.get_state()) for generator, state in of_host])
+
+
 class Seeder:
-    """Seeds the default generators of some devices for each (chunk, layer) of one call."""
+    """Seeds the default generators of the host and of some devices for each (chunk, layer) of one call.
 
-    __slots__ = ("_keys", "_generators", "drew")
+    Args:
+        seed: of the call.
+        devices: where the layers compute.
+        kept: puts the generators back at the end.
+    """
 
-    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
+    __slots__ = ("_keys", "_generators", "_kept", "drew")
+
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
         self._keys = _keys(seed)
         self._generators = default_generators(devices)
-        self.drew = False  # from the CPU's generator: see LearningSeeder
+        self._kept = kept
+        self.drew = False  # from a generator of the host: see LearningSeeder
 
     def settle(self) -> None:
         """The work that was seeded last is done."""
 
     def seed(self, chunk: int, layer: int) -> None:
+        self._kept.keep_all()
         number = _combine(*self._keys, chunk, layer)
         for generator in self._generators:
             generator.manual_seed(number)
 
 
 class LearningSeeder(Seeder):
-    """A seeder that finds out whether anything is drawn from the CPU's default generator."""
+    """A seeder that finds out whether anything is drawn from the default generators of the host."""
 
     __slots__ = ("_untouched",)
 
-    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
-        super().__init__(seed, devices)
-        self._untouched: torch.Tensor | None = None
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
+        super().__init__(seed, devices, kept)
+        self._untouched: list[Any] = []
 
     def seed(self, chunk: int, layer: int) -> None:
         self.settle()
         super().seed(chunk, layer)
-        self._untouched = torch.default_generator.get_state()
+        self._untouched = [generator.get_state() for generator in _OF_HOST]
 
     def settle(self) -> None:
-        if self._untouched is not None:
-            self.drew = self.drew or not torch.equal(self._untouched, torch.default_generator.get_state())
-            self._untouched = None
+        for generator, state in zip(_OF_HOST, self._untouched, strict=False):
+            self.drew = self.drew or not same_state(state, generator.get_state())
+        self._untouched = []
 
 
 class AcceleratorSeeder(Seeder):
-    """A seeder that leaves the CPU's default generator to others."""
+    """A seeder that leaves the default generators of the host to others."""
 
     __slots__ = ()
 
-    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
-        super().__init__(seed, devices)
-        self._generators = self._generators[1:]
+    def seed(self, chunk: int, layer: int) -> None:
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators[len(_OF_HOST) :]:
+            generator.manual_seed(number)
 
 
-def default_generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
-    """The default generators that layers on `devices` may draw from: the CPU's, always, and each GPU's own."""
+def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
+    """The default generators that layers on `devices` may draw from: the host's, always, and each GPU's own."""
+    return (*_OF_HOST, *_accelerators(devices))
+
+
+def _accelerators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    return (torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda))
+    return [torch.cuda.default_generators[index] for index in cuda]
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else pickle.dumps(one) == pickle.dumps(other)
 
 
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
-    kept = [(generator, generator.get_state()) for generator in default_generators(devices)]
-    try:
+    kept = KeptGenerators(devices)
+    with kept:
+        kept.keep_all()
         yield
-    finally:
-        for generator, state in kept:
-            generator.set_state(state)
 
 
-def private_generators(modules: Iterable[nn.Module]) -> tuple[torch.Generator, ...]:
-    """The `torch.Generator` objects that modules hold as attributes: no seed reaches them, so their states are kept."""
-    known: dict[type, bool] = {}  # asking each value would take milliseconds: torch.Generator has a slow metaclass
-    found: dict[torch.Generator, None] = {}
+def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
+    """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept.
+
+    They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
+    generators of numpy.
+    """
+    adapters: dict[type, Callable[[Any], Generator] | None] = {}  # asking each value would take milliseconds
+    found: dict[int, Generator] = {}
     for module in modules:
         for value in vars(module).values():
             kind = type(value)
-            if kind not in known:
-                known[kind] = issubclass(kind, torch.Generator)
-            if known[kind]:
-                found[value] = None
-    return tuple(found)
+            if kind not in adapters:
+                adapters[kind] = _adapter(kind)
+            adapter = adapters[kind]
+            if adapter is not None:
+                own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+                found[id(own)] = adapter(own)
+    return found
 
 
-HostStates: TypeAlias = tuple[Any, Any]
+def _adapter(kind: type) -> Callable[[Any], Generator] | None:
+    """How objects of a class are made to offer what a `torch.Generator` does. None: they are no generators."""
+    if issubclass(kind, random.SystemRandom):  # it has no state
+        return None
+    return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
 
 
-def host_states() -> HostStates:
-    """The states of Python's and numpy's global generators, which no seed of ours reaches."""
-    return random.getstate(), numpy.random.get_state()
+def _as_it_is(generator: torch.Generator) -> Generator:
+    return generator
 
 
-def same_host_states(one: HostStates, other: HostStates) -> bool:
-    """Whether nothing was drawn from Python's and numpy's global generators in between."""
-    numpys = zip(one[1], other[1], strict=True)
-    return one[0] == other[0] and all(numpy.array_equal(mine, theirs) for mine, theirs in numpys)
-
-
-def put_host_back(states: HostStates) -> None:
-    """Put Python's and numpy's global generators at earlier states."""
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-
-
-@contextmanager
-def host_at(states: HostStates) -> Iterator[None]:
-    """Within: Python's and numpy's global generators are at earlier states. At the end: where they were found."""
-    found = host_states()
-    put_host_back(states)
-    try:
-        yield
-    finally:
-        put_host_back(found)
+_ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
+    (torch.Generator, _as_it_is),
+    (random.Random, PythonGenerator),
+    (numpy.random.RandomState, NumpyGenerator),
+    (numpy.random.Generator, NumpyBits),
+    (numpy.random.BitGenerator, NumpyBits),
+)
 
 
 @contextmanager
-def generators_at(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
+def generators_at(states: Iterable[tuple[Generator, Any]]) -> Iterator[None]:
     """Put generators at earlier states, and back where they were at the end."""
     found = [(generator, generator.get_state()) for generator, _ in states]
     try:

@@ -1,6 +1,6 @@
 """What was so when a stage ran forward, to be so again when it is recomputed; and is what comes out the same?
 
-    before F(i)   buffers, private generators, Python's and numpy's generators: kept where they will be needed
+    before F(i)   buffers and private generators: kept where they will be needed
     after F(i)    a few entries of each output are kept, now and then a sum over all of it
     R(i)          within `as_at_forward(i)`: switches, training flags, buffers, generators; afterwards the outputs are
     compared
@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.ambient import Ambient
@@ -24,26 +23,17 @@ from pipeline.buffers import Buffers
 from pipeline.checkpoint import Recomputing
 from pipeline.entries import Entries, entries, same_entries
 from pipeline.errors import CheckpointError
-from pipeline.randomness import (
-    HostStates,
-    generators_at,
-    host_at,
-    host_states,
-    private_generators,
-    put_host_back,
-    same_host_states,
-)
+from pipeline.randomness import Generator, generators_at, private_generators, same_state
 from pipeline.trees import Checksums, checksums, same_checksums
 
-States: TypeAlias = list[tuple[torch.Generator, Tensor]]
+States: TypeAlias = list[tuple[Generator, Any]]
 
 
 @dataclass(frozen=True)
 class Known:
     """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
 
-    draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the CPU's default generator
-    draws_from_host: set[int] = field(default_factory=set)  # from Python's or numpy's global generators
+    draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     detaches_input: set[int] = field(default_factory=set)  # in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
@@ -84,12 +74,8 @@ class Recall:
         self.compares = compares
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
         self._generators = private_generators(modules)
-        self._found: States = [(generator, generator.get_state()) for generator in self._generators]
+        self._found = self._generators_now()
         self._states: dict[int, States] = {}
-        self.draws_from_host = index in known.draws_from_host
-        self._looks_at_host = compares and not self.draws_from_host  # at the first chunk that is kept
-        self._host_found: HostStates | None = host_states() if self.draws_from_host or compares else None
-        self._host: dict[int, HostStates] = {}
         self._keeps = False
         self.samples = samples
         self._entries: dict[int, list[Entries]] = {}
@@ -103,9 +89,10 @@ class Recall:
         if self.buffers:
             self.buffers.before_forward(chunk)
         if self._generators:
-            self._states[chunk] = [(generator, generator.get_state()) for generator in self._generators]
-        if self.draws_from_host or self._looks_at_host:
-            self._host[chunk] = host_states()
+            self._states[chunk] = self._generators_now()
+
+    def _generators_now(self) -> States:
+        return [(generator, generator.get_state()) for generator in self._generators.values()]
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Learn what F changes, and remember what came out."""
@@ -113,9 +100,6 @@ class Recall:
             self.buffers.after_forward()
         if not keep:
             return
-        if self._looks_at_host:
-            self._looks_at_host = False
-            self.draws_from_host = not same_host_states(self._host[chunk], host_states())
         if self.compares:
             self._sums[chunk] = checksums(outputs)
         if self.samples:
@@ -124,29 +108,25 @@ class Recall:
     def note(self) -> None:
         """All forwards have gone well: remember what was seen."""
         self._known.writes_buffers[self.key] = self.buffers.writers
-        if self.draws_from_host:
-            self._known.draws_from_host.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
         """What other stages may have too: buffers by their memory, private generators by their id."""
         yield from self.buffers.memory()
-        for generator in self._generators:
-            yield id(generator), "a torch.Generator"
+        for key in self._generators:
+            yield key, "a random generator"
 
-    def changed(self, generators: bool) -> Iterator[int]:
-        """The same, of what the forwards of this call changed; `generators`: of these too."""
+    def changed(self) -> Iterator[int]:
+        """The same, of what the forwards of this call changed."""
         yield from self.buffers.written_memory()
-        for generator, state in self._found:
-            if generators and not torch.equal(generator.get_state(), state):
-                yield id(generator)
+        for key, (generator, state) in zip(self._generators, self._found, strict=True):
+            if not same_state(state, generator.get_state()):
+                yield key
 
     def roll_back(self) -> None:
         """Make everything what it was when the call began."""
         self.buffers.roll_back()
         for generator, state in self._found:
             generator.set_state(state)
-        if self.draws_from_host and self._host_found is not None:
-            put_host_back(self._host_found)
 
     def put_back(self, chunk: int, first: bool) -> None:
         """Make everything what it was before F of `chunk`, which is kept to be recomputed, and has failed."""
@@ -156,8 +136,6 @@ class Recall:
             self.buffers.put_back(chunk)
             for generator, state in self._states.get(chunk, []):
                 generator.set_state(state)
-        if chunk in self._host:
-            put_host_back(self._host[chunk])
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 
@@ -171,7 +149,7 @@ class Recall:
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
-        if self._differing or self.buffers or self._generators or self.draws_from_host:
+        if self._differing or self.buffers or self._generators:
             return self._put_back(chunk)
         return Recomputing()
 
@@ -185,8 +163,6 @@ class Recall:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
                 stack.enter_context(generators_at(self._states[chunk]))
-            if self.draws_from_host:
-                stack.enter_context(host_at(self._host[chunk]))
             yield
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
@@ -207,26 +183,25 @@ class Recall:
         if not self._keeps:
             return
         self.buffers.forget(chunk)
-        for kept in (self._states, self._host, self._entries, self._sums):
+        for kept in (self._states, self._entries, self._sums):
             kept.pop(chunk, None)
 
     def release(self) -> None:
         """No recomputation will come any more."""
-        for kept in (self._states, self._host, self._entries, self._sums):
+        for kept in (self._states, self._entries, self._sums):
             kept.clear()
 
 
-def check_shared(recalls: Sequence[tuple[str, Recall]], generators: bool) -> None:
+def check_shared(recalls: Sequence[tuple[str, Recall]]) -> None:
     """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
 
     Args:
         recalls: of each stage, with its name; all forwards have run.
-        generators: whether generators count, since stages ran in threads.
     """
     found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
     changed: set[int] = set()
     for _, recall in recalls:
-        changed.update(recall.changed(generators))
+        changed.update(recall.changed())
     for name, recall in recalls:
         for key, what in recall.shareable():
             _, other = found.setdefault(key, (what, name))

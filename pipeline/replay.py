@@ -5,7 +5,7 @@
 
 torch's non-reentrant checkpoint does what is autograd's part: it drops what a forward saves, and asks for it again in a
 backward, at every order. What the module finds at R is our part: its attributes, parameters and submodules are those of
-F; buffers, switches, private and host generators are as `Recall` keeps them; the default generators have their states.
+F; buffers, switches and private generators are as `Recall` keeps them; the default generators have their states.
 R leaves no trace: afterwards every attribute is as R found it.
 """
 

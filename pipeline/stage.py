@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -41,7 +42,7 @@ from pipeline.graph import (
 )
 from pipeline.hooks import hooks_asleep
 from pipeline.layers import StageLayers
-from pipeline.randomness import AcceleratorSeeder, LearningSeeder, Seeder, unobserved
+from pipeline.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
 from pipeline.recall import Known, Recall
 from pipeline.records import Again, Cut, Exits, Kept, Record
 from pipeline.split import Part, Site, catch_up, ends_without, survey, waiting
@@ -69,6 +70,8 @@ class Shared(NamedTuple):
         threads: whether other stages may compute at the same time.
         foreign: is held while hooks of leaves sleep that several stages may have captured.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (the forward door).
+        seed: of the call.
+        generators: puts the default generators back when a phase is over.
     """
 
     values: Values
@@ -80,6 +83,8 @@ class Shared(NamedTuple):
     threads: bool
     foreign: threading.Lock
     keep: bool
+    seed: int
+    generators: KeptGenerators
 
 
 class StageRun:
@@ -90,7 +95,6 @@ class StageRun:
         first_layer: index of its first layer in the Sequential.
         layers: the layers.
         device: where it computes.
-        seed: of the call.
         bring: from a parameter to its values at this stage's place: itself, or a copy.
         shared: what all stages have in common.
     """
@@ -101,11 +105,10 @@ class StageRun:
         first_layer: int,
         layers: Sequence[nn.Module],
         device: torch.device,
-        seed: int,
         bring: Callable[[Tensor], Tensor],
         shared: Shared,
     ) -> None:
-        values, grad, ambient, known, compares, defer, threads, self._foreign_lock, keep = shared
+        values, grad, ambient, known, compares, defer, threads, self._foreign_lock, keep, seed, generators = shared
         self.index = index
         self.grad = grad
         self._layers = StageLayers(index, first_layer, layers, values)
@@ -125,11 +128,12 @@ class StageRun:
         self.aliases = Aliases(modules, self._layers.numbered, self.name, watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or self.recall.key not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
-        self.seeder = _seeder(seed, device, self._learns_draws, self.may_draw)
+        kind = LearningSeeder if self._learns_draws else Seeder if self.may_draw else AcceleratorSeeder
+        self.seeder: Seeder = kind(seed, [device], generators)
         self._seeds_backward = self._looks_for_tangents = True
         # The forward door's backward runs where its caller has it run; a step has the caller's autocast around it all.
         self._modes_of_backward = nullcontext if keep else without_autocast
-        self._seed, self._device = seed, device
+        self._new_seeder = partial(LearningSeeder, seed, [device], generators)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
         self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
@@ -449,13 +453,13 @@ class StageRun:
             self.recall.buffers.note_writes(self._deferred.commit(), self.name)
 
     def learn_draws(self) -> None:
-        """Hold the generator, and find out whether that was needed."""
+        """Hold the host's generators, and find out whether that was needed."""
         if not self.may_draw:
             self._learns_draws = self.may_draw = True
-            self.seeder = _seeder(self._seed, self._device, True, True)
+            self.seeder = self._new_seeder()
 
     def note_draws(self) -> None:
-        """A phase is over: has this stage drawn from the CPU's default generator? If not, others need not wait."""
+        """A phase is over: has this stage drawn from a default generator of the host? If not, others need not wait."""
         if self._learns_draws:
             key = self.recall.key
             (self._known.draws_nothing.discard if self.seeder.drew else self._known.draws_nothing.add)(key)
@@ -713,10 +717,6 @@ class StageRun:
         self._waiting.clear()
         self.recall.release()
         self.aliases.release()
-
-
-def _seeder(seed: int, device: torch.device, learns: bool, may_draw: bool) -> Seeder:
-    return (LearningSeeder if learns else Seeder if may_draw else AcceleratorSeeder)(seed, [device])
 
 
 def _read(inbox: Sequence[Message]) -> tuple[Bundle, Sequence[bool]]:

@@ -28,7 +28,6 @@ from pipeline.loss import Loss
 from pipeline.loss_check import check_joined
 from pipeline.microbatch import Batch
 from pipeline.peers import Pair, Peers, Verdict
-from pipeline.randomness import generators_kept
 from pipeline.trees import Grads, Tree
 from scheduler import Timeline
 
@@ -141,7 +140,7 @@ class LossEnd:
         if not self.compares or self._is_checked or call.last is None:
             return
         self._is_checked = True
-        with generators_kept(call.devices):
+        with call.generators:
             call.seeder.seed(0, self._layers)
             scale = None if self._scaler is None else self._scaler.get_scale()
             check_joined(self._loss, self._target, call.outputs, self._grads, call.grad, scale)

@@ -98,8 +98,6 @@ def truth(
 
 def forward(model: nn.Sequential, x: Any, chunks: int, seed: int) -> tuple[Any, int]:
     """The joined output, in one graph, and the rows of x."""
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
     own = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Generator)]
     for number, generator in enumerate(dict.fromkeys(own)):
         generator.manual_seed(seed + number)
@@ -112,7 +110,10 @@ def forward(model: nn.Sequential, x: Any, chunks: int, seed: int) -> tuple[Any, 
             cut = [leaf.tensor_split(count)[chunk].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             value = pytree.tree_unflatten(cut, spec)
             for index, layer in enumerate(model):
-                torch.default_generator.manual_seed(layer_seed(seed, chunk, index))
+                number = layer_seed(seed, chunk, index)
+                torch.default_generator.manual_seed(number)
+                random.seed(number)
+                numpy.random.seed(number & 0xFFFFFFFF)
                 value = layer(value)
             outs.append(value)
     flat = [pytree.tree_flatten(out) for out in outs]

@@ -11,11 +11,12 @@ from pipeline_probes import Probe, Seen, interrupted, labelled, pairs, probes, r
 from torch import Tensor, nn
 
 import pipeline
-from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing
+from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing, layer_seed
 from pipeline.checkpoint import recomputed
 from pipeline.engine import merged_order
 from pipeline.places import Place
 from pipeline.plan import Plan, plan_forward, plan_step
+from pipeline.randomness import draw_seed
 from pipeline.trees import same_values
 from scheduler import Action, Kind, Schedule, by_name
 
@@ -372,16 +373,19 @@ class Inner(nn.Module):
 def test_a_layer_that_differentiates_within_its_own_forward_is_right(
     door: str, policy: object, draws: bool, devices: list[Place] | None
 ) -> None:
-    random.seed(5)
+    x = labelled(3)
     plain, inner = probes(1)[0][0], Inner(draws)
-    for piece in labelled(3).tensor_split(3):
+    torch.manual_seed(5)
+    seed = draw_seed()
+    for chunk, piece in enumerate(x.tensor_split(3)):
+        random.seed(layer_seed(seed, chunk, 1))
         inner(plain(piece.requires_grad_())).sum().backward()
-    drawn = random.random()
-    random.seed(5)
+    before = random.getstate()
     ours, layer = probes(1)[0][0], Inner(draws)
-    run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy, devices=devices), labelled(3), door)
+    torch.manual_seed(5)
+    run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy, devices=devices), x, door)
     assert torch.allclose(ours.weight.grad, plain.weight.grad, rtol=1e-13, atol=0)
-    assert layer.calls == 3 and layer.replaced == 8 and random.random() == drawn
+    assert layer.calls == 3 and layer.replaced == 8 and random.getstate() == before
     assert torch.equal(layer.generator.get_state(), inner.generator.get_state())
 
 

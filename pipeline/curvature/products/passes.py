@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -33,7 +31,7 @@ from pipeline.microbatch import Batch, scatter, scatter_like
 from pipeline.peers import Alone, Peers
 from pipeline.pipe import Pipe
 from pipeline.plan import plan_step
-from pipeline.randomness import generators_at, host_at, host_states, private_generators
+from pipeline.randomness import generators_at, private_generators
 from pipeline.ranks.agreement import MINI_BATCHES
 from pipeline.turns import turn
 
@@ -251,15 +249,12 @@ class Passes:
     def _prepared(self, seed: int) -> Iterator[None]:
         """Within: modes, kernels and generators as a product wants them; at the end as they were."""
         modules = list(self.pipe.modules())
-        private = private_generators(modules)
+        private = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(in_mode(modules, self.training))
             stack.enter_context(twice_differentiable(modules))
-            stack.enter_context(host_at(host_states()))
             stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
-            random.seed(seed)
-            numpy.random.seed(seed & 0xFFFFFFFF)
             for number, generator in enumerate(private):
                 generator.manual_seed(seed + number)
             yield

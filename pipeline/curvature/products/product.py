@@ -36,7 +36,7 @@ from pipeline.mailbox import check_alone
 from pipeline.microbatch import Batch
 from pipeline.peers import Verdict
 from pipeline.places import Place
-from pipeline.randomness import Seeder, generators_kept
+from pipeline.randomness import KeptGenerators, Seeder
 from pipeline.recall import Recall, check_shared
 from pipeline.transports.local import Local
 from pipeline.trees import Grads, Message, Tree, sum_grads
@@ -98,6 +98,7 @@ class ProductCall:
         self._doubtful: dict[int, int] = {}  # stages whose rule numbers must confirm, and for which chunk
         self._reached = False  # the loss has come from a parameter
         self._devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
+        self._generators = KeptGenerators(self._devices)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
         lane_of = setup.plan.schedule.placement.lane_of
         self._lane_of = lane_of
@@ -112,7 +113,7 @@ class ProductCall:
         }
         self._last = len(setup.stages) - 1
         layers = sum(len(layers) for layers in setup.stages)
-        seeder = Seeder(setup.seed, self._devices)
+        seeder = Seeder(setup.seed, self._devices, self._generators)
         self.loss = new_loss(partial(_carried, setup.transport), lambda chunk: seeder.seed(chunk, layers))
         self._mailbox = setup.peers.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 
@@ -129,8 +130,8 @@ class ProductCall:
         along = partial(_along_at, task.along, place.device)
         add = partial(self._sums.add, index)
         return StageRule(
-            index, layers, aliases, recall, Seeder(setup.seed, [place.device]), task.number, along, add, task.wanted,
-            doubt, self._batch.chunks > 1
+            index, layers, aliases, recall, Seeder(setup.seed, [place.device], self._generators), task.number,
+            along, add, task.wanted, doubt, self._batch.chunks > 1
         )
 
     # --------------------------------------------------------------------------------------------------------- run
@@ -138,7 +139,7 @@ class ProductCall:
     def run(self) -> Verdict:
         """Run it all; the loss, on all processes."""
         try:
-            with generators_kept(self._devices), weights_cast_anew(True):
+            with self._generators, weights_cast_anew(True):
                 self._begin()
                 self._drive()
                 self._check()
@@ -166,8 +167,7 @@ class ProductCall:
     def _drive(self) -> None:
         (phase,) = self._setup.plan.phases
         draws = not all([stage.layers.is_quiet for stage in self._run.values()])
-        hosts = [stage.recall.draws_from_host for stage in self._run.values()]
-        in_turns = self._driver.has_threads and (self._setup.compares or sum(hosts) > 1)
+        in_turns = self._driver.has_threads and self._setup.compares
         self._peers.begin(0)
         self._driver.run(phase, self._perform, draws, self._ambient, in_turns)
         self._peers.end()
@@ -182,7 +182,7 @@ class ProductCall:
                 stage.recall.buffers.check_unseen(stage.name)
             stage.recall.note()
             self._peers.refuse_strangers(stage.captured.values(), stage.name, stage.index)
-        check_shared([(stage.name, stage.recall) for stage in stages], self._driver.has_threads)
+        check_shared([(stage.name, stage.recall) for stage in stages])
         if self._last in self._run:
             with torch.enable_grad():
                 self.loss.check()
