@@ -209,7 +209,7 @@ class _Run:
         divisor = call.peers.share_divisor(own)
         pairs = list(call.sums().values())
         if call.peers.averages:
-            return call.peers.average(pairs, own), divisor
+            return call.peers.average(pairs, own, waits=True), divisor
         return self._over(pairs, divisor), divisor
 
     def _of_inputs(self, call: Call) -> list[Pair]:

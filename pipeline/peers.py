@@ -202,10 +202,11 @@ class Peers(ABC):
     def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
         """All backwards of a stage here have run: what it adds to the gradients of these owners is final."""
 
-    def average(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
+    def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
         """Make whole gradients the means over the replicas, each divided by its replica's divisor first.
 
         Args:
+            waits: until all have them. Else `agree` does, before anyone uses them.
             pairs: (owner, whole gradient) of this process; they may be written.
             divisor: of this replica, where this process knows one.
         """

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ranks.failure import Failure, exception_of, of_exception, silence
+from pipeline.interrupts import Deferral
+from pipeline.ranks.failure import Failure, RankError, exception_of, of_exception, silence
 from pipeline.ranks.meeting import Meeting
 from pipeline.ranks.watch import Watch
 from pipeline.transports.channel import ChannelError
@@ -219,12 +220,17 @@ class Ranks:
                 f"{call} was begun within another call over ranks, which the other ranks cannot know of. A loss_fn, a "
                 "layer or a hook may not call a Pipe that runs over ranks; give that one devices=[...]."
             )
-        self.calls += 1
-        self.calls_since += 1
-        self.is_in_call = True
-        self._meeting.open()  # before the watch can give it up
+        interrupts = Deferral()
+        interrupts.begin()  # in the call, or not
         try:
-            self.watch.enter(self.generation, call, self.abort)
+            try:
+                self.calls += 1
+                self.calls_since += 1
+                self.is_in_call = True
+                self._meeting.open()  # before the watch can give it up
+                self.watch.enter(self.generation, call, self.abort)
+            finally:
+                interrupts.end()
             self.ready()
         except BaseException as error:
             self.fail(error, call)
@@ -235,8 +241,20 @@ class Ranks:
         self.is_in_call = False
         self._agreed_pairs = len(self._pairs)
 
-    def fail(self, error: BaseException, call: str, action: Action | None = None) -> NoReturn:
-        """The call failed here, in an action or elsewhere: make it everyone's failure, and raise what all raise."""
+    def fail(self, error: BaseException, call: str, action: Action | None = None, standing: str = "") -> NoReturn:
+        """The call failed here, in an action or elsewhere: make it everyone's failure, and raise what all raise.
+
+        Args:
+            standing: how far this rank had come. It is told where another one went silent, and nobody knows how far.
+        """
+        interrupts = Deferral()
+        interrupts.begin()
+        try:
+            self._fail(error, call, action, standing)
+        finally:
+            interrupts.end()
+
+    def _fail(self, error: BaseException, call: str, action: Action | None, standing: str) -> NoReturn:
         self.is_in_call = False
         is_lost = isinstance(error, ChannelError)  # why is known to another rank, as a rule
         own = self._lost(error, call) if is_lost else self._raised(error, call, action)
@@ -248,6 +266,8 @@ class Ranks:
         self.close()
         self.watch.leave()
         found = exception_of(first, self.rank)
+        if standing and isinstance(found, RankError) and not first.traceback:  # nobody raised: who knows what was done
+            found.add_note(f"rank {self.rank} {standing}")
         is_everyones = type(found) is type(error) and str(found) == str(error)  # all make the same mistake
         if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
             error.add_note(f"this is rank {self.rank}, in {call}")

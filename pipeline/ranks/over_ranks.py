@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.interrupts import Deferral
 from pipeline.mailbox import Post
 from pipeline.peers import Output, Part, Peers, Verdict, joined
 from pipeline.places import Place
@@ -45,6 +46,10 @@ _AGREED = (
     ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
     "and not on others. Load a checkpoint before the next step"
 )
+_VOTED = (
+    "had told the others that all went well, and did not hear from all of them: the step may have taken place on some "
+    "ranks and not on others. Load a checkpoint before the next step"
+)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,6 +75,7 @@ class OverRanks(Peers):
         self.number = 0  # of the calls since the last failure
         self._name = ""
         self._call = door
+        self._is_backward = of is not None
         self._builds = door.startswith("Pipe(")
         self._series = series
         self._traffic: Sequence[Traffic] = ()  # of each phase
@@ -77,6 +83,8 @@ class OverRanks(Peers):
         self._action: Action | None = None  # under way
         self._phase = 0
         self._unfinished: list[int] = []  # ranks that have a letter on its way
+        self._interrupts = Deferral()  # from the last vote to the end
+        self._standing = ""  # how far the step has come
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -91,12 +99,19 @@ class OverRanks(Peers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._ranks.leave()
-            return
-        if self._builds:
-            self._ranks.pipes = self._company.number  # there is no such Pipe; other ranks may not have begun one
-        self._ranks.fail(error, self._call, self._action)
+        self._interrupts.begin()
+        try:
+            if error is None:
+                self._ranks.leave()
+                return
+            if self._builds:
+                self._ranks.pipes = self._company.number  # there is no such Pipe; other ranks may not have begun one
+            self._ranks.fail(error, self._call, self._action, self._standing)
+        finally:
+            if error is None and self._is_backward:
+                self._interrupts.end_with_backward()
+            else:
+                self._interrupts.end()
 
     def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
         """Compare what everyone is about to do: calls 1, 2, 4, 8, ... the values of the mini-batch too."""
@@ -228,14 +243,26 @@ class OverRanks(Peers):
     # ------------------------------------------------------------------------------------------------------ together
 
     def agree(self, verdict: Verdict) -> Verdict:
+        """Wait until everyone has come this far.
+
+        Who has told the others that all went well takes part, whatever comes: interrupts wait until the call has ended,
+        or until it turns out that a later vote counts.
+        """
         self._finish_all()
+        self._interrupts.begin()
+        steps = self._door == "step"
+        self._standing = _VOTED if steps else ""
         loss, divisor, reached, hooks = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
         mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor)]
         found = self._ranks.exchange(mine)
         reached, hooks = any(each[1] for each in found), any(each[2] for each in found)
-        if self._door == "step" and reached and not hooks:
+        if steps and reached and not hooks:
             self._call += _AGREED
+            self._standing = f"was in {self._call}"
+        if hooks:
+            self._standing = ""
+            self._interrupts.end()
         _, _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
@@ -248,7 +275,11 @@ class OverRanks(Peers):
         self._ranks.exchange([_MAGIC + 2])
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
-        """From the last rank, which does not wait until the others have it: they have more to do."""
+        """From the last rank, which does not wait until the others have it: they have more to do.
+
+        It is asked for before a rank updates its parameters on its own: from then on interrupts wait.
+        """
+        self._interrupts.begin()
         what = "the divisor"
         if self._hosting.rank != self._hosting.last:
             return self._from(self._hosting.last, what).tensors[0]
@@ -315,6 +346,7 @@ class OverRanks(Peers):
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         norms = [(name, torch.linalg.vector_norm(_values(grad), norm_type)) for name, grad in named]
+        self._interrupts.begin()  # all scale their gradients then, or none does
         return self.joined_norm(norms, norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pipeline.interrupts import Deferral
 from pipeline.mailbox import Post
 from pipeline.peers import Output, Pair, Part, Peers, Verdict
 from pipeline.places import Place
@@ -72,6 +73,8 @@ class Replicated(Peers):
         self._action: Action | None = None  # under way
         self._means: Means | None = None
         self._final: dict[int, Sequence[Pair]] = {}  # by stage
+        self._votes = False  # all replicas are still to say that their gradients are there
+        self._interrupts = Deferral()  # from the last vote to the end
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -102,13 +105,20 @@ class Replicated(Peers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._inner.__exit__(None, None, None)
-            self._ranks.leave()
-        elif self._replicas.pipeline is None:
-            self._ranks.fail(error, self._call, self._action)
-        else:
-            self._fail(error, self._replicas.pipeline)
+        self._interrupts.begin()
+        try:
+            if error is None:
+                self._inner.__exit__(None, None, None)
+                self._ranks.leave()
+            elif self._replicas.pipeline is None:
+                self._ranks.fail(error, self._call, self._action)
+            else:
+                self._fail(error, self._replicas.pipeline)
+        finally:
+            if error is None and self._is_backward:
+                self._interrupts.end_with_backward()
+            else:
+                self._interrupts.end()
 
     def _fail(self, error: BaseException, pipeline: Ranks) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""
@@ -179,8 +189,8 @@ class Replicated(Peers):
             return found
         return {id(owner): (owner, grad) for owner, grad in self.average(list(found.values()), None)}
 
-    def average(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
-        """Make whole gradients the means over the replicas; none goes on before all have them.
+    def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
+        """Make whole gradients the means over the replicas.
 
         Raises:
             MismatchError: the replicas do not make the same call.
@@ -197,9 +207,10 @@ class Replicated(Peers):
             self._refuse(last)
         divisors = [_number(*each[-2:]) for each in notes]
         found = means.means(sums, divisors)
-        with lost():
-            self._ranks.exchange(note[:1])  # all have them; a verdict of the pipeline follows: then all of all stages
-        if not self._is_backward:
+        self._votes = not waits
+        if waits:
+            with lost():
+                self._ranks.exchange(note[:1])
             self._call += _AGREED
         return [*self._in_order(found), *_divided(_without(pairs, found), divisor)]  # the others are no parameters
 
@@ -274,7 +285,22 @@ class Replicated(Peers):
         self._inner.at(action)
 
     def agree(self, verdict: Verdict) -> Verdict:
-        return self._inner.agree(verdict)
+        """First those that have the same stages, then the pipeline: then all stages of all replicas have come this far.
+
+        Where one replica has hooks that may still refuse the step, all wait for them.
+        """
+        self._interrupts.begin()
+        if self._votes:
+            self._ranks.watch.at = "the vote of all replicas"
+            with lost():
+                found = self._ranks.exchange([self._replicas.number, verdict.hooks])
+            verdict = verdict._replace(hooks=any(hooks for _, hooks in found))
+        verdict = self._inner.agree(verdict)
+        if verdict.hooks:
+            self._interrupts.end()
+        elif self._votes and not self._is_backward:
+            self._call += _AGREED
+        return verdict
 
     def close(self) -> None:
         self._inner.close()
@@ -294,6 +320,7 @@ class Replicated(Peers):
         return self._inner.joined_norm(norms, norm_type)
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        self._interrupts.begin()
         return self._inner.share_divisor(divisor)
 
     def sum_over(self, numbers: Tensor) -> Tensor:

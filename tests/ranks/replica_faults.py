@@ -90,15 +90,23 @@ def broken_once(cases: list[tuple[int, int, str, str]], in_process: bool = False
         layers[-1].when = when if is_here else ""
         loss_fn = broken_loss if is_here and when == "loss" else mean_loss
         faulty = breaking(when) if is_here and when in ("_mean", "_joined") else nullcontext()
+        weight = layers[-1].layer.weight
+        hook = weight.register_hook(refusing) if is_here and when == "hook" else None  # the others have none
         with travelling_alone(step % 2 == 0), faulty:
             error = told(lambda: called(pipe, optimizers[0], door, x, y, loss_fn))
         grads = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
         layers[-1].when = ""
+        if hook is not None:
+            hook.remove()
         called(pipe, optimizers[0], door, x, y)
         called(healthy, optimizers[1], door, x, y)
         same = all(map(torch.equal, pipe.parameters(), healthy.parameters()))
         results.append((error, same and not grads))
     return results
+
+
+def refusing(grad: Tensor) -> None:
+    raise ArithmeticError("this hook breaks")
 
 
 def broken_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ CASES = [
     for number, (when, door) in enumerate([
         ("forward", "step"), ("backward", "step"), ("loss", "step"), ("_mean", "step"), ("_joined", "step"),
         ("forward", "forward"), ("backward", "forward"), ("_mean", "forward"), ("_joined", "forward"),
-        ("forward", "step")
+        ("forward", "step"), ("hook", "step"), ("hook", "step"),
     ])
     for replica, place in [(number % 2, 1 if when == "loss" else number // 2 % 2)]
 ]  # fmt: skip
@@ -22,6 +22,7 @@ WORDS = {
     "forward": ("ValueError", "this forward breaks"),
     "backward": ("ZeroDivisionError", "this backward breaks"),
     "loss": ("KeyError", "'no such loss'"),
+    "hook": ("ArithmeticError", "this hook breaks"),
     "_mean": ("MemoryError", "no room for a mean"),
     "_joined": ("MemoryError", "no room for a mean"),
 }
