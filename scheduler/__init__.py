@@ -26,9 +26,9 @@ from scheduler.csv_files import from_csv, to_csv
 from scheduler.dependencies import requires
 from scheduler.drawing import draw
 from scheduler.errors import ScheduleError
-from scheduler.figures.figure import svg
 from scheduler.links import Link
 from scheduler.placement import Placement
+from scheduler.plotting import plot, svg
 from scheduler.programs.lowering import lower
 from scheduler.programs.program import Program
 from scheduler.schedule import Schedule
@@ -58,6 +58,7 @@ __all__ = [
     "lower",
     "search",
     "draw",
+    "plot",
     "svg",
     "chrome_trace",
     "timeline_from_chrome",

@@ -22,7 +22,7 @@ from scheduler.costs import Costs
 from scheduler.csv_files import to_csv
 from scheduler.drawing import draw, duration
 from scheduler.errors import ScheduleError
-from scheduler.figures.figure import svg
+from scheduler.plotting import svg
 from scheduler.schedule import Schedule
 from scheduler.searches.searching import search
 from scheduler.simulation import simulate

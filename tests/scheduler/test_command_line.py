@@ -21,7 +21,7 @@ from scheduler.command_line.options import parse
 from scheduler.command_line.tables import show
 from scheduler.comparison import compare
 from scheduler.csv_files import from_csv, to_csv
-from scheduler.figures.figure import svg
+from scheduler.plotting import svg
 from scheduler.searches.searching import search
 
 COMMANDS = ["draw", "compare", "simulate", "search", "verify"]

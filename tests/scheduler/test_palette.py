@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from scheduler import Kind
-from scheduler.figures.palette import IDLE_COLOUR, colour, ink
+from scheduler.palette import IDLE_COLOUR, colour, ink
 
 COMPUTE = "FBIW"
 # What a screen's red, green and blue become for someone who lacks one kind of cone (Machado et al. 2009, severity 1).

@@ -1,4 +1,4 @@
-"""Which colour has an action in a figure?
+"""The colours of actions in a figure.
 
     (kind, stage of the lane)  --colour-->  "#1f6fa8"  --ink-->  "#ffffff", for what is written on it
 
@@ -20,7 +20,7 @@ def colour(kind: Kind, index: int = 0, of: int = 1) -> str:
 
     Args:
         kind: what the action does; messages are grey
-        index: the how manieth of its lane's stages the action is of, from 0
+        index: which of its lane's stages the action is of, from 0
         of: how many stages a lane has at most
 
     >>> colour(Kind.F), colour(Kind.F, index=1, of=2)
