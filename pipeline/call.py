@@ -137,6 +137,7 @@ class Call:
         self._listener: Listener | None = None  # gets them instead
         self._is_checked = False
         self._recorded = [len(trace) for trace in setup.traces]
+        self._ready: dict[int, float] = {}  # by stage: when the action under way had its inputs, where that is traced
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor of the caller's (a part of the target), on a device of ours."""
@@ -349,13 +350,20 @@ class Call:
         start = perf_counter() if traces else 0.0
         self.peers.at(action)
         self._perform(action)
-        for trace in traces:
-            trace.record(action, self._lane_of[stage], start)
+        if traces:
+            start = self._ready.pop(stage, start)
+            for trace in traces:
+                trace.record(action, self._lane_of[stage], start)
         if action in self._last_of:
             start = perf_counter()
             self._settle(stage)
             if self._listener is not None:
                 self.note_update(stage, start)
+
+    def _note_ready(self, stage: int) -> None:
+        """An action's inputs are there. Until now it may have waited for another rank, which is no work."""
+        if self._setup.traces:
+            self._ready[stage] = perf_counter()
 
     def note_update(self, stage: int, start: float) -> None:
         """From `start` until now parameters were updated, since this stage was done."""
@@ -375,6 +383,7 @@ class Call:
     def _forward(self, stage: int, chunk: int) -> None:
         run = self._run[stage]
         inbox = self._mailbox.take(stage, chunk)
+        self._note_ready(stage)
         recompute = self.grad and (stage, chunk) in self._setup.recompute
         made = run.forward(chunk, inbox, recompute, self.grad and (self._setup.keep or recompute))
         if run.writes_input:
@@ -395,6 +404,7 @@ class Call:
             grads = run.backward(chunk, partial(_at_loss, self._loss_end, chunk), True, self._retain)
         else:
             taken = self._mailbox.take_grads(stage, chunk)
+            self._note_ready(stage)
             given = [readers[0] if len(readers) == 1 else sum_grads(readers) for readers in taken]
             grads = run.backward(chunk, partial(_at_outputs, given), _has_any(given), self._retain)
         self._mailbox.put_grads(stage, chunk, grads)

@@ -26,7 +26,7 @@ from pipeline.ambient import eagerly, without_autocast
 from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
-from pipeline.driver import check_workers
+from pipeline.driver import check_workers, in_turns
 from pipeline.eager import EagerUpdate
 from pipeline.edge import (
     StageView,
@@ -339,7 +339,7 @@ class Pipe(Stateful):
             check_step(optimizer, clip_grad_norm, scaler, grads)
             batch = scatter(x, self.chunks, "x")
             self._refuse_transforms(batch)
-            recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
+            recorder = self._recorder() if trace else None
             aim = scatter_like(target, batch, "the target")
             call = self._call(batch, plan_step, True, False, peers, options, recorder, aim)
             if isinstance(optimizer, EagerUpdate):
@@ -373,7 +373,7 @@ class Pipe(Stateful):
             self.eval()
             try:
                 with torch.no_grad():
-                    recorder = Trace(self._plans.resolved(self.chunks).lanes) if trace else None
+                    recorder = self._recorder() if trace else None
                     options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
                     call = self._call(batch, plan_forward, False, False, peers, options, recorder, aim)
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
@@ -440,7 +440,7 @@ class Pipe(Stateful):
             >>> " ".join(str(event.action) for event in trace.timeline.events)
             '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
         """
-        recorder = Trace(self._plans.resolved(self.chunks).lanes)
+        recorder = self._recorder()
         self._traces.append(recorder)
         try:
             yield recorder
@@ -586,8 +586,15 @@ class Pipe(Stateful):
         self._told = (key, text)
         return text
 
+    def _recorder(self) -> Trace:
+        schedule = self._plans.resolved(self.chunks)
+        lane_of = schedule.placement.lane_of
+        alone = self._ranks is None  # a rank has one lane
+        return Trace(schedule.lanes, in_turns(self._workers, self._places, lane_of) if alone else ())
+
     def _timeline(self, recorder: Trace, peers: Peers) -> Timeline:
-        return Timeline.measured(peers.share_events(recorder.events), recorder.lanes)
+        recorder.join(peers.share_events(recorder.events))
+        return recorder.timeline
 
     def _stages(self) -> list[list[nn.Module]]:
         layers: list[Any] = list(self._modules.values())

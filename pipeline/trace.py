@@ -4,7 +4,8 @@
         f(pipe(x), y).backward()           step.timeline
     print(draw(trace.timeline))
 
-B includes the recomputation, where there is one. On an accelerator the times are those of the host, which launches.
+An action runs from when its inputs are there: what a rank waits for them is a gap. B includes the recomputation, where
+there is one. On an accelerator the times are those of the host, which launches.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from scheduler import Action, Event, Timeline
 
 
 class Trace:
-    """Collects the actions of one or several calls."""
+    """Collects the actions of one or several calls.
 
-    def __init__(self, lanes: int) -> None:
+    Args:
+        lanes: how many there are.
+        turns: the groups of lanes that take turns, see Timeline.
+    """
+
+    def __init__(self, lanes: int, turns: Sequence[Sequence[int]] = ()) -> None:
         self.lanes = lanes
+        self._turns = turns
         self._events: list[Event] = []
 
     def record(self, action: Action, lane: int, start: float) -> None:
@@ -46,4 +53,4 @@ class Trace:
     @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""
-        return Timeline.measured(self._events, self.lanes)
+        return Timeline.measured(self._events, self.lanes, self._turns)

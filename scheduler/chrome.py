@@ -51,7 +51,8 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     events += _counters(timeline) if memory else ()
     events += _arrows(timeline) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
-    head = json.dumps({"unit": timeline.unit, "lanes": timeline.lanes, "held": held})
+    about = {"unit": timeline.unit, "lanes": timeline.lanes, "held": held}
+    head = json.dumps(about | ({"turns": timeline.turns} if timeline.turns else {}))
     lines = ",\n".join(map(json.dumps, events))
     return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
 
@@ -75,7 +76,8 @@ def timeline_from_chrome(text: str) -> Timeline:
             raise ValueError(f"the unit is {about['unit']!r}, not one of {', '.join(_UNITS)}")
         events = [_read(event, about["unit"]) for event in trace["traceEvents"] if event["ph"] == "X"]
         held = tuple(Held(*heights) for heights in about["held"])
-        return Timeline(tuple(sorted(events, key=itemgetter(2))), about["lanes"], about["unit"], held)
+        turns = tuple(map(tuple, about.get("turns", ())))
+        return Timeline(tuple(sorted(events, key=itemgetter(2))), about["lanes"], about["unit"], held, turns)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             f"this is not the trace of a timeline ({type(error).__name__}: {error}). Give what chrome_trace wrote."

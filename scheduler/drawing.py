@@ -66,6 +66,14 @@ def duration(value: float, unit: str) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
+def take_turns(timeline: Timeline) -> list[str]:
+    """What is to be said of lanes that do not run at once, if there are any."""
+    if not timeline.turns:
+        return []
+    lanes = ", and ".join(f"lanes {' '.join(map(str, group))}" for group in timeline.turns)
+    return [f"{lanes} take turns (one thread or device): no bubble of lanes that run at once"]
+
+
 def _cells(row: Sequence[Event], names: Sequence[str], column: Mapping[float, int]) -> list[str]:
     cells: list[str] = []
     for (_, _, start, end), name in zip(row, names):
@@ -78,7 +86,8 @@ def _cells(row: Sequence[Event], names: Sequence[str], column: Mapping[float, in
 def _footer(timeline: Timeline) -> str:
     peaks = " ".join(map(str, timeline.peak_in_flight))
     makespan, bubble = float(timeline.makespan), float(timeline.bubble)  # Fractions cannot be formatted in Python 3.11
-    return f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
+    facts = f"makespan {duration(makespan, timeline.unit)}, bubble {bubble:.1%}, peak in flight {peaks}"
+    return "\n".join([facts, *take_turns(timeline)])
 
 
 def _columns(timeline: Timeline, width: int | None) -> dict[float, int]:

@@ -127,6 +127,10 @@ class _Causes:
         if before is not None and before.end == event.start:
             return before
         needs = (self._found.get(need) for need in requires(event.action, self._stages, self._split))
-        away = [need for need in needs if need is not None and need.lane != event.lane and need.end <= event.start]
+        away = [need for need in needs if need is not None and need.lane != event.lane and self._ended(need, event)]
         waited = away if away and self._exact or before is None else [before, *away]
         return max(waited, key=lambda each: each.end, default=None)
+
+    def _ended(self, need: Event, event: Event) -> bool:
+        """Whether `event` can have waited for it. By clocks it may end a little later: what it makes is sent first."""
+        return need.end <= event.start or not self._exact and need.start < event.start

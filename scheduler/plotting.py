@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from scheduler.action import Kind
-from scheduler.drawing import duration
+from scheduler.drawing import duration, take_turns
 from scheduler.errors import refuse_unless_whole
 from scheduler.event import Event
 from scheduler.held import Held
@@ -323,7 +323,7 @@ def _footer(timeline: Timeline, page: _Page) -> str:
     if page.is_dense:
         column = float(f"{float(timeline.makespan) / page.columns:.3g}")
         facts.append(f"heights are shares of time, in columns of {duration(column, timeline.unit)}")
-    return ", ".join(facts)
+    return "\n".join([", ".join(facts), *take_turns(timeline)])
 
 
 def _title(what: Schedule | Timeline) -> str:

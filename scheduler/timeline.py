@@ -44,6 +44,8 @@ class Timeline:
         lanes: how many lanes there are, also those that nothing ran on
         unit: "slots" of simulated time, or "s" for seconds
         held: what a chunk holds in each stage; empty: every chunk holds 1, so that `memory` counts chunks
+        turns: groups of lanes of which one runs at a time, since they share a thread or a device: their makespan and
+            bubble are not those of lanes that run at once
 
     Raises:
         ScheduleError: an event ends before it starts, is on no lane, or is not in its place.
@@ -53,6 +55,7 @@ class Timeline:
     lanes: int
     unit: Literal["slots", "s"] = "slots"
     held: tuple[Held, ...] = ()
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unless_whole("lanes", self.lanes, least=1)
@@ -79,12 +82,13 @@ class Timeline:
             latest = start
 
     @classmethod
-    def measured(cls, events: Iterable[Event], lanes: int) -> "Timeline":
+    def measured(cls, events: Iterable[Event], lanes: int, turns: Iterable[Iterable[int]] = ()) -> "Timeline":
         """A timeline from clocks: sorts the events, and counts time from the first start.
 
         Args:
             events: in any order; start and end in seconds of one clock, such as `time.perf_counter`
             lanes: how many lanes there are
+            turns: groups of lanes that take turns; one lane alone is none
 
         Raises:
             ScheduleError: as the class does.
@@ -92,7 +96,8 @@ class Timeline:
         ordered = sorted(events, key=attrgetter("start", "end"))
         zero = ordered[0].start if ordered else 0
         shifted = (Event(action, lane, start - zero, end - zero) for action, lane, start, end in ordered)
-        return cls(tuple(shifted), lanes, unit="s")
+        groups = tuple(group for group in map(tuple, turns) if len(group) > 1)
+        return cls(tuple(shifted), lanes, unit="s", turns=groups)
 
     @cached_property
     def by_lane(self) -> tuple[tuple[Event, ...], ...]:

@@ -4,12 +4,13 @@ from collections import defaultdict
 
 import pytest
 import torch
-from pipeline_probes import Seen, labelled, pairs, probes, run
+from pipeline_probes import Seen, labelled, pairs, probes, run, sum_of
 from torch import Tensor, nn
 
 from pipeline import Pipe
+from pipeline.places import Place
 from pipeline.plan import plan_forward, plan_step
-from scheduler import Kind, Schedule, by_name, requires, simulate
+from scheduler import Kind, Schedule, by_name, draw, requires, simulate
 
 DOORS = ("forward", "step")
 SCHEDULES = ("gpipe", "1f1b")
@@ -136,6 +137,33 @@ def test_stages_that_share_a_lane_run_in_the_order_of_that_lane() -> None:
         run(pipe, labelled(2), "step")
     assert [action for action in ran(log) if action[0] in "02"] == [str(action) for action in schedule.orders[0]]
     assert {(event.action.stage, event.lane) for event in trace.timeline.events} == {(0, 0), (1, 1), (2, 0)}
+
+
+@pytest.mark.parametrize("how", ["step", "forward", "evaluate"])
+@pytest.mark.parametrize(
+    ("letters", "workers", "turns"),
+    [
+        ("aaa", "inline", ((0, 1, 2),)), ("abc", "inline", ((0, 1, 2),)), ("aaa", "threads", ((0, 1, 2),)),
+        ("abc", "threads", ()), ("aba", "threads", ((0, 2),)),
+    ],
+)  # fmt: skip
+def test_a_timeline_says_which_lanes_take_turns(
+    letters: str, workers: str, turns: tuple[tuple[int, ...], ...], how: str
+) -> None:
+    places = [Place(torch.device("cpu"), letter) for letter in letters]
+    pipe = Pipe(probes(3)[0], [1, 1, 1], 4, devices=places, workers=workers)
+    x = labelled(4)
+    with pipe.trace() as trace:
+        if how == "step":
+            timeline = pipe.step(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+        elif how == "evaluate":
+            timeline = pipe.evaluate(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+        else:
+            pipe(x).sum().backward()
+            timeline = None
+    assert timeline is None or timeline.turns == turns
+    assert trace.timeline.turns == turns
+    assert ("take turns" in draw(trace.timeline)) is bool(turns)
 
 
 @pytest.mark.inline

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from pipeline_probes import labelled, probes, run, sum_of
+from torch import Tensor, nn
 
 from pipeline import Pipe
 from scheduler import Schedule
@@ -49,3 +51,47 @@ def given(text: str) -> list[str]:
     run(pipe, labelled(schedule.chunks), "step")
     assert torch.distributed.get_world_size() == schedule.lanes
     return [f"{seen.stage}{seen.kind}{seen.chunk}" for seen in log]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.backward_seconds)
+        return grad, None, None
+
+
+class Sleeping(nn.Module):
+    """A stage that takes so many seconds."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x * self.weight, *self.seconds)
+        return out
+
+
+def slept(schedule: str, forward: list[float], backward: list[float], chunks: int, door: str) -> Any:
+    """What was recorded of stages that sleep, on rank 0: (action, lane, start, end), and the lanes that take turns."""
+    model = nn.Sequential(*map(Sleeping, forward, backward))
+    pipe = Pipe(model, [1] * len(model), chunks, schedule=schedule, checkpoint="never")
+    x = torch.ones(2 * chunks, 3)
+    pipe.step(x, loss_fn=sum_of, loss_reduction="sum")  # what only a first call does
+    if door == "step":
+        timeline = pipe.step(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+    elif door == "evaluate":
+        timeline = pipe.evaluate(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+    else:
+        with pipe.trace() as trace:
+            pipe(x).sum().backward()
+        timeline = trace.timeline
+    assert timeline is not None
+    return [(str(action), *rest) for action, *rest in timeline.events], timeline.turns

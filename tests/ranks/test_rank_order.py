@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import product
 
@@ -9,7 +10,7 @@ import pytest
 from crew import Crew
 from rank_transparency import LOOPS, TWO_A_LANE, least_chunks
 
-from scheduler import Kind, Schedule, by_name, names, simulate
+from scheduler import Action, Costs, Event, Kind, Schedule, Timeline, by_name, names, simulate
 
 TWO = (*LOOPS, *TWO_A_LANE)  # by name they have two stages a lane
 SPLIT = [name for name in names() if by_name(name, 2, 8).split]
@@ -117,3 +118,65 @@ def test_a_schedule_given_as_data_is_what_the_ranks_run(crew2: Crew) -> None:
     schedule = Schedule.parse(text)
     assert any(action.kind is Kind.B for action in schedule.actions)
     assert crew2.run("rank_order:given", text) == [seen(order) for order in schedule.orders]
+
+
+UNIT = 0.03  # seconds: what a busy machine adds to a sleep is little beside it
+SLEEPS = {2: ((1, 2), (2, 4)), 3: ((1, 2, 1), (2, 4, 2))}  # of forwards and of backwards, stage by stage; no ties
+
+
+def slept(crew: Crew, schedule: str, chunks: int, door: str) -> Timeline:
+    forward, backward = ([UNIT * units for units in of_stages] for of_stages in SLEEPS[crew.size])
+    (events, turns), *others = crew.run("rank_order:slept", schedule, forward, backward, chunks, door)
+    assert others == [(events, turns)] * (crew.size - 1) and turns == ()
+    return Timeline.measured([Event(Action.parse(text), *rest) for text, *rest in events], crew.size, turns)
+
+
+def cause(words: str) -> list[str]:
+    """What an explanation says, without its times."""
+    return re.findall(r"\d+[FB]\d+|[a-z]+", words)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_measured_step_over_ranks_is_the_simulated_one_waits_included(
+    name: str, size: int, request: pytest.FixtureRequest
+) -> None:
+    forward, backward = SLEEPS[size]
+    expected = simulate(by_name(name, size, 3), Costs(forward=forward, backward=backward))
+    faults = [_unlike(slept(request.getfixturevalue(f"crew{size}"), name, 3, "step"), expected)]
+    while faults[-1] and len(faults) < 3:  # the machine had something else to do
+        faults.append(_unlike(slept(request.getfixturevalue(f"crew{size}"), name, 3, "step"), expected))
+    assert faults[-1] == []
+
+
+def _unlike(measured: Timeline, expected: Timeline) -> list[str]:
+    """In which respects a measured timeline is not the simulated one."""
+    faults = []
+    if abs(measured.bubble - expected.bubble) > 0.06:
+        faults.append(f"bubble {measured.bubble} instead of {expected.bubble}")
+    for lane, (busy, wanted) in enumerate(zip(measured.busy, expected.busy, strict=True)):
+        if not 0.98 * wanted <= busy / UNIT <= 1.2 * wanted:
+            faults.append(f"lane {lane} is busy for {busy / UNIT} instead of {wanted}")
+    paths = [[str(event.action) for event in timeline.critical_path] for timeline in (measured, expected)]
+    if paths[0] != paths[1]:
+        faults.append(f"the critical path is {paths[0]} instead of {paths[1]}")
+    for lane, row in enumerate(expected.by_lane):
+        for event, after, seen in zip(row, row[1:], measured.by_lane[lane][1:], strict=False):
+            if after.start > event.end:  # asked just before it goes on
+                words = measured.why_idle(lane, seen.start - UNIT / 4), expected.why_idle(lane, after.start - 0.25)
+                if cause(words[0]) != cause(words[1]):
+                    faults.append(f"{words[0]} instead of {words[1]}")
+    return faults
+
+
+@pytest.mark.parametrize("door", ["forward", "evaluate"])
+def test_an_action_over_ranks_lasts_as_long_as_it_computes_through_every_door(crew2: Crew, door: str) -> None:
+    forward, backward = SLEEPS[2]
+    for _ in range(3):  # the machine may have something else to do
+        timeline = slept(crew2, "1f1b", 2, door)
+        assert len(timeline.events) == (8 if door == "forward" else 4)
+        units = [(forward if event.action.kind is Kind.F else backward)[event.lane] for event in timeline.events]
+        ratios = [event.duration / UNIT / unit for event, unit in zip(timeline.events, units, strict=True)]
+        if max(ratios) < 1.4:
+            break
+    assert 0.98 < min(ratios) and max(ratios) < 1.4

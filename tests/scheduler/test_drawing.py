@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import schedules
 
-from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, draw, simulate
+from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, draw, simulate, svg
 
 
 def golden(text):
@@ -146,3 +146,15 @@ def test_a_schedule_that_cannot_end_is_refused_by_draw():
 def test_a_measured_makespan_is_told_in_a_unit_that_fits(seconds, words):
     timeline = Timeline.measured([Event(Action(0, Kind.F, 0), 0, 5.0, 5.0 + seconds)], 1)
     assert f"makespan {words}, bubble" in draw(timeline)
+
+
+def test_lanes_that_take_turns_are_said_to_and_one_alone_is_not():
+    events = [Event(Action.parse(f"{lane}F0"), lane, lane, lane + 1) for lane in range(4)]
+    alone, together = "", "take turns (one thread or device): no bubble of lanes that run at once"
+    for turns, said in (
+        ((), alone), ([[0], [1]], alone), ([[0, 1, 2, 3]], f"\nlanes 0 1 2 3 {together}"),
+        ([[0, 2], [1, 3]], f"\nlanes 0 2, and lanes 1 3 {together}"), ([[1, 2], [3]], f"\nlanes 1 2 {together}"),
+    ):  # fmt: skip
+        timeline = Timeline.measured(events, 4, turns)
+        assert draw(timeline).endswith(f"peak in flight 1 1 1 1{said}")
+        assert (together in svg(timeline)) is bool(said)

@@ -121,6 +121,21 @@ def test_the_critical_path_of_a_measured_step_follows_what_ended_last():
     assert " ".join(str(each.action) for each in path) == "0F0 1F0 1F1"
 
 
+def test_the_critical_path_of_a_measured_step_sees_what_was_still_noting_its_end_when_its_message_was_read():
+    """What an action makes is sent before its end is noted; the reader may begin in between. Clocks tell 0.2 here."""
+    def event(text, lane, start, end):
+        return Event(by_name("1f1b", 2, 2).orders[0][0].parse(text), lane, start, end)
+
+    events = [
+        event("0F0", 0, 0, 1.2), event("1F0", 1, 1, 2.2), event("1B0", 1, 2.2, 4.2), event("0F1", 0, 1.2, 2),
+        event("0B0", 0, 4, 6),
+    ]  # fmt: skip
+    timeline = Timeline.measured(events, lanes=2)
+    assert " ".join(str(each.action) for each in timeline.critical_path) == "0F0 1F0 1B0 0B0"
+    words = timeline.why_idle(0, 3)
+    assert words == "lane 0 is idle from 2 to 4: 0B0 waits for 1B0, which runs on lane 1 from 2.2 to 4.2."
+
+
 def test_nothing_has_no_critical_path():
     assert Timeline((), lanes=2).critical_path == ()
 
