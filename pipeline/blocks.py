@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from pipeline.ambient import eagerly
+from pipeline.arguments import check_flag, shown
 from pipeline.checkpoint import is_checkpointing
 from pipeline.recall import Known
 from pipeline.replay import Replay
@@ -61,6 +62,9 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
         >>> model(torch.randn(2, 4)).sum().backward()
         >>> blocks.remove()
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {shown(model)}. Give an nn.Module.")
+    check_flag("nested", nested)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every is {every!r}. Use a positive integer: 1 for every block, 2 for every second.")
     _refuse_own_checkpointing(model)
@@ -227,7 +231,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
     if isinstance(match, (type, str, tuple)):
         return any([_is_kind(kind, module) for kind in (match if isinstance(match, tuple) else (match,))])
-    if not callable(match):
+    if not callable(match) or isinstance(match, nn.Module):
         raise TypeError(_no_match(match))
     answer = match(name, module)
     if not isinstance(answer, bool):

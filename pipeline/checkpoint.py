@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import DroppedError
 from scheduler import Action, Kind
@@ -57,7 +57,8 @@ def is_recomputing() -> bool:
 
 def check_policy(policy: Policy) -> None:
     """Raise ValueError unless `policy` is one of the modes or a callable."""
-    if not callable(policy) and policy not in POLICIES:
+    is_function = callable(policy) and not isinstance(policy, type | nn.Module)
+    if not is_function and not (isinstance(policy, str) and policy in POLICIES):
         raise ValueError(
             f"checkpoint is {policy!r}. Use 'always', 'except_last', 'never', or a callable (stage, chunk) -> bool."
         )

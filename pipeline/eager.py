@@ -15,11 +15,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.arguments import check_flag, check_limit, shown
 from pipeline.one_by_one import OneByOne
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -74,8 +77,9 @@ class EagerUpdate:
         separable: bool = False,
     ) -> None:
         is_optimizer = isinstance(update, torch.optim.Optimizer)
-        if not is_optimizer and (not callable(update) or isinstance(update, nn.Module)):
-            raise TypeError(f"update is {update!r}. Give a torch optimizer, or a rule: callable(param, grad).")
+        if not is_optimizer:
+            _check_rule(update)
+        check_flag("separable", separable)
         _check_clip(clip, clip_value, max_norm, is_optimizer)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
         self._one_by_one = OneByOne(update, separable) if isinstance(update, torch.optim.Optimizer) else None
@@ -299,6 +303,20 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return grad
 
 
+def _check_rule(rule: Any) -> None:
+    made = rule.func if isinstance(rule, partial) else rule
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        raise TypeError(f"update is {shown(made)}. Give an object: {made.__name__}(pipe.parameters(), lr=0.01).")
+    if not callable(rule) or isinstance(rule, type | nn.Module):
+        raise TypeError(f"update is {shown(rule)}. Give a torch optimizer, or a rule: callable(param, grad).")
+    try:
+        signature(rule).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"update is {shown(rule)}, which is no rule(param, grad): {error}.") from None
+    except ValueError:  # one that C has, of which nobody knows
+        pass
+
+
 def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | None, is_optimizer: bool) -> None:
     if clip not in CLIPS:
         raise ValueError(
@@ -317,8 +335,8 @@ def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | No
             raise ValueError(
                 f"{name} is {value}, but clip is {clip!r}. Give clip_value for 'value', max_norm for the others."
             )
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}. Give a number above 0.")
+        if value is not None:
+            check_limit(name, value)
     if clip == "optimistic" and not is_optimizer:
         raise ValueError(
             "clip='optimistic' takes updates back, and a rule may keep state of its own that cannot be. Use "

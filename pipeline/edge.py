@@ -8,15 +8,17 @@ Each error says what was wrong, the value, and what to do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.splitting import check_balance
+from pipeline.arguments import check_limit, check_optimizer, check_scaler
 from pipeline.eager import EagerUpdate
 from pipeline.materialize import How, materialize
 from pipeline.places import Place, place_of
@@ -24,12 +26,10 @@ from pipeline.ranks.elsewhere import Elsewhere
 from pipeline.ranks.group import Ranks, ranks_of
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
-
-def cannot_move(what: str) -> str:
-    return (
-        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
-        "module with pipe.to_sequential()."
-    )
+_ANEW = (
+    "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "
+    "makes new ones): make it of pipe.parameters(). What is not to be trained: requires_grad_(False)."
+)
 
 
 class StageView(nn.Sequential):
@@ -228,6 +228,12 @@ def check_step(
 ) -> None:
     if grads not in ("param", "store"):
         raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
+    if optimizer is not None and not isinstance(optimizer, EagerUpdate):
+        check_optimizer(optimizer)
+    if scaler is not None:
+        check_scaler(scaler)
+    if clip is not None:
+        check_limit("clip_grad_norm", clip)
     if grads == "store" and optimizer is not None:
         raise ValueError(
             "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
@@ -245,6 +251,46 @@ def check_step(
         )
     if scaler is not None and optimizer is None and clip is not None:
         raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
+
+
+def parameters_of(loss_fn: object) -> list[Tensor]:
+    """The parameters of a loss, where it is a module."""
+    return list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
+
+
+def check_holds(
+    optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], beside: Iterable[Tensor]
+) -> None:
+    """Refuse an optimizer that would drop the gradients: of another model, or of parameters that are no more.
+
+    One with other tensors beside the Pipe's is fine (a loss's own parameters); so is one without some of the Pipe's.
+
+    Args:
+        named: the Pipe's parameters, of this process.
+        beside: what else a step gives gradients to: the input, the loss's own parameters.
+
+    Raises:
+        ValueError: it has none of them; or, in place of some, others of their shapes.
+    """
+    if isinstance(optimizer, EagerUpdate):
+        if optimizer.optimizer is None:  # a rule gets them all
+            return
+        optimizer = optimizer.optimizer
+    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    lacking = {id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in held}
+    if not lacking:
+        return
+    known = {id(tensor) for tensor in beside}.union([id(param) for _, param in named])
+    strange = [param for key, param in held.items() if key not in known and param.requires_grad]
+    if not held.keys() & known:
+        raise ValueError(f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW}")
+    if strange and Counter([param.shape for param in strange]) <= Counter([p.shape for _, p in lacking.values()]):
+        shapes = [param.shape for param in strange]
+        names = [name for name, param in lacking.values() if param.shape in shapes]
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that are not the Pipe's, and none of {names[:5]}, which "
+            f"have their shapes: gradients would be lost. {_ANEW}"
+        )
 
 
 def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.GradScaler | None) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import gradstore_grads, gradstore_ranks
+from pipeline.arguments import check_factor, check_limit, check_norm_type, shown
 from pipeline.gradstore_keys import Key, Keys, Params
 from pipeline.gradstore_slot import Index, Slot, check_grad, parts, values
 
@@ -57,7 +58,7 @@ class GradStore:
 
     def __init__(self, params: Params | None = None, *, order: str = "arrival", sparse: str = "densify") -> None:
         for what, choice in (("order", order), ("sparse", sparse)):
-            if choice not in _CHOICES[what]:
+            if not isinstance(choice, str) or choice not in _CHOICES[what]:
                 raise ValueError(f"{what} is {choice!r}. Use {' or '.join(map(repr, _CHOICES[what]))}.")
         self._densify = sparse == "densify"
         self._keys = Keys(params, order == "index", self._densify)
@@ -96,6 +97,8 @@ class GradStore:
         elif isinstance(grads, Mapping):
             for name, grad in grads.items():
                 store.add_(name, grad)
+        elif isinstance(grads, str | bytes | Tensor) or not isinstance(grads, Sequence):
+            raise TypeError(f"grads is {shown(grads)}. Give a dict by name, a list in the parameters' order, or None.")
         elif len(grads) != len(store._slots):
             raise ValueError(f"there are {len(grads)} gradients of {len(store._slots)} parameters. Give each its own.")
         else:
@@ -175,6 +178,8 @@ class GradStore:
             KeyError: this store is closed and does not know one of the other's keys.
             TypeError, RuntimeError: as `add_`. In any case neither store changes.
         """
+        if not isinstance(other, GradStore):
+            raise TypeError(f"other is {shown(other)}. Give a GradStore.")
         if other is self:
             raise ValueError("a GradStore cannot be merged with itself: its gradients would count twice.")
         other._check_alive()
@@ -217,12 +222,14 @@ class GradStore:
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply all gradients."""
         self._check_alive()
+        check_factor(factor)
         for _, grad in self.items():
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor."""
         self._check_alive()
+        check_norm_type(norm_type)
         entries = (values(grad) for _, grad in self.items())
         return torch.nn.utils.get_total_norm([each for each in entries if each.numel()], norm_type)
 
@@ -231,6 +238,7 @@ class GradStore:
 
         As torch.nn.utils.clip_grad_norm_, which divides by norm + 1e-6.
         """
+        check_limit("max_norm", max_norm)
         total = self.norm(norm_type)
         self.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
         return total
@@ -250,7 +258,7 @@ class GradStore:
             TypeError: dtype is not a real floating-point type.
         """
         self._check_alive()
-        if dtype is not None and not dtype.is_floating_point:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"gradients cannot be held in {dtype}. Use a floating-point type, such as torch.float32.")
         of_complex = None if dtype is None else torch.promote_types(dtype, torch.complex32)
         for slot in self._slots.values():
@@ -288,6 +296,8 @@ class GradStore:
         Raises:
             KeyError, TypeError, ValueError: as `add_`, but each may be on any device; nothing is loaded then.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state is {shown(state)}. Give a dict of gradients by name, as from state_dict().")
         slots = [self._slot(name) for name in state]
         grads = [grad.to(slot.param.device) for slot, grad in zip(slots, state.values(), strict=True)]
         for slot, grad in zip(slots, grads, strict=True):

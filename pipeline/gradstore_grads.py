@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.arguments import check_optimizer
 from pipeline.gradstore_keys import Keys
 from pipeline.gradstore_slot import check_grad, plus
 
@@ -44,6 +45,7 @@ def step(keys: Keys, optimizer: torch.optim.Optimizer) -> None:
             "the GradStore is empty: there is nothing to step with. It was applied already, or nothing was added: run "
             "a backward pass first."
         )
+    check_optimizer(optimizer)
     held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     foreign = [slot.param for slot in grads if id(slot.param) not in held]
     if foreign:

@@ -8,16 +8,20 @@ A tied parameter is one slot under all its names. An open table takes parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from pipeline.arguments import shown
 from pipeline.gradstore_slot import Slot
 
 Key: TypeAlias = Tensor | str
 Params: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]]
+
+
+_PARAMS = "Give a module, a dict or (name, parameter) pairs, or a list of parameters; nothing for an open store."
 
 
 class Keys:
@@ -45,6 +49,8 @@ class Keys:
             if key not in self.names:
                 raise KeyError(f"the GradStore has no parameter named {key!r}.{_nearest(key, self.names)}")
             return self.names[key]
+        if not isinstance(key, Tensor):
+            raise TypeError(f"the key is {shown(key)}. Give a parameter, or its name.")
         if id(key) not in self.slots and not self.is_open:
             raise KeyError(
                 f"the GradStore does not know this parameter of shape {list(key.shape)}. It holds "
@@ -84,8 +90,21 @@ def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:
         return
     if isinstance(params, Tensor):  # an iterable too: of its rows
         raise TypeError("params is one tensor. Give a list: GradStore([parameter]).")
+    if isinstance(params, str | bytes | type) or not isinstance(params, Iterable):
+        raise TypeError(f"params is {shown(params)}. {_PARAMS}")
     for each in params.items() if isinstance(params, Mapping) else params:
-        yield (None, each) if isinstance(each, Tensor) else each
+        if isinstance(each, Tensor):
+            yield None, each
+        elif isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], Tensor):
+            yield _name_in(each), each[1]
+        else:
+            raise TypeError(f"params holds {shown(each)}. {_PARAMS}")
+
+
+def _name_in(pair: Sequence[Any]) -> str:
+    if not isinstance(pair[0], str):
+        raise TypeError(f"params has a parameter named {shown(pair[0])}. Names are strings.")
+    return pair[0]
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.arguments import check_group
 from pipeline.gradstore_slot import Slot, mixed_layouts, sum_dtype
 
 OPS = ("sum", "mean")
@@ -48,6 +49,7 @@ def all_reduce(
     """
     if op not in OPS:
         raise ValueError(f"op is {op!r}. Use 'sum', or 'mean', which divides by the number of ranks.")
+    check_group(group)
     world = dist.get_world_size(group)
     said: list[tuple[str, list[Word]]] = [("", [])] * world
     dist.all_gather_object(said, (op, [_word(name, slot) for name, slot in named]), group=group)

@@ -17,6 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pipeline.arguments import shown
+
 Index: TypeAlias = tuple[int, ...]
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -156,7 +158,9 @@ def mixed_layouts(param: Tensor) -> str:
 
 
 def check_grad(param: Tensor, grad: Tensor) -> None:
-    """Raise where a tensor is no gradient of a parameter."""
+    """Raise where a value is no gradient of a parameter."""
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"the gradient is {shown(grad)}. Give a tensor.")
     if not (grad.is_floating_point() or grad.is_complex()) or grad.requires_grad:
         raise TypeError(
             f"a gradient is a floating-point tensor that requires no grad; got {grad.dtype}, "

@@ -47,6 +47,8 @@ class Loss:
     """
 
     def __init__(self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int]) -> None:
+        if isinstance(loss_fn, type):
+            raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
         self._name = _name(loss_fn)

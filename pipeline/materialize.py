@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeline.arguments import shown
 from pipeline.empties import Empty, Layers, Memory, check_reachable, is_marked, places, survey
 from pipeline.randomness import default_generators, generators_kept, layer_seed
 from pipeline.saved import Saved
@@ -145,8 +146,9 @@ def _sources(how: How) -> tuple[Init | None, State | None]:
     if not isinstance(how, tuple) and callable(how):
         init, state = how, None
     known = state is None or isinstance(state, Mapping | str | PathLike)
+    known = known and not isinstance(how, type | nn.Module)
     if not known or isinstance(how, tuple) and not (callable(init) and state is not None):
-        raise TypeError(f"materialize is {how!r}. {_REMEDY}")
+        raise TypeError(f"materialize is {shown(how)}. {_REMEDY}")
     return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 

@@ -179,6 +179,7 @@ class _Shape:
 def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
     """A tree whose NoChunk marks are gone, and which of its tensors are to be cut."""
     if isinstance(value, Tensor):
+        _refuse_nested((value,), what)
         return Tree((value,), None), (True,)
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_mark)
     whole = {
@@ -193,7 +194,16 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
         raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
     bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
     tree = flatten(bare, what)
+    _refuse_nested(tree.tensors, what)
     return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
+
+
+def _refuse_nested(tensors: Sequence[Tensor], what: str) -> None:
+    if any([tensor.is_nested for tensor in tensors]):
+        raise TypeError(
+            f"{what} holds a nested tensor, which cannot be cut into rows. Give a padded one and a mask: "
+            "torch.nested.to_padded_tensor(x, 0.0)."
+        )
 
 
 def _is_mark(leaf: Any) -> bool:

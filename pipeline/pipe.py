@@ -23,6 +23,7 @@ from partition.contiguous import whole
 from partition.splitting import check_module
 from pipeline import eager_door, forward_door, step_door
 from pipeline.ambient import eagerly, without_autocast
+from pipeline.arguments import check_flag, check_flags, check_limit, check_norm_type, shown
 from pipeline.batchnorm import check_deferrable
 from pipeline.call import Call, Setup
 from pipeline.checkpoint import Policy, check_policy
@@ -30,7 +31,7 @@ from pipeline.driver import check_workers, in_turns
 from pipeline.eager import EagerUpdate
 from pipeline.edge import (
     StageView,
-    cannot_move,
+    check_holds,
     check_placement,
     check_plain,
     check_schedule,
@@ -39,6 +40,7 @@ from pipeline.edge import (
     choose_balance,
     choose_places,
     find_ranks,
+    parameters_of,
     settle,
 )
 from pipeline.gradstore import GradStore
@@ -46,7 +48,7 @@ from pipeline.loss import Loss, LossFn
 from pipeline.materialize import How
 from pipeline.microbatch import Batch, described, gather, scatter, scatter_like
 from pipeline.peers import Alone, Output, Peers, Verdict
-from pipeline.places import Place, place_of
+from pipeline.places import Place, places_of
 from pipeline.plan import plan_forward, plan_step
 from pipeline.plans import Planner, Plans
 from pipeline.randomness import draw_seed
@@ -59,6 +61,7 @@ from pipeline.ranks.replicas import Replicas, check_where, find_replicas
 from pipeline.ranks.replicated import Replicated
 from pipeline.ranks.wrapped import check_over_ranks, check_wrapped
 from pipeline.recall import Known
+from pipeline.settled import Settled, refuse_recording
 from pipeline.skip import routes, verify_skippables
 from pipeline.stateful import Stateful
 from pipeline.step_door import LossEnd, Step
@@ -69,7 +72,7 @@ from pipeline.values import chain
 from scheduler import Schedule, Timeline, verify
 
 
-class Pipe(Stateful):
+class Pipe(Settled, Stateful):
     """An `nn.Sequential` cut into stages, each on its device, that computes a mini-batch in chunks.
 
     Outputs, losses, gradients to any order and buffers are the plain module's. Parameters, buffers and state_dict keep
@@ -136,21 +139,21 @@ class Pipe(Stateful):
         check_wrapped(module)
         check_plain(module)
         check_workers(workers)
-        places = None if devices is None else [place_of(device) for device in devices]
+        check_flag("deferred_batch_norm", deferred_batch_norm)
+        places = places_of(devices)
         check_where(replicas, group, places)
         ranks = find_ranks(group, places, workers, heartbeat, timeout)
         others = find_replicas(replicas, ranks, heartbeat, timeout)
         if ranks is not None or others is not None:
             check_over_ranks(module)
-        self.balance = choose_balance(module, balance, places, ranks)
+        self._balance = choose_balance(module, balance, places, ranks)
         self._places = choose_places(places, len(self.balance), ranks)
-        self.devices = [place.device for place in self._places]
         self._workers = workers
         self._transport = Local()
         verify_skippables(module)
         if deferred_batch_norm:
             check_deferrable(module)
-        self.deferred_batch_norm = deferred_batch_norm
+        self._deferred_batch_norm = deferred_batch_norm
         stages = split(module, self.balance)
         self._values = chain(len(self.balance), routes(stages))
         self._traces: list[Trace] = []
@@ -192,6 +195,28 @@ class Pipe(Stateful):
     # ---------------------------------------------------------------------------------------------------- settings
 
     @property
+    def balance(self) -> list[int]:
+        """How many layers each stage has."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each stage computes."""
+        return [place.device for place in self._places]
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Whether running statistics of BatchNorm layers are updated once for each mini-batch."""
+        return self._deferred_batch_norm
+
+    @deferred_batch_norm.setter
+    def deferred_batch_norm(self, deferred: bool) -> None:
+        check_flag("deferred_batch_norm", deferred)
+        if deferred:
+            check_deferrable(self.to_sequential())
+        self._deferred_batch_norm = deferred
+
+    @property
     def chunks(self) -> int:
         """How many chunks a mini-batch is cut into, at most."""
         return self._chunks
@@ -222,6 +247,8 @@ class Pipe(Stateful):
 
     @schedule.setter
     def schedule(self, schedule: str | Schedule) -> None:
+        if not isinstance(schedule, str | Schedule):
+            raise TypeError(f"schedule is {shown(schedule)}. Give a name of scheduler.names(), or a Schedule.")
         if isinstance(schedule, Schedule):
             verify(schedule)
             check_schedule(schedule, len(self.balance))
@@ -285,6 +312,8 @@ class Pipe(Stateful):
     def _forward(self, input: Any, output: str) -> Any:
         if output not in ("all", "last"):
             raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
+        if torch.jit.is_tracing():
+            refuse_recording("torch.jit.trace")
         with turn() as now, self._peers("forward", torch.is_grad_enabled()) as peers:
             batch = scatter(input, self.chunks)
             grad = torch.is_grad_enabled()
@@ -336,8 +365,11 @@ class Pipe(Stateful):
             "trace": trace, "optimizer": stepper, "scaler": type(scaler).__name__,
         }  # fmt: skip
         with turn(), self._peers("step", averages=True) as peers:
+            check_flags(outputs=outputs, trace=trace)
             check_step(optimizer, clip_grad_norm, scaler, grads)
             batch = scatter(x, self.chunks, "x")
+            if optimizer is not None:
+                check_holds(optimizer, list(self.named_parameters()), [*batch.tree.tensors, *parameters_of(loss_fn)])
             self._refuse_transforms(batch)
             recorder = self._recorder() if trace else None
             aim = scatter_like(target, batch, "the target")
@@ -367,6 +399,7 @@ class Pipe(Stateful):
             x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
         """
         with turn(), self._peers("evaluate") as peers:
+            check_flags(outputs=outputs, trace=trace)
             batch = scatter(x, self.chunks, "x")
             aim = scatter_like(target, batch, "the target")
             flags = [(module, module.training) for module in self.modules()]
@@ -414,6 +447,9 @@ class Pipe(Stateful):
             tensor(5.)
         """
         with turn(), self._peers("clip_grad_norm_") as peers:
+            check_limit("max_norm", max_norm)
+            check_norm_type(norm_type)
+            check_flags(error_if_nonfinite=error_if_nonfinite)
             peers.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
             return step_door.clip_grads(
                 list(self.named_parameters()), max_norm, norm_type, peers, error_if_nonfinite
@@ -660,27 +696,3 @@ class Pipe(Stateful):
 
     def _refuse_transforms(self, batch: Batch) -> None:
         forward_door.refuse_transforms(lambda: [*batch.tree.tensors, *self.parameters(), *self.buffers()])
-
-    # --------------------------------------------------------------------------------------------- moving and loading
-
-    def to(self, *args: Any, **kwargs: Any) -> Pipe:
-        """Cast parameters and buffers, as `nn.Module.to(dtype)`. Devices are the Pipe's own affair.
-
-        Raises:
-            TypeError: a device was given.
-        """
-        given = kwargs.get("device", args[0] if args else None)
-        # Without an accelerator torch fails on a number: it has no device to stand for.
-        device = given if isinstance(given, int) else torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            raise TypeError(cannot_move(f"to({device})"))
-        super().to(*args, **kwargs)
-        return self
-
-    def cuda(self, device: Any = None) -> Pipe:
-        """Refused: see `to`."""
-        raise TypeError(cannot_move("cuda()"))
-
-    def cpu(self) -> Pipe:
-        """Refused: see `to`."""
-        raise TypeError(cannot_move("cpu()"))

@@ -8,9 +8,12 @@ places of other names count as other devices, which happen to share the processo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+
+from pipeline.arguments import shown
 
 
 class Place(NamedTuple):
@@ -38,11 +41,43 @@ class Place(NamedTuple):
         return self.device.type != "cpu"
 
 
+def places_of(devices: Any) -> list[Place] | None:
+    """What is given as the devices of the stages; None: nothing is.
+
+    Raises:
+        TypeError, ValueError: no list of devices.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str | bytes | Mapping | torch.Tensor | type) or not isinstance(devices, Iterable):
+        raise TypeError(
+            f"devices is {shown(devices)}. Give a list with the device of each stage, such as devices=['cpu', 'cpu']."
+        )
+    return [place_of(device) for device in devices]
+
+
 def place_of(device: Place | torch.device | str | int) -> Place:
-    """A device as tensors name theirs: with an index on CUDA, without on the CPU."""
+    """A device as tensors name theirs: with an index on CUDA, without on the CPU.
+
+    Raises:
+        TypeError, ValueError: it is none, or the meta device.
+    """
+    if isinstance(device, Place):
+        found = device.device
+    elif isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(f"a device is {shown(device)}. Give torch.device(...), or its name, such as 'cpu' or 'cuda:0'.")
+    else:
+        try:
+            found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"a device is {device!r}, which torch does not know: {error}") from error
+    if found.type == "meta":
+        raise ValueError(
+            "a stage cannot compute on the meta device, where tensors have no values. Give devices that have memory; "
+            "layers on the meta device get theirs there by Pipe(..., materialize=...)."
+        )
     if isinstance(device, Place):
         return device
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type == "cuda" and found.index is None:
         return Place(torch.device("cuda", torch.cuda.current_device()))
     return Place(torch.device("cpu")) if found.type == "cpu" else Place(found)

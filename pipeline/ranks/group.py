@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.arguments import check_group
 from pipeline.interrupts import Deferral
 from pipeline.ranks.failure import Failure, RankError, exception_of, of_exception, silence
 from pipeline.ranks.meeting import Meeting
@@ -330,6 +331,7 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
     """
     if group is None and not _is_world():
         return None
+    check_group(group)
     group = _process_group(group, timeout)
     if dist.get_world_size(group) == 1:
         return None

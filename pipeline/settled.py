@@ -1,0 +1,84 @@
+"""A module that stays as it was built: nobody moves it to another device, records it, or sets what it was built with.
+
+    pipe.to(torch.float64)             cast, as nn.Module.to
+    pipe.to("cuda:1"), parent.cuda()   TypeError, where any tensor of it would move
+    pipe.devices = [...]               AttributeError: build another one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+_BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "timeout", "heartbeat", "materialize"])
+
+
+class Settled(nn.Module):
+    """What a Pipe refuses, as a module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _BUILT_WITH:
+            raise AttributeError(
+                f"{name} cannot be set: the Pipe was built with it, and its layers are where it says. Build another "
+                f"Pipe of the nn.Sequential, with {name}=..., or set pipe.chunks, pipe.schedule, pipe.checkpoint or "
+                "pipe.deferred_batch_norm."
+            )
+        if isinstance(getattr(type(self), name, None), property):  # nn.Module would take a module for a layer
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Cast parameters and buffers, as `nn.Module.to(dtype)`. Devices are the Pipe's own affair.
+
+        Raises:
+            TypeError: a device was given.
+        """
+        given = kwargs.get("device", args[0] if args else None)
+        # Without an accelerator torch fails on a number: it has no device to stand for.
+        device = given if isinstance(given, int) else torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            _refuse_to_move(f"to({device})")
+        super().to(*args, **kwargs)
+        return self
+
+    def cuda(self, device: Any = None) -> Self:
+        """Refused: see `to`."""
+        _refuse_to_move("cuda()")
+
+    def cpu(self) -> Self:
+        """Refused: see `to`."""
+        _refuse_to_move("cpu()")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What a module around this one calls for its own `.to`, `.cuda`, `.half` and the like."""
+        here = {tensor.device for tensors in (self.parameters(), self.buffers()) for tensor in tensors}
+        for device in here:
+            there = fn(torch.empty(0, device=device)).device
+            if there != device:
+                _refuse_to_move(f"to({there}), by a module around it,")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks for."""
+        refuse_recording("torch.jit.script")
+
+
+def refuse_recording(what: str) -> NoReturn:
+    """Raise: a tool would write the engine down instead of the layers."""
+    raise TypeError(
+        f"{what} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
+        f"{what}(pipe.to_sequential(), ...), or single layers before Pipe(...)."
+    )
+
+
+def _refuse_to_move(what: str) -> NoReturn:
+    raise TypeError(
+        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
+        "module with pipe.to_sequential()."
+    )
