@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +122,31 @@ def within_torchs_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT
 
 
+def _precision(backend: str, operation: str) -> tuple[Callable[[], str], Callable[[str], object]]:
+    """The switch `torch.backends.<backend>.<operation>.fp32_precision`."""
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    return partial(read, backend, operation), partial(write, backend, operation)
+
+
+def _matmul_precision() -> str | None:
+    """What torch.get_float32_matmul_precision() says; None: the switches of the backends say what it cannot.
+
+    It is not asked: where they do, it raises.
+    """
+    found = [torch._C._get_fp32_precision_getter(backend, "matmul") for backend in ("cuda", "mkldnn")]
+    return {"none none": "highest", "ieee ieee": "highest", "tf32 tf32": "high", "tf32 bf16": "medium"}.get(
+        " ".join(found)
+    )
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch._C._set_float32_matmul_precision(precision)
+
+
 # What else changes the kernels that a layer runs on, or the dtype of what it makes: how to read it and how to set it.
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+# A precision that is not set for an operation is that of its backend, or of all: so those come first.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
@@ -130,19 +154,25 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
-    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    *[_precision(*names) for names in (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))],
+    (_matmul_precision, _set_matmul_precision),
+    *[_precision(backend, name) for backend in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")],
 )
 
 
 @contextmanager
 def _switched(values: tuple[Any, ...]) -> Iterator[None]:
-    found = [get() for get, _ in _SWITCHES]
-    for (_, put), value in zip(_SWITCHES, values, strict=True):
-        put(value)
+    found = tuple([get() for get, _ in _SWITCHES])
     try:
+        _switch(values)
         yield
     finally:
-        for (_, put), value in zip(_SWITCHES, found, strict=True):
+        _switch(found)
+
+
+def _switch(values: tuple[Any, ...]) -> None:
+    for (get, put), value in zip(_SWITCHES, values, strict=True):
+        if get() != value:
             put(value)
 
 

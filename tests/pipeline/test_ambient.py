@@ -128,6 +128,7 @@ CONTEXTS = {
     "torch-function mode": ScaleLinear,
     "dispatch mode": ScaleTanh,
     "sdpa kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "precision": lambda: precision("cuda", "matmul"),
     "everything": everything,
 }
 
@@ -150,6 +151,7 @@ def switches():
         torch.is_grad_enabled(),
         tuple(map(id, _get_current_function_mode_stack())),
         tuple(map(id, _get_current_dispatch_mode_stack())),
+        precisions(),
     )
 
 
@@ -241,7 +243,41 @@ PROBES = {
     # Not in the issue's list, but each chooses kernels, so it changes bits if the recomputation does not see it.
     "oneDNN off": (lambda: one_dnn_off(), torch._C._get_mkldnn_enabled),
     "deterministic": (lambda: deterministic(), torch.are_deterministic_algorithms_enabled),
+    "matmul precision": (lambda: matmul_precision("high"), torch.get_float32_matmul_precision),
+    "matmul precision of CPUs": (lambda: matmul_precision("medium"), lambda: precisions()),
+    **{
+        f"precision of {names}": (lambda names=names: precision(*names), lambda: precisions())
+        for names in (("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "rnn"))
+    },
 }
+
+
+def precisions():
+    read = torch._C._get_fp32_precision_getter
+    backends = [("generic", ["all"]), *[(name, ["all", "matmul", "conv", "rnn"]) for name in ("cuda", "mkldnn")]]
+    return [read(backend, operation) for backend, operations in backends for operation in operations]
+
+
+@contextmanager
+def matmul_precision(value):
+    torch.set_float32_matmul_precision(value)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for backend in ("cuda", "mkldnn"):
+            torch._C._set_fp32_precision_setter(backend, "matmul", "none")
+
+
+@contextmanager
+def precision(backend, operation):
+    """One of torch's newer switches, beside which torch.get_float32_matmul_precision() may raise."""
+    before = torch._C._get_fp32_precision_getter(backend, operation)
+    torch._C._set_fp32_precision_setter(backend, operation, "ieee" if operation == "conv" else "tf32")
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter(backend, operation, before)
 
 
 @contextmanager
