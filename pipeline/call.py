@@ -418,21 +418,20 @@ class Call:
         """The gradients of the input's tensors, after a backward. None of them: no tensor wants one."""
         if not any(self._live):
             return (None,) * len(self._live)
-        return self.peers.share_input_grads(self._own_input_grads() if self.has_first else None)
+        shared = self.peers.share_input_grads(self._own_input_grads() if self.has_first else None)
+        return self._at_home(shared)  # from another rank they come to the device of this one
 
     def _own_input_grads(self) -> Grads:
-        chunks = range(self.batch.chunks)
-        taken = [self._at_home(chunk, self._mailbox.take_grads(CALLER, chunk)[0][0]) for chunk in chunks]
+        taken = [self._at_home(self._mailbox.take_grads(CALLER, chunk)[0][0]) for chunk in range(self.batch.chunks)]
         none: Grads = (None,) * len(self.batch.tree.tensors)
         return self.batch.join_grads([grads or none for grads in taken])
 
-    def _at_home(self, chunk: int, grads: Grads) -> Grads:
+    def _at_home(self, grads: Grads) -> Grads:
         """Gradients of the input, where the input is."""
-        carry, first = self._setup.transport.carry, self._setup.places[0]
-        pieces = [piece[chunk] for piece in self.batch.pieces]
+        carry = self._setup.transport.carry
         return tuple([
-            grad if grad is None or grad.device == piece.device else carry(grad, first, Place(piece.device))
-            for grad, piece in zip(grads, pieces, strict=False)
+            grad if grad is None or grad.device == tensor.device else carry(grad, None, Place(tensor.device))
+            for grad, tensor in zip(grads, self.batch.tree.tensors, strict=False)
         ])
 
     def sums(self) -> dict[int, tuple[Tensor, Tensor]]:

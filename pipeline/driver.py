@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class Driver:
         workers: str | None,
     ) -> None:
         self._places = places
-        self._several_gpus = len({place.device for place in places if place.device.type == "cuda"}) > 1
+        self._gpus = {place.device for place in places if place.device.type == "cuda"}
         self._groups: list[list[int]] = []
         self._locks: list[list[threading.Lock]] = []
         self._generators = threading.Lock()  # of the default generators of the host
@@ -105,11 +105,13 @@ class Driver:
         drive_threads(groups, phase.needs, self._on_device(locked), enter, phase.before)
 
     def _on_device(self, perform: Perform) -> Perform:
-        if not self._several_gpus:
+        """Perform with the stage's GPU as the current device; a thread of its own begins with another one."""
+        if not self._gpus or not self.has_threads and self._gpus == {torch.device("cuda", torch.cuda.current_device())}:
             return perform
 
         def on_device(action: Action) -> None:
-            with torch.cuda.device(self._places[action.stage].device):
+            device = self._places[action.stage].device
+            with torch.cuda.device(device) if device in self._gpus else nullcontext():
                 perform(action)
 
         return on_device

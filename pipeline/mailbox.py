@@ -79,7 +79,7 @@ class Mailbox(Post):
                     self._activations[key] = message, None
                 else:
                     parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
-                    self._activations[key] = _of(message, parcel), parcel
+                    self._activations[key] = sent(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Message]:
         found = []
@@ -154,7 +154,7 @@ def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]
     }
 
 
-def _of(message: Message, parcel: Parcel) -> Message:
+def sent(message: Message, parcel: Parcel) -> Message:
     """A message on the tensors that are sent: where they are copies, the originals are not held."""
     if parcel.tensors is message.tree.tensors:
         return message

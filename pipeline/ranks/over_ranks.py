@@ -195,7 +195,10 @@ class OverRanks(Peers):
         self._traffic = traffic()
 
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
-        return RankMailbox(values, self._hosting.rank_of, self._hosting.rank, self, self._current)
+        here = self._hosting.rank
+        return RankMailbox(
+            values, self._hosting.rank_of, here, self, self._current, Place(self._ranks.device), transport
+        )
 
     def _current(self) -> Traffic:
         assert self._now is not None  # a phase has begun
@@ -361,15 +364,18 @@ class OverRanks(Peers):
                 elif rank == self._hosting.last:
                     more.append((dtype, value))
         in_order = [found[name] for name in dict.fromkeys(names.values()) if name in found]
-        told = [torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype)) for dtype, value in [*in_order, *more]]
+        told = [
+            torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
+            for dtype, value in [*in_order, *more]
+        ]
         if not told:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         total: Tensor = torch.linalg.vector_norm(torch.stack(told), norm_type)
         return total.to(self._ranks.device)
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         """One exchange for a few numbers, two for more: the first has the length of every call's first."""
-        mine: list[int] = numbers.contiguous().view(-1).view(torch.int64).tolist()
+        mine: list[int] = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
         few = mine[: _FIRST - 2]
         found = self._ranks.exchange([_MAGIC + 3, len(mine), *few, *[0] * (_FIRST - 2 - len(few))])
         if any(each[:2] != found[0][:2] for each in found):
@@ -381,9 +387,9 @@ class OverRanks(Peers):
         if len(mine) > len(few):
             more = self._ranks.exchange(mine[len(few) :])
             rows = [[*row, *rest] for row, rest in zip(rows, more, strict=True)]
-        total = torch.zeros(len(mine), dtype=torch.float64)
+        total = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
         for row in rows:
-            total += torch.tensor(row, dtype=torch.int64).view(torch.float64)
+            total += torch.tensor(row, dtype=torch.int64, device="cpu").view(torch.float64)
         return total.view(numbers.shape)
 
     def any(self, here: bool) -> bool:

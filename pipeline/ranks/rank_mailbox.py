@@ -1,5 +1,6 @@
 """Where is a value between two actions, if they are on two ranks?
 
+    caller   --moved to this rank's device--> a dict --> F(0, i)
     F(s, i)  --same rank--> a dict --> F(reader, i)
              --other rank--> Sender ==channel==> Receiver --> F(reader, i)        gradients: the same, back
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from pipeline.mailbox import Post
+from pipeline.mailbox import Post, sent
+from pipeline.places import Place
 from pipeline.ranks.traffic import Channel, Key, Traffic
 from pipeline.transports.link import Letter
+from pipeline.transports.local import Local, Parcel
 from pipeline.trees import Grads, Memory, Message, Tree
 from pipeline.values import CALLER, Value, Values
 
@@ -35,17 +38,28 @@ class RankMailbox(Post):
         rank: this one.
         lines: to the others.
         traffic: of the phase that runs.
+        place: where this rank computes.
+        transport: moves there what the caller gives, as that of one process does.
     """
 
     def __init__(
-        self, values: Values, rank_of: Sequence[int], rank: int, lines: Lines, traffic: Callable[[], Traffic]
+        self,
+        values: Values,
+        rank_of: Sequence[int],
+        rank: int,
+        lines: Lines,
+        traffic: Callable[[], Traffic],
+        place: Place,
+        transport: Local,
     ) -> None:
         self._values = values
         self._rank_of = rank_of
         self._rank = rank
         self._lines = lines
         self._traffic = traffic
-        self._activations: dict[Key, Message] = {}
+        self._place = place
+        self._transport = transport
+        self._activations: dict[Key, tuple[Message, Parcel | None]] = {}
         self._gradients: dict[Key, Grads] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
@@ -54,8 +68,11 @@ class RankMailbox(Post):
         for row, message in zip(rows, made, strict=True):
             for reader in row.readers:
                 key = row.name, chunk, reader, False
-                if stage == CALLER or reader == CALLER or self._rank_of[reader] == self._rank:
-                    self._activations[key] = message
+                if stage == CALLER:
+                    parcel = self._transport.send(message.tree.tensors, None, self._place)
+                    self._activations[key] = sent(message, parcel), parcel
+                elif reader == CALLER or self._rank_of[reader] == self._rank:
+                    self._activations[key] = message, None
                 else:
                     memory = tuple((each.origin, until[each.origin]) for each in message.memory)
                     tree = message.tree
@@ -66,7 +83,10 @@ class RankMailbox(Post):
 
     def _taken(self, key: Key, row: Value) -> Message:
         if key in self._activations or row.producer == CALLER:
-            return self._activations.pop(key)
+            message, parcel = self._activations.pop(key)
+            if parcel is not None:
+                self._transport.receive(parcel)
+            return message
         tensors, skeleton, needs_grad, memory = self._receive(key)
         tree = Tree(tuple([tensor for tensor in tensors if tensor is not None]), skeleton)
         return Message(tree, needs_grad, tuple([_memory(each) for each in memory]))
@@ -91,7 +111,7 @@ class RankMailbox(Post):
         return self._receive(key).tensors
 
     def under_way(self, chunk: int) -> Iterator[Memory]:
-        found = [message for (_, number, _, _), message in self._activations.items() if number == chunk]
+        found = [message for (_, number, _, _), (message, _) in self._activations.items() if number == chunk]
         return (memory for message in found for memory in message.memory)
 
     def __len__(self) -> int:

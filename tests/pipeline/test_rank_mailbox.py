@@ -50,7 +50,10 @@ def mailboxes(rank_of):
             orders[rank_of[stage]].append(action._replace(stage=stage))
     wires = Wires()
     boxes = [
-        RankMailbox(values, rank_of, rank, wires.of(rank), lambda rank=rank: Traffic(orders, values, rank_of, rank))
+        RankMailbox(
+            values, rank_of, rank, wires.of(rank), lambda rank=rank: Traffic(orders, values, rank_of, rank),
+            Place(torch.device("cpu")), Local(),
+        )
         for rank in range(len(orders))
     ]
     return values, wires, boxes

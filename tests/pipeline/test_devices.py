@@ -1,0 +1,119 @@
+"""What a call does about devices, shown without an accelerator: by stand-ins for torch.cuda, and the meta device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import Pipe
+from pipeline.ambient import Ambient
+from pipeline.driver import Driver
+from pipeline.mailbox import Mailbox
+from pipeline.peers import Alone
+from pipeline.places import Place
+from pipeline.plan import plan_step
+from pipeline.ranks.rank_mailbox import RankMailbox
+from pipeline.transports.local import Local
+from pipeline.trees import Grads, Message, Tree
+from pipeline.values import CALLER, chain
+from scheduler import Action, by_name
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class CurrentGpu(threading.local):
+    """Each thread begins with GPU 0 as its current one, as CUDA has it."""
+
+    index = 0
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")  # as torch.cuda.device does
+        before, self.index = self.index, device.index
+        try:
+            yield
+        finally:
+            self.index = before
+
+
+@pytest.mark.parametrize("workers", ["inline", "threads", None])
+@pytest.mark.parametrize("devices", [
+    ["cuda:0", "cpu", "cuda:1"], ["cpu", "cuda:1", "cuda:0"], ["cpu", "cuda:1"], ["cuda:1", "cuda:1"], ["cuda:0"],
+    ["cpu", "cpu"],
+])
+def test_every_stage_computes_with_its_gpu_as_the_current_one(
+    devices: list[str], workers: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = CurrentGpu()
+    monkeypatch.setattr(torch.cuda, "device", gpu.entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.index)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    places = [Place(torch.device(device)) for device in devices]
+    seen: dict[Action, int] = {}
+
+    def perform(action: Action) -> None:
+        seen[action] = gpu.index
+
+    plan = plan_step(by_name("1f1b", len(places), 3), places)
+    driver = Driver(places, [[nn.Tanh()] for _ in places], range(len(places)), workers)
+    for in_turns in (False, True):
+        driver.run(plan.phases[0], perform, False, Ambient.capture(["cpu"]), in_turns)
+        assert len(seen) == 6 * len(places)
+        for action, index in seen.items():
+            device = places[action.stage].device
+            assert index == (device.index if device.type == "cuda" else 0), action
+        seen.clear()
+
+
+def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
+    """As in one process; a value between two stages is there already."""
+    values = chain(2, ())
+    nobody: Any = None  # nothing goes to another rank
+    over_ranks = RankMailbox(values, (0, 0), 0, nobody, nobody, Place(META), Local())
+    alone = Mailbox(values, dict.fromkeys(range(2), Place(META)), Local())
+    x = torch.ones(3, 2)
+    for box in (over_ranks, alone):
+        box.put(CALLER, 0, [Message(Tree((x,), None), (True,))])
+        (message,) = box.take(0, 0)
+        assert message.tree.tensors[0].device == META and message.tree.tensors[0].shape == (3, 2)
+        made = torch.ones(3, 2, device="meta")
+        box.put(0, 0, [Message(Tree((made,), None), (True,))])
+        assert box.take(1, 0)[0].tree.tensors[0] is made
+        assert len(box) == 0
+
+
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried: list[Tensor] = []
+
+    def elsewhere(self: Alone, grads: Grads | None) -> Grads:
+        assert grads is not None
+        return tuple([None if grad is None else grad.to(META) for grad in grads])
+
+    def carry(self: Local, tensor: Tensor, source: Place | None, target: Place | None) -> Tensor:
+        assert target is not None
+        if tensor.device != META:  # a sum for a parameter
+            return tensor
+        carried.append(tensor)
+        return torch.full(tensor.shape, 7.0, device=target.device)
+
+    monkeypatch.setattr(Alone, "share_input_grads", elsewhere)
+    monkeypatch.setattr(Local, "carry", carry)
+    x = torch.ones(4, 2, requires_grad=True)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2)
+    if door == "forward":
+        pipe(x).sum().backward()
+    else:
+        pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+    assert x.grad is not None and x.grad.tolist() == [[7.0, 7.0]] * 4
+    assert len(carried) == 1
