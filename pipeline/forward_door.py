@@ -48,7 +48,7 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
         wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
             output = call.peers.share_output(output)
-        joined, needs_grad = output or Output(Tree((torch.zeros(()),), None), [wanted])
+        joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
         owners = call.owners() if any(needs_grad) else []
     except BaseException:
         call.abandon()
@@ -118,7 +118,7 @@ class Backward:
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
-        return result if self.owners else (*result, torch.zeros(0))
+        return result if self.owners else (*result, torch.zeros(0, device="cpu"))
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:

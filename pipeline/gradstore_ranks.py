@@ -95,7 +95,7 @@ def _check_equal(said: Sequence[tuple[str, list[Word]]]) -> None:
 
 def _dtype(column: Column) -> torch.dtype:
     """The widest type that a rank has summed in."""
-    return sum_dtype(*(torch.empty(0, dtype=each.dtype) for each in column if each.dtype))
+    return sum_dtype(*(torch.empty(0, dtype=each.dtype, device="cpu") for each in column if each.dtype))
 
 
 def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[int]]:

@@ -119,7 +119,7 @@ class Loss:
         """How much this mini-batch counts among several: its rows, its count, or 1; and by which of these rules."""
         if self._counts:
             return "count", self._count()
-        whole = torch.ones((), dtype=torch.float64)
+        whole = torch.ones((), dtype=torch.float64, device="cpu")
         return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self._all_rows)
 
     @property

@@ -234,7 +234,7 @@ class Alone(Peers):
 
     @property
     def stand_in(self) -> Tensor:
-        return torch.empty(0, requires_grad=True)
+        return torch.empty(0, requires_grad=True, device="cpu")
 
     def has(self, stage: int) -> bool:
         return True
@@ -280,7 +280,7 @@ class Alone(Peers):
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         if not norms:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         device = norms[0][1].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for _, norm in norms]), norm_type)
         return total

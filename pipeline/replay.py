@@ -182,7 +182,7 @@ class _Inputs:
         places = {key: _Slot(place) for place, key in enumerate(distinct)}
         self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.given = _Given(args, kwargs, tuple(distinct.values()))
-        root = torch.empty(0, requires_grad=True)
+        root = torch.empty(0, requires_grad=True, device="cpu")
         self._saver = _Saver.apply(root, *distinct.values()).grad_fn  # type: ignore[no-untyped-call]
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

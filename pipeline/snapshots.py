@@ -47,7 +47,7 @@ class Snapshot:
         return self._given([flat for _, flat, _ in self._flat], self._clones)
 
     def _given(self, flats: list[Tensor], clones: list[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = [torch.empty(0)] * self._count
+        found: list[Tensor] = [torch.empty(0, device="cpu")] * self._count
         for (places, _, like), flat in zip(self._flat, flats, strict=True):
             for place, view in zip(places, torch._C._nn.unflatten_dense_tensors(flat, like), strict=True):
                 found[place] = view.data  # with a version counter of its own

@@ -315,7 +315,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peer
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     overflowed = peers.any(any(bool(each.item()) for each in found.values()))
     if not found:  # no gradient here: all is frozen, or there are no parameters
-        found[torch.device("cpu")] = torch.zeros(())
+        found[torch.device("cpu")] = torch.zeros((), device="cpu")
     for each in found.values():
         each.fill_(float(overflowed))
 

@@ -127,7 +127,7 @@ def company_of(
         for name, _ in stage.named_parameters()
         if name not in tied
     )
-    nothing = nn.Parameter(torch.empty(0))
+    nothing = nn.Parameter(torch.empty(0, device="cpu"))
     return Company(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
 
 

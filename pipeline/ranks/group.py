@@ -168,7 +168,7 @@ class Ranks:
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Everyone's numbers, by rank. Everyone gives as many."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = self._exchange(mine.view(torch.uint8))
         return [each.view(torch.int64).tolist() for each in found]
 
@@ -176,7 +176,7 @@ class Ranks:
         """Everyone's text, by rank."""
         data = text.encode()
         sizes = [size for (size,) in self.exchange([len(data)])]
-        buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+        buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
         buffer[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
         return [bytes(each[:size].tolist()).decode() for each, size in zip(self._exchange(buffer), sizes, strict=True)]
 
@@ -187,7 +187,7 @@ class Ranks:
         if self.rank == 0:
             return self._as_hub(mine)
         sent = self._of[self.rank, 0].outgoing(0).send(mine)
-        everything = torch.empty(self.size * mine.numel(), dtype=torch.uint8)
+        everything = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
         self._of[0, self.rank].incoming(0).post(everything).wait()
         sent.wait()
         return list(everything.view(self.size, -1))
@@ -204,7 +204,7 @@ class Ranks:
 
     def _as_hub(self, mine: Tensor) -> list[Tensor]:
         others = range(1, self.size)
-        everything = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
+        everything = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
         everything[0] = mine
         for handle in [self._of[rank, 0].incoming(rank).post(everything[rank]) for rank in others]:
             handle.wait()

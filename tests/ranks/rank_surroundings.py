@@ -1,0 +1,70 @@
+"""Does what stands around a call count the same on ranks? Scripts for one_and_many.py.
+
+    layers that draw from Python's and numpy's generators; a default device
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from one_and_many import Found, Make, state_of
+from rank_models import rows, square
+from torch import Tensor, nn
+
+from pipeline.eager import EagerUpdate
+
+
+class Depth(nn.Linear):
+    """Stochastic depth, and noise of numpy's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(numpy.random.rand()) if random.random() < 0.5 else x
+
+
+def drawn_outside_torch(make: Make, stages: int, schedule: str, checkpoint: str) -> Found:
+    """Each rank's generators stand elsewhere; a call leaves them there, so a shuffle is the script's own."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[Depth(4, 4) for _ in range(2 * stages)]).double()
+    pipe = make(model, [2] * stages, 4, schedule=schedule, checkpoint=checkpoint)
+    found: Found = {}
+    random.seed(5)
+    numpy.random.seed(5)
+    for step in range(3):
+        pipe.zero_grad()
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        update = EagerUpdate(optimizer, clip="two_pass", max_norm=0.1) if step == 2 else None
+        found[f"loss {step}"] = pipe.step(rows(8, seed=step), rows(8), loss_fn=square, optimizer=update).loss
+        out = pipe(rows(8, seed=step))
+        square(out, rows(8)).backward()
+        found[f"out {step}"] = out.detach()
+        found |= state_of(pipe, step)
+        found[f"next {step}"] = [random.random(), float(numpy.random.rand())]
+    return found
+
+
+def default_device(make: Make, stages: int, door: str) -> Found:
+    """A default device on which nothing can be computed: only what a script or a layer makes may be there."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(stages)]).double()
+    pipe = make(model, [1] * stages, 3)
+    x, target = rows(6), rows(6, seed=1)
+    found: Found = {}
+    with torch.device("meta"):
+        for step in range(3):
+            if door == "forward":
+                loss = square(pipe(x), target)
+                loss.backward()
+                found[f"norm {step}"] = pipe.clip_grad_norm_(1.0)
+            elif door == "evaluate":
+                loss = pipe.evaluate(x, target, loss_fn=square).loss
+            elif door == "store":
+                loss = pipe.step(x, target, loss_fn=square, grads="store", clip_grad_norm=1.0, trace=True).loss
+            else:
+                optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+                update = EagerUpdate(optimizer, clip="two_pass", max_norm=0.1) if door == "eager" else optimizer
+                loss = pipe.step(x, target, loss_fn=square, optimizer=update).loss
+            found[f"loss {step}"] = loss.detach()
+            found |= state_of(pipe, step)
+    return found

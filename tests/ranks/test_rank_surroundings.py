@@ -1,0 +1,24 @@
+"""What stands around a call counts the same on ranks as in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from crew import Crew
+from one_and_many import agree_all
+
+
+def test_what_layers_draw_from_pythons_and_numpys_generators_is_the_same_on_ranks(crew2: Crew, crew3: Crew) -> None:
+    for crew, loops in ((crew2, 2), (crew3, 1)):
+        cases = [
+            *product((crew.size,), ("1f1b", "gpipe", "zb-h1"), ("always", "never")),
+            (2 * crew.size, "interleaved", "except_last"), (2 * crew.size, "zb-v", "always"),
+        ]  # fmt: skip
+        agree_all(crew, "rank_surroundings:drawn_outside_torch", cases[::loops])
+
+
+@pytest.mark.parametrize("door", ["forward", "step", "store", "eager", "evaluate"])
+def test_a_default_device_is_for_the_script_and_its_layers_alone(crew2: Crew, crew3: Crew, door: str) -> None:
+    for crew in (crew2, crew3):
+        agree_all(crew, "rank_surroundings:default_device", [(crew.size, door)])
