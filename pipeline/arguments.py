@@ -104,6 +104,6 @@ def check_group(group: Any) -> None:
         isinstance(group, distributed.ProcessGroup) or group is distributed.GroupMember.NON_GROUP_MEMBER
     ):
         raise TypeError(
-            f"the group of ranks is {shown(group)}. Give a ProcessGroup (torch.distributed.new_group(ranks)) or a "
+            f"group is {shown(group)}. Give a ProcessGroup (torch.distributed.new_group(ranks)) or a "
             "DeviceMesh of one dimension; None is all ranks."
         )

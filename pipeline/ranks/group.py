@@ -369,8 +369,6 @@ def _process_group(group: Any, timeout: float) -> Any:
         raise ValueError(
             f"group has no place for rank {dist.get_rank()}. Build the Pipe only on the ranks of its group."
         )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}. Give a ProcessGroup, a DeviceMesh of one dimension, or None.")
     return group
 
 

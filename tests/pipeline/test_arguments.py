@@ -164,7 +164,7 @@ WORDS = {
     "True, a device": (lambda: pipe_of(devices=[True, False]), TypeError, r"a device is True\. Give"),
     "meta devices": (lambda: pipe_of(devices=["meta"] * 2), ValueError, r"meta device.*no values.*materialize=\.\.\."),
     "meta places": (lambda: pipe_of(devices=[Place(torch.device("meta"), "a")] * 2), ValueError, r"on the meta device"),
-    "a group's name": (lambda: pipe_of(group="world"), TypeError, r"ranks is 'world'\. Give a ProcessGroup"),
+    "a group's name": (lambda: pipe_of(group="world"), TypeError, r"group is 'world'\. Give a ProcessGroup"),
     "a nested input": (lambda: step_with(x=WRONG["a nested tensor"]), TypeError, r"x holds a nested.*to_padded_"),
     "a nested target": (lambda: step_with(target=WRONG["a nested tensor"]), TypeError, r"the target holds a nested"),
     "a store of 3": (lambda: GradStore(3), TypeError, r"params is 3\. Give a module, a dict or \(name, parameter\)"),
