@@ -1,26 +1,16 @@
-"""python -m pipeline curvature: what goes in, what comes out, and with which status?
+"""The command line, `penstock`, also as `python -m pipeline`: schedules, and curvature.
 
-    words  --options.py-->  Namespace  --target.py-->  operator  --answers.py-->  stdout and files
-       └────── wrong ──────┴──────────── cannot be ────────────┴──►  stderr, in words ──► 2
-    0: done        1: --check found something wrong        2: the command        130: interrupted
-
-    $ python -m pipeline curvature train.py:build --check --top 5 --trace
+    $ penstock schedules draw 1f1b --lanes 4 --chunks 8
+    $ penstock curvature train.py:build --check --top 5 --trace
     $ torchrun --nproc-per-node 4 -m pipeline curvature train.py:build --top 5
-    $ python -m pipeline curvature --help
-
-What the script itself raises is shown with its traceback.
+    $ penstock --help
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-
-from pipeline.curvature.command_line.answers import curvature
-from pipeline.curvature.command_line.options import parse
-from scheduler.command_line.arguments import CommandError
 
 __all__ = ["main"]
 
@@ -29,10 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: the words after `python -m pipeline`; None takes those of this process
+        argv: the words after `penstock`; None takes those of this process
 
     Returns:
-        The exit status.
+        The exit status: 0; 1 where `curvature --check` or `schedules verify` finds something wrong; 2 for a command
+        that cannot be; 130 after an interrupt. What a script itself raises is shown with its traceback.
 
     Example:
         >>> import tempfile
@@ -56,31 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     try:
-        args = parse(argv)
-        status = curvature(args)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # who reads has enough, as head does
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # or Python flushes into the pipe once more
-        return 0
-    except KeyboardInterrupt as error:
-        _say("interrupted", error)
-        return 130
-    except CommandError as error:
-        _say(str(error), error)
-        return 2
-    except (ValueError, TypeError, ArithmeticError, ImportError, OSError) as error:
-        if not _is_ours(error.__traceback__):
-            raise
-        _say(str(error), error)
-        return 2
+        import click
 
-
-def _say(words: str, error: BaseException) -> None:
-    """On stderr, with the error's notes (where a run was saved); over ranks each says who it is."""
-    who = f"rank {os.environ.get('RANK', 0)}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    print("\n".join([who + words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+        from pipeline.curvature.command_line.command import curvature
+        from scheduler.command_line.commands import schedules
+        from scheduler.command_line.running import run
+    except ImportError as error:
+        print(f'the command line needs {error.name}: pip install "penstock-torch[cli]"', file=sys.stderr)
+        return 2
+    words = "Pipeline parallelism for PyTorch: schedules to look at and compare, and the curvature of a model's loss."
+    return run(click.Group("penstock", {"schedules": schedules, "curvature": curvature}, help=words), "penstock", argv,
+               lambda error: isinstance(error, _TOLD) and _is_ours(error.__traceback__))
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
@@ -89,6 +66,9 @@ def _is_ours(trace: TracebackType | None) -> bool:
         trace = trace.tb_next
     name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return str(name).partition(".")[0] == "pipeline"
+
+
+_TOLD = (ValueError, TypeError, ArithmeticError, ImportError, OSError)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What does `python -m scheduler` understand, and what does it do?
+"""The command line of schedules: `penstock schedules`, and `python -m scheduler`.
 
-    words --options.py--> arguments.py --> commands.py --> tables.py, files
+    words --click--> commands.py (options.py: words become a Schedule, Costs, numbers) --> tables.py, files
+    running.py: what goes wrong becomes words on stderr, and an exit status
 """

@@ -1,94 +1,244 @@
-"""What does each command answer?
+"""The commands of schedules: draw, compare, simulate, search, verify.
 
-    options.py: argv --> Namespace --COMMANDS[command]-->  words on stdout, files  ──►  exit status: 0, or 1 where a
-                                                                                       schedule is wrong (verify)
+    words --click, options.py--> schedule, costs, numbers --> a grid or a table on stdout, files
+    exit status: 0; 1 where a schedule is wrong (verify)
 """
 
 import csv
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from io import StringIO
 from itertools import groupby
 from operator import attrgetter
 from shutil import get_terminal_size
+from textwrap import fill
+from typing import Literal
 
+import click
+
+from scheduler import drawing, simulation, verification
 from scheduler.chrome import chrome_trace
-from scheduler.command_line.arguments import costs_of, placement_of, read, schedule_of, write
+from scheduler.command_line.options import (
+    NUMBER,
+    NUMBERS,
+    Command,
+    read,
+    with_costs,
+    with_release,
+    with_schedule,
+    with_sizes,
+    write,
+)
+from scheduler.command_line.running import CommandError
 from scheduler.command_line.tables import show
-from scheduler.comparison import Row, compare
+from scheduler.comparison import Row
+from scheduler.comparison import compare as compared
 from scheduler.costs import Costs
 from scheduler.csv_files import to_csv
-from scheduler.drawing import draw, duration
-from scheduler.errors import ScheduleError
+from scheduler.drawing import duration
+from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.placement import Placement
 from scheduler.plotting import svg
 from scheduler.schedule import Schedule
-from scheduler.searches.searching import search
-from scheduler.simulation import simulate
+from scheduler.schedules import names
+from scheduler.searches import searching
 from scheduler.timeline import Timeline
-from scheduler.verification import verify
 
-__all__ = ["COMMANDS"]
+__all__ = ["schedules"]
+
+Caps = float | tuple[float, ...] | None
+Release = Literal["early", "block"]
 
 
-def _draw(args: Namespace) -> int:
-    schedule, costs = schedule_of(args), costs_of(args)
-    timeline = simulate(schedule, costs, args.release)
-    what = schedule if costs == Costs() and args.release == "early" else timeline  # a schedule also shows its blocks
-    _show_grid(what, args.width)
-    _write_files(args, what, schedule, timeline)
+@click.group(
+    context_settings={"max_content_width": 120},
+    epilog="""\b
+A schedule has lanes (ranks, or devices in one process), each with one or more stages of the model, and cuts a batch
+into chunks. 2F0 is the forward of stage 2 on chunk 0; B is its backward, or I its input and W its weight gradient.
+Exit status: 0; 1 where a schedule is wrong (verify); 2 where the command is, or what it asks for cannot be."""
+)
+def schedules() -> None:
+    """Pipeline schedules: what they look like, how long a step takes, how much each lane holds, and which is best.
+
+    \b
+    examples:
+      penstock schedules draw 1f1b --lanes 4 --chunks 8
+      penstock schedules compare --lanes 8 --chunks 32
+      penstock schedules COMMAND --help
+    """
+
+
+def _with_files(*tables: str) -> Callable[[Command], Command]:
+    """--width, and the files that a schedule can be written to; `tables`: what that of a table is called."""
+
+    def decorate(command: Command) -> Command:
+        table = click.option(*tables, metavar="FILE", help="Write a table with a row for each lane.")
+        trace = click.option("--chrome", metavar="FILE", help="Write a trace for chrome://tracing or Perfetto.")
+        figure = click.option("--svg", "picture", metavar="FILE", help="Write a figure.")
+        width = click.option("--width", type=int, metavar="N", help="Cut the makespan into N columns.")
+        return width(figure(trace(table(command))))
+
+    return decorate
+
+
+@schedules.command(short_help="Draw a schedule as a grid.")
+@with_schedule
+@with_release
+@_with_files("--to-csv")
+@with_costs("stage")
+def draw(
+    schedule: Schedule, release: Release, costs: Costs, width: int | None, picture: str | None, chrome: str | None,
+    to_csv: str | None,
+) -> int:  # fmt: skip
+    """Draws a schedule: a row for each lane, a cell for each slot of time.
+
+    NAMES
+
+    \b
+    examples:
+      penstock schedules draw 1f1b --lanes 4 --chunks 8
+      penstock schedules draw interleaved --lanes 4 --chunks 8 --stages-per-lane 3 --svg interleaved.svg
+      penstock schedules draw zb-h1 --lanes 4 --chunks 8 --forward 1,1,1,2 --width 60
+      penstock schedules draw --csv mine.csv
+    """
+    timeline = simulation.simulate(schedule, costs, release)
+    what = schedule if costs == Costs() and release == "early" else timeline  # a schedule also shows its blocks
+    _show_grid(what, width)
+    _write_files(what, schedule, timeline, picture, chrome, to_csv)
     return 0
 
 
-def _compare(args: Namespace) -> int:
-    costs = costs_of(args)
-    rows = sorted(compare(args.lanes, args.chunks, costs, args.names or None, args.release), key=_ORDERS[args.sort])
-    fits = [args.memory is None or row.fits(args.memory) for row in rows]
+@schedules.command(short_help="Compare schedules in a table.")
+@click.argument("wanted", nargs=-1, metavar="[NAME]...")
+@with_sizes(required=True)
+@click.option("--memory", type=NUMBERS, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
+@click.option("--sort", type=click.Choice(("bubble", "memory", "step")), default="bubble", show_default=True)
+@click.option("--to-csv", "--csv", metavar="FILE", help="Write the table, unrounded.")
+@with_release
+@with_costs("lane")
+def compare(
+    wanted: tuple[str, ...], lanes: int, chunks: int, memory: Caps, sort: str, to_csv: str | None, release: Release,
+    costs: Costs,
+) -> int:  # fmt: skip
+    """Simulates the same model under several schedules, all of them if none is named.
+
+    NAMES
+
+    Costs are of a chunk in all stages of a lane together; where it has several, they share it evenly.
+
+    \b
+    stages     how many a lane has
+    step       how long a step takes
+    bubble     the share of all lanes' time, until the last is done, in which they are idle (the papers' flush rate)
+    span       the same of the longest time from a lane's first start to its last end: what is left where the next
+               step may begin on some lanes while others end this one
+    in flight  how many chunks the fullest lane holds, in whole shares: a chunk in half of its stages counts 0.5
+    memory     what the fullest lane holds, in units of --activation
+
+    \b
+    examples:
+      penstock schedules compare --lanes 8 --chunks 32
+      penstock schedules compare 1f1b zb-h1 interleaved --lanes 8 --chunks 32 --link 0.1 --sort step
+      penstock schedules compare --lanes 4 --chunks 16 --forward 3,3,3,4 --input 3 --weight 2 --kept 0.4 --memory 4
+    """
+    rows = sorted(compared(lanes, chunks, costs, wanted or None, release), key=_ORDERS[sort])
+    fits = [memory is None or row.fits(memory) for row in rows]
     defined = [(row, fit) for row, fit in zip(rows, fits) if not row.reason]
-    print(f"{args.lanes} lanes, {args.chunks} chunks; a chunk on a lane: {_spelt(costs)}\n")
+    print(f"{lanes} lanes, {chunks} chunks; a chunk on a lane: {_spelt(costs)}\n")
     columns = ["schedule", "stages", "step", "bubble", "span", "in flight", "memory"]
-    columns += [] if args.memory is None else [f"fits {_listed(args.memory)}"]
-    cells = [[*_cells(row), *([] if args.memory is None else [_YES_NO[fit]])] for row, fit in defined]
+    columns += [] if memory is None else [f"fits {_listed(memory)}"]
+    cells = [[*_cells(row), *([] if memory is None else [_YES_NO[fit]])] for row, fit in defined]
     if defined:
         show(columns, cells, ["" if fit else "dim" for _, fit in defined])
     for row in rows[len(defined):]:
         print(f"{row.name}: {row.reason}")
-    if args.to_csv is not None:
-        write(args.to_csv, _table(rows, None if args.memory is None else fits))
+    if to_csv is not None:
+        write(to_csv, _table(rows, None if memory is None else fits))
     return 0
 
 
-def _simulate(args: Namespace) -> int:
-    schedule = schedule_of(args)
-    timeline = simulate(schedule, costs_of(args), args.release)
-    why = "" if args.why is None else timeline.why_idle(*args.why)
+@schedules.command(short_help="How long a step takes, and why.")
+@with_schedule
+@click.option("--why", nargs=2, type=NUMBER, metavar="LANE TIME", help="What that lane does then, or waits for.")
+@with_release
+@with_costs("stage")
+def simulate(schedule: Schedule, why: tuple[int, float] | None, release: Release, costs: Costs) -> int:
+    """Says how long a step takes, what each lane does and holds, and which chain of actions makes it take so long.
+
+    NAMES
+
+    \b
+    examples:
+      penstock schedules simulate 1f1b --lanes 4 --chunks 8 --link 0.2
+      penstock schedules simulate zb-h1 --lanes 4 --chunks 8 --kept 0.5 --why 0 9
+      penstock schedules simulate --csv mine.csv --forward 1,1.2,0.9,1
+    """
+    timeline = simulation.simulate(schedule, costs, release)
+    reason = "" if why is None else timeline.why_idle(*why)
     print(_about(schedule))
     print(f"makespan      {duration(timeline.makespan, timeline.unit)}")
     print(f"flush bubble  {timeline.bubble:.2%} of lanes x makespan")
     print(f"span bubble   {timeline.span_bubble:.2%} of lanes x the longest time from a lane's start to its end\n")
     show(["lane", "start", "end", "busy", "idle", "pairs in flight", "memory"], list(_lanes(timeline)))
     print(f"\n{_path(timeline)}")
-    if why:
-        print(f"\n{why}")
+    if reason:
+        print(f"\n{reason}")
     return 0
 
 
-def _search(args: Namespace) -> int:
-    found = search(
-        costs_of(args), args.lanes, args.chunks, args.memory, args.objective,
-        placement=placement_of(args), split=not args.whole, seed=args.seed, effort=args.effort,
+@schedules.command(short_help="Look for a better schedule.")
+@with_sizes(required=True)
+@click.option("--objective", type=click.Choice(("flush", "span")), default="flush", show_default=True,
+              help="What is to be short: the step, or the longest time from a lane's first start to its last end.")
+@click.option("--memory", type=NUMBERS, metavar="CAP", help="What a lane may hold, in units of --activation: for all "
+              "lanes, or a list; none: any amount.")
+@click.option("--placement", type=click.Choice(("linear", "loop", "vee")), help="One stage a lane (linear, the "
+              "default), several (loop), or two, there and back (vee).")
+@click.option("--stages-per-lane", type=int, metavar="N", help="Of a loop; default: 2.")
+@click.option("--whole", is_flag=True, help="Split no backward into I and W.")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random moves.")
+@click.option("--effort", type=NUMBER, default=1, show_default=True, metavar="X", help="2 searches twice as long.")
+@_with_files("--to-csv", "--csv")
+@with_costs("stage")
+def search(
+    lanes: int, chunks: int, objective: Literal["flush", "span"], memory: Caps, placement: str | None,
+    stages_per_lane: int | None, whole: bool, seed: int, effort: float, costs: Costs, width: int | None,
+    picture: str | None, chrome: str | None, to_csv: str | None,
+) -> int:  # fmt: skip
+    """Looks for the order of actions that is shortest under these costs and fits the memory.
+
+    Says what no order can be below, and what the best named schedule takes.
+
+    \b
+    examples:
+      penstock schedules search --lanes 4 --chunks 12 --forward 1,1.2,0.9,1 --memory 4
+      penstock schedules search --lanes 4 --chunks 8 --placement vee --svg found.svg --to-csv found.csv
+    """
+    where = _placement(placement, lanes, stages_per_lane)
+    found = searching.search(
+        costs, lanes, chunks, memory, objective, placement=where, split=not whole, seed=seed, effort=effort
     )
     print(f"{found}\n")
-    _show_grid(found.timeline, args.width)
-    _write_files(args, found.timeline, found.schedule, found.timeline)
+    _show_grid(found.timeline, width)
+    _write_files(found.timeline, found.schedule, found.timeline, picture, chrome, to_csv)
     return 0
 
 
-def _verify(args: Namespace) -> int:
-    schedule = read(args.file)
+@schedules.command(short_help="Say whether a schedule in a file is right.")
+@click.argument("file")
+def verify(file: str) -> int:
+    """Says that a schedule is right (exit status 0), or all that is wrong with it (exit status 1).
+
+    FILE is a table with a row for each lane, or a printed schedule.
+
+    \b
+    examples:
+      penstock schedules verify mine.csv
+    """
+    schedule = read(file)
     try:
-        verify(schedule)
+        verification.verify(schedule)
     except ScheduleError as error:
         print(error)
         return 1
@@ -96,14 +246,25 @@ def _verify(args: Namespace) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Namespace], int]] = {
-    "draw": _draw, "compare": _compare, "simulate": _simulate, "search": _search, "verify": _verify,
-}
+_NAMES = fill(f"NAME is one of {', '.join(names())}.", 72, subsequent_indent="    ", break_on_hyphens=False)
+for _command in schedules.commands.values():
+    _command.help = (_command.help or "").replace("NAMES", f"\b\n    {_NAMES}")
+
+
+def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Placement | None:
+    """Where a search puts the stages; None where the command leaves it open."""
+    if kind == "loop" or kind is None and stages_per_lane is not None:
+        several = 2 if stages_per_lane is None else stages_per_lane
+        refuse_unless_whole("stages_per_lane", several, least=1)
+        return Placement.loop(lanes, lanes * several)
+    if stages_per_lane is not None:
+        raise CommandError(f"--placement {kind} says how many stages a lane has. Drop --stages-per-lane.")
+    return None if kind is None else getattr(Placement, kind)(lanes)
 
 
 def _show_grid(what: Schedule | Timeline, width: int | None) -> None:
     """The grid; on a terminal that is too narrow for it, also what to do."""
-    text = draw(what, width)
+    text = drawing.draw(what, width)
     print(text)
     columns, room = max(map(len, text.splitlines())), get_terminal_size().columns
     if sys.stdout.isatty() and columns > room:
@@ -111,14 +272,17 @@ def _show_grid(what: Schedule | Timeline, width: int | None) -> None:
               "less -S.", file=sys.stderr)
 
 
-def _write_files(args: Namespace, what: Schedule | Timeline, schedule: Schedule, timeline: Timeline) -> None:
+def _write_files(
+    what: Schedule | Timeline, schedule: Schedule, timeline: Timeline, picture: str | None, trace: str | None,
+    table: str | None,
+) -> None:  # fmt: skip
     title = f"{schedule.name}: {schedule.lanes} lanes, {schedule.chunks} chunks"
-    if args.svg is not None:
-        write(args.svg, svg(what, title=title))
-    if args.chrome is not None:
-        write(args.chrome, chrome_trace(timeline, name=title))
-    if args.to_csv is not None:
-        write(args.to_csv, to_csv(schedule))
+    if picture is not None:
+        write(picture, svg(what, title=title))
+    if trace is not None:
+        write(trace, chrome_trace(timeline, name=title))
+    if table is not None:
+        write(table, to_csv(schedule))
 
 
 def _about(schedule: Schedule) -> str:

@@ -1,8 +1,11 @@
-"""How do rows of words become a table? With rich: in styles on a terminal, as plain text into a pipe."""
+"""A table of words, printed by rich: in styles on a terminal, as plain text into a pipe."""
 
 from collections.abc import Sequence
 
-from scheduler.command_line.arguments import CommandError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 __all__ = ["show"]
 
@@ -15,24 +18,12 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence
         rows: the cells of each row
         styles: of each row, in rich's words ("bold", "dim", "")
 
-    Raises:
-        CommandError: rich is not installed.
-
     >>> show(["schedule", "step", "bubble"], [["zb-h1", "27", "11.1%"], ["1f1b", "33", "27.3%"]])
     schedule  step  bubble
     ──────────────────────
     zb-h1       27   11.1%
     1f1b        33   27.3%
     """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        raise CommandError(
-            'tables are printed by rich, which is not installed: pip install "penstock-torch[cli]"'
-        ) from None
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if number else "left", no_wrap=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.__main__ import main
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.curvature.command_line.options import parse
+from pipeline.curvature.command_line.command import curvature
 from pipeline.curvature.results.result import Result
 
 SCRIPT = '''
@@ -240,42 +240,22 @@ def test_a_check_that_fails_ends_with_status_1_and_nothing_else_is_computed(
     assert "SOMETHING IS WRONG" in text and "WRONG\n" in text and "eigenvalue" not in text
 
 
-def test_tables_do_without_rich(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"{script}:plain", "--top", "2", "--layers", "1", "--samples", "4"]
-    with_rich = answer(capsys, *words)
-    imported = builtins.__import__
-
-    def without(name: str, *others: Any, **named: Any) -> Any:
-        if name.partition(".")[0] == "rich":
-            raise ImportError(name)
-        return imported(name, *others, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    bare = answer(capsys, *words)
-    assert "─" in with_rich and "─" not in bare
-    assert [line.split() for line in with_rich.splitlines() if "─" not in line] == [
-        line.split() for line in bare.splitlines()
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["fit.py:build", "--top", "x"], "'x' is not a whole number"),
-        (["fit.py:build", "--top", "0"], "0 is less than 1"),
-        (["fit.py:build", "--tol", "2"], "2 is not between 0 and 1"),
-        (["fit.py:build", "--tol", "small"], "'small' is not a number"),
+        (["fit.py:build", "--top", "x"], "Invalid value for '--top': 'x' is not a valid integer range."),
+        (["fit.py:build", "--top", "0"], "0 is not in the range x>=1"),
+        (["fit.py:build", "--tol", "2"], "2.0 is not in the range 0<x<1"),
+        (["fit.py:build", "--tol", "small"], "'small' is not a valid float range"),
         (["fit.py:build", "--params", "0,,3"], "no list of names"),
-        (["fit.py:build", "--matrix", "jacobian"], "invalid choice"),
+        (["fit.py:build", "--matrix", "jacobian"], "'jacobian' is not one of 'hessian'"),
         (["fit.py:build", "--trace", "--resume", "run.pt"], "--resume is for --top"),
         (["fit.py:build", "--trace", "--max-products", "9"], "--max-products is for --top"),
         (["fit.py:build", "--top", "--rel", "0.1"], "--rel is for --trace"),
-        ([], "required: TARGET"),
+        ([], "Missing argument 'TARGET'"),
         (["build"], "'build' is no target. Give FILE.py:NAME"),
         (["nowhere.py:build"], "there is no file nowhere.py"),
         (["no_such_module:build"], "there is no module no_such_module. Name a script with its suffix"),
@@ -360,13 +340,23 @@ def test_the_command_line_runs_as_a_module(script: str, tmp_path: Path) -> None:
 
 def test_an_unknown_command_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve"]) == 2
-    assert "invalid choice: 'curve'" in capsys.readouterr().err
+    assert "No such command 'curve'" in capsys.readouterr().err
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["curvature", "--help"])
+    assert main(["curvature", "--help"]) == 0
     text = capsys.readouterr().out
-    for option in vars(parse(["curvature", "fit.py:build"])):
-        if option not in ("command", "target"):
-            assert f"--{option.replace('_', '-')}" in text
+    for option in curvature.params:
+        assert option.opts[0] in text or option.name == "target"
+
+
+def test_penstock_is_a_script_that_is_installed() -> None:
+    (script,) = entry_points(group="console_scripts", name="penstock")
+    assert script.load() is main
+
+
+def test_the_schedules_are_a_command_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("schedules draw gpipe --lanes 2 --chunks 2".split()) == 0
+    assert "makespan 9 slots" in capsys.readouterr().out
+    assert main("schedules draw gpipe --lanes 0 --chunks 2".split()) == 2
+    assert capsys.readouterr().err.startswith("lanes is 0")

@@ -1,4 +1,4 @@
-"""Does `python -m scheduler` say what the functions say, and are its refusals words?"""
+"""`python -m scheduler` says what the functions say; its refusals are words."""
 
 import csv
 import io
@@ -16,8 +16,7 @@ import scheduler.__main__
 from scheduler import Costs, Placement, Schedule, by_name, draw, names, simulate
 from scheduler.__main__ import main
 from scheduler.chrome import timeline_from_chrome
-from scheduler.command_line import commands
-from scheduler.command_line.options import parse
+from scheduler.command_line.commands import schedules
 from scheduler.command_line.tables import show
 from scheduler.comparison import compare
 from scheduler.csv_files import from_csv, to_csv
@@ -56,9 +55,7 @@ def table_in(text):
 
 
 def help_of(command, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse([*command.split(), "--help"])
-    assert not ended.value.code
+    assert main([*command.split(), "--help"]) == 0
     return capsys.readouterr().out
 
 
@@ -97,8 +94,8 @@ def test_costs_are_those_that_are_said(run, said, costs):
 
 
 def test_every_cost_has_an_option_but_for_the_size_of_a_message():
-    said = vars(parse("draw 1f1b".split()))
-    assert {field.name for field in fields(Costs)} - set(said) == {"message"}
+    said = {option.name for option in schedules.commands["draw"].params}
+    assert {field.name for field in fields(Costs)} - said == {"message"}
 
 
 def test_files_hold_what_is_drawn(run):
@@ -286,14 +283,14 @@ def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
 @pytest.mark.parametrize(
     "command, words",
     [
-        ("", "the following arguments are required: COMMAND. See python -m scheduler --help."),
-        ("drew 1f1b", "invalid choice: 'drew'"),
+        ("drew", "No such command 'drew'. Did you mean 'draw'? See python -m scheduler --help."),
+        ("drew 1f1b", "No such command 'drew'."),
         ("draw", "which schedule? Name one (1f1b, "),
         ("draw 1f1b", "1f1b is made for a number of lanes and of chunks. Add --lanes and --chunks."),
         ("draw 1f1b --lanes 2", "Add --chunks."),
         ("draw 1f1b --lanes 0 --chunks 2", "lanes is 0, but must be a whole number of at least 1. Use lanes=1"),
-        ("draw 1f1b --lanes 2.5 --chunks 2", "argument --lanes: '2.5' is not a whole number. See python"),
-        ("draw 1f1b --lane 2 --chunks 2", "unrecognized arguments: --lane"),
+        ("draw 1f1b --lanes 2.5 --chunks 2", "value for '--lanes': '2.5' is not a valid integer. See python"),
+        ("draw 1f1b --lane 2 --chunks 2", "No such option '--lane'. (Did you mean one of: '--lanes', '--link'?)"),
         ("draw 1f1 --lanes 2 --chunks 2", "there is no schedule '1f1'; there are "),
         ("draw zb-h2 --lanes 2 --chunks 2", "Use chunks=4 or more"),
         ("draw gpipe --lanes 2 --chunks 2 --stages-per-lane 2", "gpipe takes no option stages_per_lane"),
@@ -309,20 +306,20 @@ def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
         ("verify no.csv", "cannot read no.csv"),
         ("draw 1f1b --lanes 2 --csv a.csv", "leaves nothing to say for the name, --lanes. Drop one or the other."),
         ("simulate --csv a.csv --option a=1", "leaves nothing to say for --option."),
-        ("simulate 1f1b --lanes 2 --chunks 2 --forward 1,x", "argument --forward: 'x' is not a number, nor a list"),
-        ("simulate 1f1b --lanes 2 --chunks 2 --forward 1,", "argument --forward: '' is not a number, nor a list"),
-        ("simulate 1f1b --lanes 2 --chunks 2 --forward x", "argument --forward: 'x' is not a number. See"),
+        ("simulate 1f1b --lanes 2 --chunks 2 --forward 1,x", "value for '--forward': 'x' is not a number, nor a list"),
+        ("simulate 1f1b --lanes 2 --chunks 2 --forward 1,", "value for '--forward': '' is not a number, nor a list"),
+        ("simulate 1f1b --lanes 2 --chunks 2 --forward x", "Invalid value for '--forward': 'x' is not a number. See"),
         ("simulate 1f1b --lanes 2 --chunks 2 --forward -1", "forward costs -1, but a cost is a finite number"),
         ("simulate 1f1b --lanes 2 --chunks 2 --link nan", "link costs nan"),
         ("simulate 1f1b --lanes 2 --chunks 2 --forward 1,2,3", "forward lists 3 costs but there are 2 stages"),
         ("simulate 1f1b --lanes 2 --chunks 2 --why 2 0", "there is no lane 2 at 0"),
         ("simulate 1f1b --lanes 2 --chunks 2 --why 0.5 0", "lane is 0.5, but must be a whole number"),
-        ("compare --lanes 2", "the following arguments are required: --chunks. See python -m scheduler compare"),
+        ("compare --lanes 2", "Missing option '--chunks'. See python -m scheduler compare"),
         ("compare --lanes 2 --chunks 0", "chunks is 0"),
         ("compare 1f1 --lanes 2 --chunks 2", "Did you mean '1f1b'?"),
         ("compare --lanes 3 --chunks 6 --memory 1,2", "memory lists 2 caps but there are 3 lanes"),
         ("compare --lanes 3 --chunks 6 --memory nan", "memory costs nan"),
-        ("compare --lanes 3 --chunks 6 --sort name", "argument --sort: invalid choice: 'name'"),
+        ("compare --lanes 3 --chunks 6 --sort name", "Invalid value for '--sort': 'name' is not one of"),
         ("search --lanes 3 --chunks 6 --placement vee --stages-per-lane 2", "Drop --stages-per-lane."),
         ("search --lanes 3 --chunks 6 --stages-per-lane 0", "stages_per_lane is 0"),
         ("search --lanes 3 --chunks 0", "chunks is 0"),
@@ -331,7 +328,7 @@ def test_verify_prints_all_faults_and_ends_with_status_1(run, tmp_path):
         ("search --lanes 3 --chunks 6 --memory 0.5", "memory of lane 0 is 0.5, but one chunk alone holds 1"),
         ("search --lanes 3 --chunks 6 --memory 1,2", "memory lists 2 caps but there are 3 lanes"),
         ("search --lanes 3 --chunks 6 --forward 1,2", "forward lists 2 costs but there are 3 stages"),
-        ("search --lanes 3 --chunks 6 --objective step", "argument --objective: invalid choice: 'step'"),
+        ("search --lanes 3 --chunks 6 --objective step", "Invalid value for '--objective': 'step' is not one of"),
         ("compare --lanes 3 --chunks 6 --csv .", "cannot write .: Is a directory"),
     ],
 )
@@ -348,8 +345,8 @@ def test_what_cannot_be_is_refused_in_words_on_stderr_with_status_2(run, tmp_pat
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_says_what_there_is(command, capsys):
     text = help_of(command, capsys)
-    assert text.startswith(f"usage: python -m scheduler {command}".rstrip())
-    assert f"  python -m scheduler {command or 'draw'} " in text[text.index("\nexamples:\n"):]
+    assert text.startswith(f"Usage: python -m scheduler {command}".rstrip())
+    assert f"  penstock schedules {command or 'draw'} " in text[text.index("examples:\n"):]
     listed = set(COMMANDS) if not command else set(names()) if command in ("draw", "compare", "simulate") else set()
     assert listed <= set(re.findall(r"[\w-]+", text))
     assert max(map(len, text.splitlines())) <= 120
@@ -358,21 +355,21 @@ def test_help_says_what_there_is(command, capsys):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_in_the_help_runs(run, tmp_path, capsys, command):
     (tmp_path / "mine.csv").write_text(to_csv(by_name("zb-h1", 4, 6)))
-    examples = re.findall(rf"^  python -m scheduler ({command} .*)$", help_of(command, capsys), re.MULTILINE)
+    examples = re.findall(rf"^    penstock schedules ({command} .*)$", help_of(command, capsys), re.MULTILINE)
     assert examples
     for example in examples:
         status, text, said = run(f"{example} --effort 0" if command == "search" else example)
         assert (status, said) == (0, "") and text
 
 
-def test_without_rich_tables_are_refused_with_how_to_install_it_and_the_rest_works(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    for command in ("compare", "simulate 1f1b"):
-        status, _, said = run(f"{command} --lanes 2 --chunks 2")
-        assert (status, said) == (
-            2, 'tables are printed by rich, which is not installed: pip install "penstock-torch[cli]"\n'
-        )
-    assert run("draw 1f1b --lanes 2 --chunks 2") == (0, draw(by_name("1f1b", 2, 2)) + "\n", "")
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_its_libraries_the_command_line_says_what_to_install(run, monkeypatch, missing):
+    for name in [name for name in sys.modules if name.startswith("scheduler.command_line")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    status, text, said = run("draw 1f1b --lanes 2 --chunks 2")
+    assert (status, text) == (2, "") and said.startswith(f"the command line needs {missing}")
+    assert said.endswith('pip install "penstock-torch[cli]"\n')
 
 
 def test_on_a_terminal_what_does_not_fit_is_dim(monkeypatch):
@@ -434,10 +431,10 @@ def test_the_words_and_the_status_are_those_of_the_process(monkeypatch, capsys):
 
 
 def test_an_interrupt_is_no_traceback(run, monkeypatch):
-    def interrupt(args):
+    def interrupt(**given):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(commands.COMMANDS, "draw", interrupt)
+    monkeypatch.setattr(schedules.commands["draw"], "callback", interrupt)
     assert run("draw 1f1b") == (130, "", "interrupted\n")
 
 

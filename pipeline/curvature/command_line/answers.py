@@ -1,6 +1,6 @@
-"""What does `python -m pipeline curvature` answer?
+"""The answers of `penstock curvature`.
 
-    Namespace --target.py--> operator --> check, top, trace, layers, density, in this order
+    Request --target.py--> operator --> check, top, trace, layers, density, in this order
                                                   each: words on rank 0's stdout, and a file in --save
     status: 0; 1 where --check finds something wrong
 
@@ -12,29 +12,29 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from pipeline.curvature.command_line.request import Request
 from pipeline.curvature.command_line.target import operator_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.ritz import WHICH
 from pipeline.curvature.operators import Operator
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import aligned, with_error
-from scheduler.command_line.arguments import CommandError
-from scheduler.command_line.tables import show as show_with_rich
+from pipeline.curvature.results.tables import with_error
+from scheduler.command_line.running import CommandError
+from scheduler.command_line.tables import show as show_table
 
-__all__ = ["curvature"]
+__all__ = ["answer"]
 
 Found = TypeVar("Found", bound=Result)
 
 
-def curvature(args: Namespace) -> int:
+def answer(request: Request) -> int:
     """Answers all that a command asks.
 
     Returns:
@@ -43,31 +43,31 @@ def curvature(args: Namespace) -> int:
     Raises:
         CommandError: what is asked cannot be.
     """
-    _check_files(args)
-    A = operator_of(args)
-    answers = _Answers(A, args)
+    _check_files(request)
+    A = operator_of(request)
+    answers = _Answers(A, request)
     answers.say(_about(A))
-    if args.check and not answers.give("check", A.check(seed=args.seed)).ok:
+    if request.check and not answers.give("check", A.check(seed=request.seed)).ok:
         answers.wait()
         return 1
-    show = False if args.quiet else None
-    if args.top is not None:
+    show = False if request.quiet else None
+    if request.top is not None:
         found = A.top_eigenpairs(
-            args.top, which=args.which, tol=args.tol, max_products=args.max_products, seed=args.seed,
-            resume=args.resume, show=show,
+            request.top, which=request.which, tol=request.tol, max_products=request.max_products, seed=request.seed,
+            resume=request.resume, show=show,
         )
         answers.give("top", found, _show_eigenvalues)
-    if args.trace is not None:
-        answers.give("trace", A.trace(args.trace, rel=args.rel, seed=args.seed, show=show))
-    if args.layers is not None:
+    if request.trace is not None:
+        answers.give("trace", A.trace(request.trace, rel=request.rel, seed=request.seed, show=show))
+    if request.layers is not None:
         blocks = A.per_layer(
-            args.layers, samples=args.samples, which=args.which, tol=args.tol, seed=args.seed, show=show
+            request.layers, samples=request.samples, which=request.which, tol=request.tol, seed=request.seed, show=show
         )
         answers.give("layers", blocks, _show_layers)
-    if args.density is not None:
-        spectrum = A.density(steps=args.steps, runs=args.runs, seed=args.seed, show=show)
+    if request.density is not None:
+        spectrum = A.density(steps=request.steps, runs=request.runs, seed=request.seed, show=show)
         answers.give("density", spectrum)
-        answers.picture(spectrum, args.density)
+        answers.picture(spectrum, request.density)
     answers.wait()
     return 0
 
@@ -75,8 +75,8 @@ def curvature(args: Namespace) -> int:
 class _Answers:
     """Where answers go: words to rank 0's stdout, results into a folder."""
 
-    def __init__(self, A: Operator, args: Namespace) -> None:
-        self._space, self._folder = A.space, args.save
+    def __init__(self, A: Operator, request: Request) -> None:
+        self._space, self._folder = A.space, request.save
         self._speaks = A.space.rank == 0
 
     def say(self, words: str) -> None:
@@ -92,7 +92,7 @@ class _Answers:
         elif self._speaks:
             print(found, flush=True)
         if self._folder is not None:
-            self._save(name, found)
+            self._save(self._folder, name, found)
         return found
 
     def picture(self, found: Result, path: str) -> None:
@@ -105,29 +105,29 @@ class _Answers:
         if self._space.ranks > 1:
             self._space.sum_over(torch.zeros(1, dtype=torch.float64))
 
-    def _save(self, name: str, found: Result) -> None:
+    def _save(self, folder: Path, name: str, found: Result) -> None:
         if isinstance(found, Eigenpairs) and self._space.ranks > 1:  # each has its part of the vectors
-            found.save(self._folder / f"{name}.rank{self._space.rank}.npz")
+            found.save(folder / f"{name}.rank{self._space.rank}.npz")
         elif self._speaks:
-            found.save(self._folder / f"{name}.npz")
+            found.save(folder / f"{name}.npz")
 
 
-def _check_files(args: Namespace) -> None:
+def _check_files(request: Request) -> None:
     """What would fail after hours fails now."""
-    if args.density:
-        if Path(args.density).suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {args.density}).")
+    if request.density:
+        if Path(request.density).suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {request.density}).")
         if importlib.util.find_spec("matplotlib") is None:
             raise CommandError(
                 'pictures need matplotlib, which is not installed: pip install "penstock-torch[curvature]"'
             )
-        if not Path(args.density).resolve().parent.is_dir():
-            raise CommandError(f"cannot write {args.density}: its folder is not there. Make it first.")
-    if args.save is not None:
+        if not Path(request.density).resolve().parent.is_dir():
+            raise CommandError(f"cannot write {request.density}: its folder is not there. Make it first.")
+    if request.save is not None:
         try:
-            args.save.mkdir(parents=True, exist_ok=True)
+            request.save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CommandError(f"cannot make the folder {args.save}: {error.strerror}. Give another.") from None
+            raise CommandError(f"cannot make the folder {request.save}: {error.strerror}. Give another.") from None
 
 
 def _about(A: Operator) -> str:
@@ -146,8 +146,8 @@ def _show_eigenvalues(found: Eigenpairs) -> None:
         [str(place), f"{value:+.6g}", f"{residual * found.scale:.1e}", f"{residual:.1e}"]
         for place, (value, residual) in enumerate(pairs, 1)
     ]
-    _show(["", "eigenvalue", "error at most", "relative residual"], cells,
-          ["" if residual <= found.tol else "dim" for _, residual in pairs])
+    show_table(["", "eigenvalue", "error at most", "relative residual"], cells,
+               ["" if residual <= found.tol else "dim" for _, residual in pairs])
     if not found.converged:
         print(f"NOT CONVERGED: {found.why}")
 
@@ -164,12 +164,4 @@ def _show_layers(found: LayerSpectra) -> None:
         [name, f"{size:,}", *(with_error(values[row], errors[row]) for values, errors in columns)]
         for row, (name, size) in enumerate(zip(found.names, found.sizes, strict=True))
     ]
-    _show(heads, cells)
-
-
-def _show(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """A table; without rich a plain one."""
-    try:
-        show_with_rich(columns, rows, styles)
-    except CommandError:
-        print(*aligned([columns, *rows]), sep="\n")
+    show_table(heads, cells)

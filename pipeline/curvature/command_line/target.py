@@ -1,4 +1,4 @@
-"""Which matrix do the words `train.py:build` stand for?
+"""The operator that the words `train.py:build` stand for.
 
     FILE.py:NAME   --import-->  what NAME is  --called, if it can be-->  (model, data, loss_fn)
     MODULE:NAME                                                          {"model": ..., "data": ..., ...}
@@ -11,57 +11,56 @@ import importlib
 import importlib.util
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from pipeline.curvature.command_line.options import MATRICES
+from pipeline.curvature.command_line.request import MATRICES, Request
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian, Operator
 from pipeline.pipe import Pipe
-from scheduler.command_line.arguments import CommandError
+from scheduler.command_line.running import CommandError
 
 __all__ = ["operator_of"]
 
 _CLASSES: dict[str, type[Operator]] = dict(zip(MATRICES, (Hessian, GaussNewton, EmpiricalFisher), strict=True))
 
 
-def operator_of(args: Namespace) -> Operator:
+def operator_of(request: Request) -> Operator:
     """The operator that a command names.
 
     Raises:
         CommandError: there is no such file, module or name; or it is nothing to make an operator from.
     """
-    found = _found(args.target)
+    found = _found(request.target)
     if isinstance(found, Operator):
-        return _as_it_is(args, found)
-    words: dict[str, Any] = _words(args.target, found)
-    if args.params is not None:
-        words["params"] = args.params
-    if args.train_mode:
+        return _as_it_is(request, found)
+    words: dict[str, Any] = _words(request.target, found)
+    if request.params is not None:
+        words["params"] = request.params
+    if request.train_mode:
         words["training"] = True
-    words.setdefault("seed", args.seed)
-    _refuse_whole_on_each(args.target, words.get("model"))
+    words.setdefault("seed", request.seed)
+    _refuse_whole_on_each(request.target, words.get("model"))
     try:
-        return _CLASSES[args.matrix or "hessian"](**words)
+        return _CLASSES[request.matrix or "hessian"](**words)
     except TypeError as error:
         if "argument" not in str(error):  # of the call itself
             raise
-        raise CommandError(f"{args.target} gives a dict that does not fit: {error}. Its keys are arguments of "
+        raise CommandError(f"{request.target} gives a dict that does not fit: {error}. Its keys are arguments of "
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
 
 
-def _as_it_is(args: Namespace, found: Operator) -> Operator:
-    others = {"--matrix": args.matrix, "--params": args.params, "--train-mode": args.train_mode or None}
+def _as_it_is(request: Request, found: Operator) -> Operator:
+    others = {"--matrix": request.matrix, "--params": request.params, "--train-mode": request.train_mode or None}
     given = [option for option, value in others.items() if value is not None]
     if given:
         raise CommandError(
-            f"{args.target} gives an operator, {found!r}, which leaves nothing to say for {', '.join(given)}. Drop "
+            f"{request.target} gives an operator, {found!r}, which leaves nothing to say for {', '.join(given)}. Drop "
             "them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(args.target, found._pipe)
+    _refuse_whole_on_each(request.target, found._pipe)
     return found
 
 

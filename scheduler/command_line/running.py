@@ -1,0 +1,67 @@
+"""A click command run to its exit status: what goes wrong is told in words on stderr.
+
+    words --click--> the command's function ──► 0, or the status that it returns
+      └── wrong ──────────┴── cannot be ──────► 2, in words on stderr          Ctrl-C ──► 130
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import click
+
+from scheduler.errors import ScheduleError
+
+__all__ = ["CommandError", "run"]
+
+
+class CommandError(Exception):
+    """What is wrong with a command, and what to do."""
+
+
+def run(
+    command: click.Command,
+    name: str,
+    argv: Sequence[str] | None,
+    is_told: Callable[[Exception], bool] = lambda error: False,
+) -> int:
+    """Runs a command.
+
+    Args:
+        command: what to run
+        name: how help calls it
+        argv: the words after the name; None takes those of this process
+        is_told: whether another exception is told in its words alone, without a traceback
+
+    Returns:
+        The exit status.
+    """
+    try:
+        with command.make_context(name, list(sys.argv[1:] if argv is None else argv)) as context:
+            status = command.invoke(context)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.UsageError as error:
+        _say(f"{error.format_message()} See {error.ctx.command_path if error.ctx else name} --help.", error)
+    except (CommandError, ScheduleError) as error:
+        _say(str(error), error)
+    except BrokenPipeError:  # who reads has enough, as head does
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # or Python flushes into the pipe once more
+        return 0
+    except KeyboardInterrupt as error:
+        _say("interrupted", error)
+        return 130
+    except Exception as error:
+        if not is_told(error):
+            raise
+        _say(str(error), error)
+    return 2
+
+
+def _say(words: str, error: BaseException) -> None:
+    """On stderr, with the error's notes (where a run was saved); over ranks each says who it is."""
+    who = f"rank {os.environ.get('RANK', 0)}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    print("\n".join([who + words, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
