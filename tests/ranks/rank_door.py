@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,6 +215,17 @@ def switched(make: Make, stages: int) -> Found:
         loss.backward()
         found |= {f"{step} loss": loss.detach(), f"{step} out": out.detach(), **state_of(pipe, step)}
     return found
+
+
+def readme() -> int:
+    """Run README's Python blocks in order, as they stand; how many there are without the doctests."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, object] = {}
+    scripts = [block for block in blocks if not block.startswith(">>>")]
+    for script in scripts:
+        exec(compile(script, "README.md", "exec"), names)
+    return len(scripts)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

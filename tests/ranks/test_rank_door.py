@@ -91,6 +91,11 @@ def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_cal
             assert wrong == []
 
 
+def test_the_blocks_of_the_readme_run_over_ranks(crew2: Crew, crew3: Crew) -> None:
+    for crew in (crew2, crew3):
+        assert crew.run("rank_door:readme") == [4] * crew.size
+
+
 SCRIPT = '''
 import sys
 import torch
