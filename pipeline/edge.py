@@ -247,7 +247,7 @@ def check_step(
     if clip is not None and optimizer is None and grads == "param":
         raise ValueError(
             "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
-            "torch.nn.utils.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
+            "pipe.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
         )
     if scaler is not None and optimizer is None and clip is not None:
         raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")

@@ -23,6 +23,7 @@ from pipeline import gradstore_grads, gradstore_ranks
 from pipeline.arguments import check_factor, check_limit, check_norm_type, shown
 from pipeline.gradstore_keys import Key, Keys, Params
 from pipeline.gradstore_slot import Index, Slot, check_grad, parts, values
+from pipeline.ranks.parts import refuse_norm
 
 _CHOICES = {"order": ("arrival", "index"), "sparse": ("densify", "error")}
 
@@ -227,9 +228,14 @@ class GradStore:
             grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor."""
+        """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor.
+
+        Raises:
+            RuntimeError: these are a rank's part of a Pipe's gradients.
+        """
         self._check_alive()
         check_norm_type(norm_type)
+        refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
         entries = (values(grad) for _, grad in self.items())
         return torch.nn.utils.get_total_norm([each for each in entries if each.numel()], norm_type)
 

@@ -56,6 +56,7 @@ from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, val
 from pipeline.ranks.company import Company, company_of
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.over_ranks import OverRanks
+from pipeline.ranks.parts import is_part
 from pipeline.ranks.replica_shares import layout_of
 from pipeline.ranks.replicas import Replicas, check_where, find_replicas
 from pipeline.ranks.replicated import Replicated
@@ -191,6 +192,13 @@ class Pipe(Settled, Stateful):
             self._modules.update(elsewhere)
             peers.share_ties(company.hosting.tied(self))
             peers.agree(Verdict(None, None, True))
+        is_part(self)
+
+    def __setstate__(self, state: Any) -> None:
+        """A copy has parameters of its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._company is not None:
+            is_part(self)
 
     # ---------------------------------------------------------------------------------------------------- settings
 

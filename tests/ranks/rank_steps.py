@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from one_and_many import Found, Make, over_ranks, state_of
+from one_and_many import Found, Make, differences, over_ranks, state_of
 from rank_door import OPTIMIZERS, piped
 from rank_models import even, layered, rows, square
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 
 from pipeline import Pipe
 
@@ -207,6 +210,84 @@ def clipped(make: Make, stages: int, norm: float, to: str) -> Found:
         stepper.step()
         stepper.zero_grad()
     return {**found, **state_of(pipe)}
+
+
+def whole_norm(how: str) -> tuple[str, str, list[str]]:
+    """(what says that this rank's part is not all, on a Pipe and on a copy of it; what the refusals changed)"""
+    pipe = piped(over_ranks, torch.distributed.get_world_size())
+    pipe.eval()  # whose buffers stay
+    words = []
+    for part in (pipe, copy.deepcopy(pipe)):
+        square(part(rows(7)), rows(7)).backward()
+        before = state_of(part)
+        try:
+            WHOLE_NORMS[how](part)
+            words.append("no error")
+        except RuntimeError as error:
+            words.append(str(error))
+        changed = differences(state_of(part), before)
+        part.zero_grad()
+    pipe.step(rows(7), rows(7), loss_fn=square)
+    return words[0], words[1], changed
+
+
+def _lbfgs(pipe: Pipe) -> None:
+    def closure() -> Tensor:
+        loss = square(pipe(rows(7)), rows(7))
+        loss.backward()
+        return loss
+
+    torch.optim.LBFGS(pipe.parameters()).step(closure)
+
+
+def _groups(pipe: Pipe) -> None:
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    clip_grad_norm_(stepper.param_groups[0]["params"], 1e-3)
+
+
+def _stored_norm(pipe: Pipe) -> None:
+    store = pipe.step(rows(7), rows(7), loss_fn=square, grads="store").grads
+    assert store is not None
+    store.clip_(1e-3)
+
+
+WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
+    "torch's": lambda pipe: torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3),
+    "imported before": lambda pipe: clip_grad_norm_(pipe.parameters(), 1e-3, norm_type=torch.inf),
+    "of a list": lambda pipe: clip_grad_norm_([each for each in pipe.parameters() if each.grad is not None], 1e-3),
+    "of groups": _groups,
+    "of some": lambda pipe: clip_grad_norm_([each for each in pipe.parameters() if each.ndim == 1], 1e-3),
+    "of a module around": lambda pipe: clip_grad_norm_(nn.ModuleList([pipe]).parameters(), 1e-3, foreach=False),
+    "the norm alone": lambda pipe: torch.nn.utils.get_total_norm([each.grad for each in pipe.parameters()]),
+    "of a store": _stored_norm,
+    "LBFGS": _lbfgs,
+}
+
+
+def part_norms(make: Make, how: str) -> Found:
+    """What needs no other rank's gradients: a layer's own norm, a parameter's, values, the norm of others."""
+    torch.manual_seed(5)
+    pipe = make(nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]).double(), even(8, 4), 3)
+    torch.manual_seed(6)
+    head = nn.Linear(4, 2).double()
+    stepper = torch.optim.SGD([*pipe.parameters(), *head.parameters()], lr=0.1)
+    found: Found = {}
+    for step in range(2):
+        head(pipe(rows(7, seed=step))).square().mean().backward()
+        if how == "layer":
+            for layer in pipe:
+                clip_grad_norm_(list(layer.parameters()), 1e-2)
+        elif how == "parameter":
+            for parameter in pipe.parameters():
+                clip_grad_norm_(parameter, 1e-2)
+        elif how == "value":
+            torch.nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
+        else:
+            found[f"{step} norm"] = clip_grad_norm_(head.parameters(), 1e-2)
+        found |= state_of(pipe, step)
+        stepper.step()
+        stepper.zero_grad()
+    return found | {"head": head.weight.detach().clone()}
 
 
 def two_pipes(make: Make, stages: int) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -77,6 +78,26 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(crew2: Crew, crew3: Crew)
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, crew4: Crew, to: str) -> None:
     for crew in (crew2, crew3, crew4):
         agree_all(crew, "rank_steps:clipped", product((crew.size,), (2.0, 1.0, float("inf")), (to,)))
+
+
+WHOLE = "is not that of all gradients: other ranks have the other layers of the Pipe.* on every rank"
+REFUSED = {
+    "torch's": WHOLE, "imported before": WHOLE, "of a list": WHOLE, "of groups": WHOLE, "of some": WHOLE,
+    "of a module around": WHOLE, "the norm alone": r"\.weight, .*Call pipe\.clip_grad_norm_\(max_norm\) on every",
+    "of a store": r"Call store\.assign\(\) and pipe\.clip_grad_norm_\(max_norm\), or step\(.*clip_grad_norm=\), on",
+    "LBFGS": r"LBFGS takes inner products over all parameters, and this rank has only its own.*devices=\[\.\.\.\]",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_the_norm_of_one_ranks_part_is_not_taken_for_that_of_all(crew2: Crew, how: str) -> None:
+    for words, of_copy, changed in crew2.run("rank_steps:whole_norm", how):
+        assert re.search(REFUSED[how], words), words
+        assert of_copy == words and changed == []
+
+
+def test_norms_that_need_no_other_ranks_gradients_are_those_of_one_process(crew2: Crew) -> None:
+    agree_all(crew2, "rank_steps:part_norms", [(how,) for how in ("layer", "parameter", "value", "others")])
 
 
 def test_two_pipes_share_the_ranks_and_one_may_feed_the_other(crew2: Crew, crew3: Crew) -> None:

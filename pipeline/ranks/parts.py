@@ -1,0 +1,89 @@
+"""Refusals where torch would take one rank's part of a Pipe's parameters for all of them.
+
+    torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
+    torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
+
+clip_grad_norm_ looks get_total_norm up when it is called, so a check in that place is met however it was imported.
+What is a part is known by the gradients: lists, parameter groups and modules around the Pipe lose every other mark.
+The norm of one layer's gradients is that of one process, and is let pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
+
+
+def is_part(pipe: nn.Module) -> None:
+    """From now on what is taken for all of this Pipe's parameters, though it is a part, is refused."""
+    if not _parts:
+        _check_norms()
+    _parts.add(pipe)
+
+
+def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm_(max_norm)") -> None:
+    """Raise if these are gradients of several layers of a Pipe over ranks, or all that this rank has.
+
+    Args:
+        gradients: whose norm is wanted, `.grad` of parameters; or the parameters, where a store has their gradients.
+        instead: what sees all ranks' gradients.
+    """
+    given = {id(each) for each in gradients} if _parts else ()
+    for pipe in _parts if given else ():
+        own = [(name, param) for name, param in pipe.named_parameters() if param.requires_grad]
+        in_store = any(id(param) in given for _, param in own)
+        is_given = [id(param) in given or id(param.grad) in given for _, param in own]
+        names = [name for (name, _), here in zip(own, is_given, strict=True) if here]
+        others = [
+            name for (name, param), here in zip(own, is_given, strict=True)
+            if not here and (in_store or param.grad is not None)
+        ]  # fmt: skip
+        if names and (not others or len({name.partition(".")[0] for name in names}) > 1):
+            raise RuntimeError(
+                f"the norm of the gradients of {_few(names)} is not that of all gradients: other ranks have the other "
+                f"layers of the Pipe, and each would clip by another norm. Call {instead} on every rank: it takes the "
+                "norm over all of them. (For the norm of one layer's own gradients, where a rank has no other layer: "
+                "torch.linalg.vector_norm and torch.nn.utils.clip_grads_with_norm_.)"
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
+
+
+def _check_norms() -> None:
+    """Put the check before torch's total norm, and before every step of an L-BFGS, once in a process."""
+    total_norm = clip_grad._get_total_norm
+    if getattr(total_norm, "checks_parts", False):
+        return
+
+    @wraps(total_norm)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        refuse_norm(tensors)
+        return total_norm(tensors, *args, **kwargs)
+
+    setattr(checked, "checks_parts", True)
+    setattr(clip_grad, "_get_total_norm", checked)
+    setattr(torch.nn.utils, "get_total_norm", checked)
+    register_optimizer_step_pre_hook(_refuse_lbfgs)
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if any(id(param) in held for pipe in _parts for param in pipe.parameters()):
+        raise RuntimeError(
+            "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe: each "
+            "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer."
+        )
