@@ -55,7 +55,7 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
         raise
     if not any(needs_grad):
         return joined.build(joined.tensors)
-    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners))
+    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, everywhere))
 
 
 def _attach(
@@ -65,10 +65,11 @@ def _attach(
     sizes: Sequence[tuple[int, ...]],
     needs_grad: list[bool],
     owners: Sequence[Tensor],
+    everywhere: bool,
 ) -> Sequence[Tensor]:
     tensors = call.batch.tree.tensors
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    backward = Backward(call, now, sizes, wanted, owners)
+    backward = Backward(call, now, sizes, wanted, owners, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # on other ranks there may be: this one takes part in the backward
         leaves.append(call.peers.stand_in)
@@ -92,7 +93,13 @@ class Backward:
     """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
 
     def __init__(
-        self, call: Call, then: Turn, sizes: Sequence[tuple[int, ...]], wanted: Sequence[int], owners: Sequence[Tensor]
+        self,
+        call: Call,
+        then: Turn,
+        sizes: Sequence[tuple[int, ...]],
+        wanted: Sequence[int],
+        owners: Sequence[Tensor],
+        everywhere: bool,
     ) -> None:
         self.owners = owners
         self._then = then
@@ -100,6 +107,7 @@ class Backward:
         self._sizes = sizes
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
+        self._everywhere = everywhere  # all ranks have the output
         self._is_spent = False  # a backward failed part-way
         self.give_away: GiveAway | None = None  # of the backward under way
 
@@ -142,6 +150,8 @@ class Backward:
             if not retain:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
+        if self._everywhere:
+            self._call.peers.check_output_grads(grads)
         given = self._given_away()
         try:
             self._call.run_backward(parts, retain)

@@ -63,18 +63,36 @@ class Peers(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
         """Make sure that everyone makes the same call.
 
         Args:
             words: what must be the same, by name, in words; given whether the values of the mini-batch are too.
             draws: whether this call draws a seed from torch's default CPU generator.
+            tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
+                finds out whether they are.
 
         Returns:
             The seed of the call; 0 if it draws none.
 
         Raises:
             MismatchError: someone does not.
+        """
+
+    def check_output_grads(self, grads: Grads) -> None:
+        """Have `agree` make sure that everyone's gradients of the output are the same, but for rounding.
+
+        Args:
+            grads: with which this process's backward begins. None: zeros.
+        """
+
+    def compare(self) -> None:
+        """Compare at once what `agree` would.
+
+        Raises:
+            MismatchError: something is not the same on all ranks.
         """
 
     @property
@@ -222,7 +240,9 @@ class Alone(Peers):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
         return draw_seed() if draws else 0
 
     @property

@@ -52,7 +52,7 @@ from pipeline.places import Place, places_of
 from pipeline.plan import plan_forward, plan_step
 from pipeline.plans import Planner, Plans
 from pipeline.randomness import draw_seed
-from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, values_in_words
+from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
 from pipeline.ranks.company import Company, company_of
 from pipeline.ranks.group import Ranks
 from pipeline.ranks.over_ranks import OverRanks
@@ -574,7 +574,8 @@ class Pipe(Settled, Stateful):
         draws: bool = True,
     ) -> Setup:
         """All that a call needs; over ranks everyone has agreed to make it."""
-        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values), draws)
+        tensors = [tensor for each in (batch, aim) if each is not None for tensor in each.tree.tensors]
+        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values), draws, tensors)
         if grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -604,7 +605,7 @@ class Pipe(Settled, Stateful):
         }  # fmt: skip
         if values:
             tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
-            words["the values of the mini-batches"] = values_in_words(tensors)
+            words[VALUES] = values_in_words(tensors)
         return words
 
     def _modes(self) -> str:

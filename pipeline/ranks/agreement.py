@@ -16,7 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pipeline.ranks.fingerprints import parts_of
+
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
+VALUES = "the values of the mini-batches"
 
 
 class MismatchError(RuntimeError):
@@ -42,20 +45,12 @@ def values_in_words(tensors: Sequence[Tensor]) -> str:
 def _in_words(tensor: Tensor) -> str:
     found = hashlib.blake2b(digest_size=16)
     begin: list[object] = []
-    for part in _parts(tensor):
+    for part in parts_of(tensor):
         plain = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         begin = plain[:3].tolist()
         found.update(f"{part.dtype}{list(part.shape)}".encode())
         found.update(plain.view(torch.uint8).numpy().data)
     return f"{' '.join(map(str, begin))} ... (digest {found.hexdigest()})"
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The tensor, or what a sparse one is made of."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    whole = tensor.to_sparse_coo() if tensor.layout is not torch.sparse_coo else tensor
-    return whole.coalesce().indices(), whole.coalesce().values()
 
 
 def encoded(words: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from pipeline.ranks.agreement import (
     values_in_words,
 )
 from pipeline.ranks.company import Company
+from pipeline.ranks.fingerprints import Fingerprint, Sketch, Sketches
 from pipeline.ranks.rank_mailbox import RankMailbox
 from pipeline.ranks.traffic import Traffic
 from pipeline.transports.link import Letter
@@ -41,10 +42,15 @@ from pipeline.values import Values
 from scheduler import Action, Event
 
 _MAGIC = 0x70656E73746F636B  # "penstock"
-_FIRST = 11  # how many numbers a call's first exchange has
+_FIRST = 12  # how many numbers a call's first exchange has
 _AGREED = (
     ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
     "and not on others. Load a checkpoint before the next step"
+)
+_GRADIENTS = (
+    "the gradients of the output differ between the ranks, in its tensor {}: {}. Every rank computes the loss, and all "
+    "must compute the same: give all the same targets and weights, and the same seed to generators that the loss draws "
+    'from; or let the last rank alone compute it, with pipe(x, output="last")'
 )
 _VOTED = (
     "had told the others that all went well, and did not hear from all of them: the step may have taken place on some "
@@ -85,6 +91,10 @@ class OverRanks(Peers):
         self._unfinished: list[int] = []  # ranks that have a letter on its way
         self._interrupts = Deferral()  # from the last vote to the end
         self._standing = ""  # how far the step has come
+        self._words: Callable[[bool], Mapping[str, str]] = lambda values: {}
+        self._mini_batch = Fingerprint(())
+        self._is_compared = True  # the mini-batch, with the others'
+        self._sketches = Sketches(())  # of the gradients of the output
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -113,29 +123,72 @@ class OverRanks(Peers):
             else:
                 self._interrupts.end()
 
-    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
-        """Compare what everyone is about to do: calls 1, 2, 4, 8, ... the values of the mini-batch too."""
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
+        """Compare what everyone is about to do; calls 1, 2, 4, 8, ... compare all values of the mini-batch."""
         values = self.number & (self.number - 1) == 0
-        mine = {
-            "the calls": f"{self._door} of Pipe {self._company.number}, {self._name}",
-            **words(values),
-        }
+        self._words = words
+        mine = self._told(values)
         digests = [digest(text) for text in mine.values()]
+        self._mini_batch = Fingerprint(tensors)
+        here = self._mini_batch.number if self._mini_batch.is_here else 0
         seed = draw_seed() if draws else 0
-        found = self._ranks.exchange([_MAGIC, seed, len(digests), *digests, *[0] * (_FIRST - 3 - len(digests))])
-        if any(each[2:] != found[0][2:] for each in found):
-            texts = self._ranks.exchange_texts(encoded(mine))
-            raise MismatchError(
-                f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
-                "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-                "generators the same seed on every rank."
-            )
+        found = self._ranks.exchange([_MAGIC, seed, here, len(digests), *digests, *[0] * (_FIRST - 4 - len(digests))])
+        numbers = {number for _, _, number, *_ in found}
+        if any(each[3:] != found[0][3:] for each in found) or len(numbers - {0}) > 1:
+            self._refuse()
+        self._is_compared = 0 not in numbers
         if values:
             self._check_ties()
         if not self._series:
             of = digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
             self._series = f"{self._company.number}/{self._door}/{of}"
         return found[0][1]
+
+    def _told(self, values: bool) -> dict[str, str]:
+        """What must be the same on all ranks, in words."""
+        return {"the calls": f"{self._door} of Pipe {self._company.number}, {self._name}", **self._words(values)}
+
+    def _refuse(self) -> NoReturn:
+        """All ranks have seen that something is not: tell each other what.
+
+        Raises:
+            MismatchError: in words.
+        """
+        mine = self._told(True)
+        texts = self._ranks.exchange_texts(encoded(mine))
+        raise MismatchError(
+            f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
+            "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
+            "generators the same seed on every rank."
+        )
+
+    def check_output_grads(self, grads: Grads) -> None:
+        self._sketches = Sketches(grads)
+
+    def compare(self) -> None:
+        numbers = self._to_compare()
+        if numbers != [0]:
+            self._compare(self._ranks.exchange(numbers))
+
+    def _to_compare(self) -> list[int]:
+        """The mini-batch, if not all ranks had its fingerprint when the call began; the gradients of the output."""
+        late = 0 if self._is_compared else self._mini_batch.number
+        return [late, *[_as_bits(value) for sketch in self._sketches.values for value in sketch]]
+
+    def _compare(self, rows: Sequence[Sequence[int]]) -> None:
+        """Make sure that all ranks' numbers are alike; once."""
+        if len({late for late, *_ in rows}) > 1:
+            self._refuse()
+        found = [[_number(bits) for bits in row[1:]] for row in rows]
+        size = len(Sketch._fields)
+        for index in range(len(found[0]) // size):
+            sketches = [Sketch(*row[size * index : size * (index + 1)]) for row in found]
+            if not all(sketch.is_like(sketches[self._hosting.last]) for sketch in sketches):
+                told = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
+                raise MismatchError(_GRADIENTS.format(index, told))
+        self._is_compared, self._sketches = True, Sketches(())
 
     def _check_ties(self) -> None:
         """Raise if copies of a tied parameter are no longer the same."""
@@ -258,7 +311,8 @@ class OverRanks(Peers):
         loss, divisor, reached, hooks = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
         mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor)]
-        found = self._ranks.exchange(mine)
+        found = self._ranks.exchange([*mine, *self._to_compare()])
+        self._compare([each[len(mine) :] for each in found])
         reached, hooks = any(each[1] for each in found), any(each[2] for each in found)
         if steps and reached and not hooks:
             self._call += _AGREED
@@ -266,7 +320,7 @@ class OverRanks(Peers):
         if hooks:
             self._standing = ""
             self._interrupts.end()
-        _, _, _, kind, bits, divides, divisor_bits = found[self._hosting.last]
+        _, _, _, kind, bits, divides, divisor_bits, *_ = found[self._hosting.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
             loss = torch.tensor(_number(bits), dtype=_DTYPES[kind], device=device)
@@ -282,6 +336,7 @@ class OverRanks(Peers):
 
         It is asked for before a rank updates its parameters on its own: from then on interrupts wait.
         """
+        self.compare()
         self._interrupts.begin()
         what = "the divisor"
         if self._hosting.rank != self._hosting.last:
@@ -469,7 +524,11 @@ class OverRanks(Peers):
 
 
 def _bits(value: Tensor | None) -> int:
-    return 0 if value is None else int(struct.unpack("<q", struct.pack("<d", value.item()))[0])
+    return 0 if value is None else _as_bits(value.item())
+
+
+def _as_bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def _number(bits: int) -> float:

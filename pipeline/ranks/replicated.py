@@ -153,7 +153,9 @@ class Replicated(Peers):
         ranks.close()
         ranks.watch.leave()
 
-    def open(self, words: Callable[[bool], Mapping[str, str]], draws: bool = True) -> int:
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
         told: list[Mapping[str, str]] = []
 
@@ -161,7 +163,7 @@ class Replicated(Peers):
             told.append(words(values))
             return {**told[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
 
-        seed = self._inner.open(listening, draws)
+        seed = self._inner.open(listening, draws, tensors)
         found = told[-1] if told else words(False)
         self._words.update({name: found[name] for name in _ALIKE if name in found})
         return seed
@@ -251,6 +253,12 @@ class Replicated(Peers):
 
     # --------------------------------------------------------------------------------------- as the pipeline's own
 
+    def check_output_grads(self, grads: Grads) -> None:
+        self._inner.check_output_grads(grads)
+
+    def compare(self) -> None:
+        self._inner.compare()
+
     @property
     def is_alone(self) -> bool:
         return False
@@ -291,6 +299,7 @@ class Replicated(Peers):
         """
         self._interrupts.begin()
         if self._votes:
+            self._inner.compare()  # what refuses one replica's call refuses all
             self._ranks.watch.at = "the vote of all replicas"
             with lost():
                 found = self._ranks.exchange([self._replicas.number, verdict.hooks])

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from one_and_many import SEED, in_one_process
 from rank_models import even, layered, rows, square
 from torch import nn
 
-from pipeline import Pipe
+from pipeline import EagerUpdate, NoChunk, Pipe
+from pipeline.ranks import fingerprints
 
 Script = Callable[[int, int], object]  # rank, size
 
@@ -119,6 +121,120 @@ def shuffled(odd: bool, size: int) -> object:
     """The same rows in another order: no sum over them tells."""
     x = rows(7)
     return right(size)(x.flip(0) if odd else x)
+
+
+def _third(odd: bool, size: int, call: Callable[[Pipe, torch.Tensor, torch.Tensor], object]) -> object:
+    """Three calls with mini-batches 0, 1, 2; at the third, one rank has left one out, with its targets or without."""
+    pipe = right(size)
+    for index in range(3):
+        call(pipe, rows(7, seed=index), rows(7, seed=10 + index + (odd and index == 2)))
+    return None
+
+
+def later_target(odd: bool, size: int) -> object:
+    return _third(odd, size, lambda pipe, x, y: pipe.step(x, y, loss_fn=square))
+
+
+def later_labels(odd: bool, size: int) -> object:
+    """Whole numbers, of which a few are not the same."""
+    return _third(odd, size, lambda pipe, x, y: pipe.step(x, (y > 0).long(), loss_fn=square))
+
+
+def later_input(odd: bool, size: int) -> object:
+    return _third(odd, size, lambda pipe, x, y: pipe.step(y, x, loss_fn=square))
+
+
+def later_order(odd: bool, size: int) -> object:
+    """The same rows in another order: no sum over all of them tells."""
+    pipe = right(size)
+    for index in range(3):
+        x = rows(7, seed=index)
+        pipe.evaluate(x.flip(0) if odd and index == 2 else x, rows(7), loss_fn=square)
+    return None
+
+
+def later_whole(odd: bool, size: int) -> object:
+    """What goes to every chunk whole, beside a plain value."""
+
+    def call(pipe: Pipe, x: torch.Tensor, y: torch.Tensor) -> object:
+        target = {"y": x, "scale": NoChunk(y[0, 0]), "weight": 2}
+        return pipe.step(x, target, loss_fn=lambda out, target: square(out, target["y"] * target["scale"]))
+
+    return _third(odd, size, call)
+
+
+def later_forward(odd: bool, size: int) -> object:
+    return _third(odd, size, lambda pipe, x, y: pipe(y))
+
+
+def later_evaluate(odd: bool, size: int) -> object:
+    with torch.inference_mode():
+        return _third(odd, size, lambda pipe, x, y: pipe.evaluate(y.requires_grad_(False), x, loss_fn=square))
+
+
+def later_eager(odd: bool, size: int) -> object:
+    def call(pipe: Pipe, x: torch.Tensor, y: torch.Tensor) -> object:
+        update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.0))
+        return pipe.step(x, y, loss_fn=square, optimizer=update)
+
+    return _third(odd, size, call)
+
+
+def other_labels(odd: bool, size: int) -> object:
+    """Each rank draws labels by itself; the outputs are the same."""
+    generator = torch.Generator().manual_seed(int(odd))
+
+    def call(pipe: Pipe, x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.cross_entropy(pipe(x), torch.randint(0, 4, (7,), generator=generator)).backward()
+
+    return _third(False, size, call)
+
+
+def other_scale(odd: bool, size: int) -> object:
+    """A loss scaler whose scale is not the same on all ranks."""
+    return _third(False, size, lambda pipe, x, y: (square(pipe(x), y) * (1 + odd)).backward())
+
+
+def other_part(odd: bool, size: int) -> object:
+    """Of two outputs, one rank's loss leaves one out."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x * 2
+
+    pipe = Pipe(nn.Sequential(*layered(7), Two()), even(8, size), 3)
+    first, second = pipe(rows(7))
+    return (first.sum() if odd else first.sum() + second.sum()).backward()
+
+
+@contextmanager
+def late(odd: bool) -> Iterator[None]:
+    """As if the tensors of one rank were on an accelerator: their fingerprints come when the call is under way."""
+    kept = fingerprints._Coming.__init__
+
+    def init(coming: Any, tensor: torch.Tensor) -> None:
+        kept(coming, tensor)
+        coming.is_here = False
+
+    with pytest.MonkeyPatch.context() as patch:
+        if odd:
+            patch.setattr(fingerprints._Coming, "__init__", init)
+        yield
+
+
+def late_target(odd: bool, size: int) -> object:
+    with late(odd):
+        return later_target(odd, size)
+
+
+def late_forward(odd: bool, size: int) -> object:
+    with late(odd):
+        return later_forward(odd, size)
+
+
+def late_eager(odd: bool, size: int) -> object:
+    with late(odd):
+        return later_eager(odd, size)
 
 
 def batch(odd: bool, size: int) -> object:
@@ -248,8 +364,10 @@ SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, later_chunks, later_schedule, values,
-        target_values, shuffled, batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe,
-        no_grad, input_grad, options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward,
-        retain, extra_call, moved_buffer,
+        target_values, shuffled, later_target, later_labels, later_input, later_order, later_whole, later_forward,
+        later_evaluate, later_eager, other_labels, other_scale, other_part, late_target, late_forward, late_eager,
+        batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe, no_grad, input_grad,
+        options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
+        moved_buffer,
     )
 }  # fmt: skip

@@ -207,6 +207,17 @@ def other_losses() -> list[Told]:
     return [first, told(lambda: pipe.step(x, y, loss_fn=loss))]
 
 
+def other_gradients() -> tuple[Told, bool, bool]:
+    """One rank of one pipeline scales its loss; whether there is a gradient then, and after a right call."""
+    pipe, replica, place = breaking_pipe()
+    x, y = batch(replica, 0, 6)
+    scale = 1 + ((replica, place) == (1, 0))
+    error = told(lambda: (mean_loss(pipe(x), y) * scale).backward())
+    before = any(parameter.grad is not None for parameter in pipe.parameters())
+    mean_loss(pipe(x), y).backward()
+    return error, before, all(parameter.grad is not None for parameter in pipe.parameters())
+
+
 def late() -> tuple[list[Told], bool]:
     """A step that fails; one that rank 0 comes to when the others have given it up; and one that goes well."""
     mesh = mesh_of()

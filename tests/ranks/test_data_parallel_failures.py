@@ -105,6 +105,12 @@ def test_replicas_whose_losses_have_other_parameters_are_told_so(crew2: Crew) ->
         assert then[0] == ""
 
 
+def test_gradients_that_differ_within_one_replica_reach_no_replica(crew4: Crew) -> None:
+    for (kind, words, _, _), before, after in crew4.run("replica_faults:other_gradients"):
+        assert kind == "MismatchError" and words.startswith("the gradients of the output differ between the ranks")
+        assert not before and after
+
+
 def test_a_rank_that_comes_too_late_to_a_call_comes_in_time_to_the_next(crew4: Crew) -> None:
     for found, has_gradients in crew4.run("replica_faults:late"):
         assert [kind for kind, _, _, _ in found] == ["KeyError", "RankError", ""], found

@@ -22,6 +22,17 @@ WORDS = {
     "values": "the values of the mini-batches differ.*the same seed on every rank",
     "target_values": "the values of the mini-batches differ.*the same seed on every rank",
     "shuffled": "the values of the mini-batches differ.*the same seed on every rank",
+    **dict.fromkeys(
+        [
+            "later_target", "later_labels", "later_input", "later_order", "later_whole", "later_forward",
+            "later_evaluate", "later_eager", "late_target", "late_forward", "late_eager",
+        ],
+        r"the values of the mini-batches differ.*\(digest .*the same seed on every rank",
+    ),
+    **dict.fromkeys(
+        ["other_labels", "other_scale", "other_part"],
+        "the gradients of the output differ .*rank 0: norm .*rank 1: norm .*the same targets and weights",
+    ),
     "batch": r"the mini-batches differ.*{odd}: x float64\[8, 4\].*{even}: x float64\[7, 4\]",
     "width": r"the mini-batches differ.*{odd}: x float64\[7, 5\].*{even}: x float64\[7, 4\]",
     "batch_dtype": r"the mini-batches differ.*{odd}: x float32\[7, 4\].*{even}: x float64\[7, 4\]",

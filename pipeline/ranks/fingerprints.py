@@ -1,0 +1,166 @@
+"""Fingerprints: a few numbers that tell whether ranks have the same tensors.
+
+    mini-batch    --sums of the bits of 64 blocks-->  one whole number       the same values have the same, to the bit
+    gradients     --norm, product with weights-->  two floats each         compared with a tolerance: kernels may round
+
+Both cost microseconds, so every call of a Pipe over ranks has them. Of large tensors they see a part. What is on an
+accelerator is summed there, and asked for as late as can be, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST, FEWER = 2**17, 2**13  # elements of a tensor that are looked at; of a larger one fewer, from all over it
+BLOCKS = 64  # of a tensor
+ROWS, ELEMENTS = 64, 2**15  # of a gradient: so many rows, or more if they are short
+TOLERANCE, OF_HALF = 1e-2, 5e-2  # of the norm: kernels that add in another order are within, other labels are not
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """Of some tensors, as they are when this is made: exact, and rows in another order have another one.
+
+    Attributes:
+        is_here: whether the host has it already.
+
+    Example:
+        >>> x = torch.arange(6.0)
+        >>> Fingerprint([x]).number == Fingerprint([x.clone()]).number
+        True
+        >>> Fingerprint([x]).number == Fingerprint([x.flip(0)]).number
+        False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sums = [_Coming(_sums(part)) for tensor in tensors for part in parts_of(tensor.detach())]
+        self.is_here = all(sums.is_here for sums in self._sums)
+
+    @property
+    def number(self) -> int:
+        """From 1 up to 63 bits."""
+        found = hashlib.blake2b(digest_size=8)
+        for sums in self._sums:
+            found.update(sums.value().numpy().data)
+        return int.from_bytes(found.digest(), "little") >> 1 or 1
+
+
+class Sketch(NamedTuple):
+    """Of a gradient.
+
+    Attributes:
+        norm: of the rows that are looked at.
+        product: of these with fixed random weights.
+        tolerance: how far others may be from this, as a part of the norm.
+    """
+
+    norm: float
+    product: float
+    tolerance: float
+
+    def is_like(self, other: Sketch) -> bool:
+        """Whether it may be of the same gradient."""
+        if not all(map(math.isfinite, (*self, *other))):
+            return not (all(map(math.isfinite, self)) or all(map(math.isfinite, other)))
+        most = max(self.tolerance, other.tolerance) * max(self.norm, other.norm)
+        return abs(self.norm - other.norm) <= most and abs(self.product - other.product) <= most
+
+    def __str__(self) -> str:
+        return f"norm {self.norm:.6g}, with random weights {self.product:.6g}"
+
+
+class Sketches:
+    """Of some gradients, as they are when this is made. None counts as zeros."""
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            self._numbers = [None if grad is None else _Coming(_sketch(grad.detach())) for grad in grads]
+        self._tolerances = [OF_HALF if grad is not None and grad.itemsize < 4 else TOLERANCE for grad in grads]
+
+    @property
+    def values(self) -> list[Sketch]:
+        """One for each."""
+        numbers = [(0.0, 0.0) if coming is None else coming.value().tolist() for coming in self._numbers]
+        return [Sketch(norm, product, part) for (norm, product), part in zip(numbers, self._tolerances, strict=True)]
+
+
+class _Coming:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self.is_here = tensor.device.type == "cpu"
+        self._value = tensor
+        if tensor.device.type == "cuda":
+            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._value.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def value(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()  # of the copy alone: not of what has been begun since
+        return self._value.cpu()
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The tensor, or what a sparse one is made of."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    whole = tensor.to_sparse_coo() if tensor.layout is not torch.sparse_coo else tensor
+    return whole.coalesce().indices(), whole.coalesce().values()
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as whole numbers, added up in each of its blocks: no order of adding gives another sum."""
+    tensor = _thinned(tensor).resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    length = bits.numel() // BLOCKS
+    if length < 2:
+        return bits.clone()
+    rest = bits[length * BLOCKS :]
+    sums = bits[: length * BLOCKS].view(BLOCKS, length).sum(1, dtype=bits.dtype)
+    return torch.cat([sums, rest]) if rest.numel() else sums
+
+
+def _thinned(tensor: Tensor) -> Tensor:
+    """Elements from all over a large tensor: the same ones, however it lies in memory."""
+    if tensor.numel() <= MOST:
+        return tensor
+    while tensor.numel() > FEWER:
+        dim = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+        step = min(-(-tensor.numel() // FEWER), max(2, tensor.shape[dim] // 8))
+        tensor = tensor[(slice(None),) * dim + (slice(None, None, step),)]
+    return tensor
+
+
+def _sketch(grad: Tensor) -> Tensor:
+    """The norm and the product, of rows from all over the gradient."""
+    grad = parts_of(grad)[-1]
+    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    if not grad.numel():
+        return torch.zeros(2, device="cpu")
+    grad = grad.reshape(1) if grad.dim() == 0 else grad
+    left = max(ROWS, ELEMENTS // grad.shape[-1])
+    for dim, size in enumerate(grad.shape[:-1]):
+        count = max(1, min(size, left))
+        grad = grad[(slice(None),) * dim + (slice(None, None, max(1, size // count)),)].narrow(dim, 0, min(size, count))
+        left //= count
+    rows = grad.reshape(-1, grad.shape[-1]).to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
+    products = rows @ _weights(rows.shape[1], rows.dtype, rows.device)
+    return torch.stack([torch.linalg.vector_norm(rows), products @ _weights(len(rows), rows.dtype, rows.device)])
+
+
+@lru_cache(maxsize=32)
+def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """From 0.5 to 1.5, of either sign: with signs alone different gradients often have the same product."""
+    numbers = torch.rand(count, generator=torch.Generator(device="cpu").manual_seed(count), device="cpu") * 2 - 1
+    return (numbers + numbers.sign() / 2).to(device, dtype)
