@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
 from pipeline.snapshots import Snapshot
-from pipeline.trees import same_values, storage_of
+from pipeline.trees import detached, same_values, storage_of
 
 
 class _Slot(NamedTuple):
@@ -69,9 +69,9 @@ class Buffers:
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
         places = {storage_of(_now(slot)) for slot in self._slots}
-        return tuple(
-            [tensor.detach().clone() if storage_of(tensor) in places else tensor.detach() for tensor in tensors]
-        )
+        return tuple([
+            out.clone() if storage_of(out) in places else out for out in detached(list(tensors))
+        ])
 
     def before_forward(self, chunk: int) -> None:
         """Clone what is known to change: a recomputation of this chunk may come."""

@@ -54,7 +54,7 @@ def entries(tensors: Sequence[Tensor]) -> list[Entries]:
 
 def _entries(tensor: Tensor) -> Entries:
     dtype = tensor.dtype
-    if type(tensor) is not Tensor or dtype not in _WORDS or tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or dtype not in _WORDS or tensor.layout is not torch.strided or tensor.is_neg():
         return _by_torch(tensor)
     begin = tensor.data_ptr()
     if not begin:  # none of its own, or empty

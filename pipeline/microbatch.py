@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline.ambient import without_function_modes
-from pipeline.trees import Grads, Message, Tree, add_grads, flatten, memory_of, same_structure
+from pipeline.trees import Grads, Message, Tree, add_grads, detached, flatten, memory_of, same_structure
 from pipeline.values import CALLER
 
 
@@ -60,9 +60,9 @@ class Batch:
 
     def message(self, chunk: int, grad: bool) -> Message:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
-        tensors = tuple(piece[chunk].detach() for piece in self.pieces)
+        pieces = [piece[chunk] for piece in self.pieces]
         needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
-        return Message(Tree(tensors, self.tree.skeleton), needs, memory_of(tensors, {}, CALLER, chunk))
+        return Message(Tree(detached(pieces), self.tree.skeleton), needs, memory_of(pieces, {}, CALLER, chunk))
 
     def value(self, chunk: int) -> Any:
         """Chunk `chunk` as the value it is a part of."""

@@ -166,9 +166,15 @@ def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What crosses a stage boundary."""
     if len(tensors) == 1:
-        return (tensors[0].detach(),)
-    return tuple([tensor.detach() for tensor in tensors])
+        return (resolved(tensors[0].detach()),)
+    return tuple([resolved(tensor.detach()) for tensor in tensors])
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values: torch may put off a conjugate or a negative, and mark the tensor."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -182,7 +188,7 @@ def checksums(tensors: Sequence[Tensor]) -> Checksums:
     found = []
     with torch.no_grad():
         for tensor in tensors:
-            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             values = values.to_dense() if values.layout is not torch.strided else values
             values = values if values.is_floating_point() else values.to(torch.float64)
             total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor

@@ -1,6 +1,6 @@
 """Does what stands around a call count the same on ranks? Scripts for one_and_many.py.
 
-    layers that draw from Python's and numpy's generators; a default device
+    layers that draw from Python's and numpy's generators; a default device; values that torch has not computed yet
 """
 
 from __future__ import annotations
@@ -67,4 +67,43 @@ def default_device(make: Make, stages: int, door: str) -> Found:
                 loss = pipe.step(x, target, loss_fn=square, optimizer=update).loss
             found[f"loss {step}"] = loss.detach()
             found |= state_of(pipe, step)
+    return found
+
+
+class Turned(nn.Module):
+    """Complex numbers, passed on with their conjugates and the negative of their imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *others = given
+        for other in others:
+            x = x + other.mean()
+        made = x @ self.weight / 4
+        return made.conj(), made, made.conj().imag, made[0, 0].conj(), made[0, 0].conj().imag
+
+
+class Real(nn.Module):
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        return given[0].real + given[1].imag + given[2]
+
+
+def lazy_values(make: Make, stages: int, door: str, checkpoint: str) -> Found:
+    torch.manual_seed(3)
+    model = nn.Sequential(*[Turned() for _ in range(stages)], Real())
+    pipe = make(model, [1] * (stages - 1) + [2], 3, checkpoint=checkpoint)
+    base = rows(6).to(torch.complex128).requires_grad_()
+    found: Found = {}
+    for step in range(3):
+        if door == "step":
+            found[f"loss {step}"] = pipe.step((base.conj(),), rows(6), loss_fn=square).loss
+        else:
+            loss = square(pipe((base.conj(),)), rows(6))
+            loss.backward()
+            found[f"loss {step}"] = loss.detach()
+        assert base.grad is not None
+        found[f"x.grad {step}"] = base.grad.clone()
+        found |= state_of(pipe, step)
     return found

@@ -22,3 +22,9 @@ def test_what_layers_draw_from_pythons_and_numpys_generators_is_the_same_on_rank
 def test_a_default_device_is_for_the_script_and_its_layers_alone(crew2: Crew, crew3: Crew, door: str) -> None:
     for crew in (crew2, crew3):
         agree_all(crew, "rank_surroundings:default_device", [(crew.size, door)])
+
+
+def test_conjugates_and_negatives_that_torch_has_put_off_cross_ranks(crew2: Crew, crew3: Crew) -> None:
+    for crew in (crew2, crew3):
+        cases = product((crew.size,), ("step", "forward"), ("always", "never"))
+        agree_all(crew, "rank_surroundings:lazy_values", cases)
