@@ -66,6 +66,11 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """The ids of the buffers, as they are when the call begins."""
+        return frozenset([id(slot.tensor) for slot in self._slots])
+
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
         places = {storage_of(_now(slot)) for slot in self._slots}

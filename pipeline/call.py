@@ -186,6 +186,8 @@ class Call:
         """The same call, from its beginning; of this one, which must be abandoned first, no trace is left."""
         for trace, number in zip(self._setup.traces, self._recorded, strict=True):
             trace.forget_from(number)
+        for stage in self.stages:
+            stage.recall.roll_attributes_back()
         return Call(self._setup._replace(compares=False), self.batch)
 
     @property
@@ -243,6 +245,7 @@ class Call:
         """As before the first action; from now on every stage holds the host's generators."""
         for stage in self.stages:
             stage.rewind()
+            stage.recall.roll_attributes_back()
             stage.learn_draws()
         self.loss_sums = {}
         self.outputs = []

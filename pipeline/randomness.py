@@ -76,6 +76,12 @@ def unobserved() -> bool:
     )
 
 
+def is_torchs_own(module: nn.Module) -> bool:
+    """Whether a module is exactly one of torch's that never draw and never write an attribute, and has no hook."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return type(module) in _QUIET and not hooked and "forward" not in vars(module)
+
+
 def _is_quiet(module: nn.Module) -> bool:
     methods = _QUIET.get(type(module))
     return (

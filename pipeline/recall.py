@@ -1,11 +1,11 @@
 """What was so when a stage ran forward, to be so again when it is recomputed; and is what comes out the same?
 
-    before F(i)   buffers and private generators: kept where they will be needed
+    before F(i)   buffers, attributes and private generators: kept where they will be needed
     after F(i)    a few entries of each output are kept, now and then a sum over all of it
-    R(i)          within `as_at_forward(i)`: switches, training flags, buffers, generators; afterwards the outputs are
-    compared
+    R(i)          within `as_at_forward(i)`: switches, training flags, buffers, attributes, generators; afterwards the
+    outputs are compared
 
-What a module keeps elsewhere (a counter, a list) cannot be put back: the comparison finds it.
+What a layer keeps elsewhere (in its class, a global, a closure) cannot be put back: the comparison finds it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from pipeline.ambient import Ambient
+from pipeline.attributes import Attributes
 from pipeline.buffers import Buffers
 from pipeline.checkpoint import Recomputing
 from pipeline.entries import Entries, entries, same_entries
@@ -35,6 +36,7 @@ class Known:
 
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
+    writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     detaches_input: set[int] = field(default_factory=set)  # in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
     only_reads: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # its input, with these training flags
@@ -52,6 +54,7 @@ class Recall:
         known: what earlier calls have found out.
         compares: whether to find that out anew, and to compare whole outputs, not just some entries.
         samples: whether to compare some entries of each output, in every call.
+        tables: what a recomputation finds as it was beside attributes: of parameters, where none stand in for them.
     """
 
     def __init__(
@@ -63,12 +66,18 @@ class Recall:
         known: Known,
         compares: bool,
         samples: bool = True,
+        tables: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.flags = tuple([module.training for module in modules])
         self.key = index, self.flags
         self._known = known
         self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self.key))
         self._modules = modules
+        self._new_attributes = partial(Attributes, modules, tables, self.buffers.ids)
+        self._writes: set[int] = set()  # the ids of tensors on attributes that forwards write
+        looks = compares or index in known.writes_attributes
+        self._attributes = self._attributes_found = self._new_attributes(None if looks else self._writes)
+        self._attributes_at: dict[int, Attributes] = {}
         self._ambient = ambient
         self._stage = stage
         self.compares = compares
@@ -88,11 +97,19 @@ class Recall:
         self._keeps = True
         if self.buffers:
             self.buffers.before_forward(chunk)
+        if self._attributes:
+            self._attributes_at[chunk] = self._attributes_now()
         if self._generators:
             self._states[chunk] = self._generators_now()
 
     def _generators_now(self) -> States:
         return [(generator, generator.get_state()) for generator in self._generators.values()]
+
+    def _attributes_now(self) -> Attributes:
+        if not self._attributes.is_current:
+            self._writes |= self._attributes.written
+            self._attributes = self._new_attributes(self._writes)
+        return self._attributes
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Learn what F changes, and remember what came out."""
@@ -108,6 +125,8 @@ class Recall:
     def note(self) -> None:
         """All forwards have gone well: remember what was seen."""
         self._known.writes_buffers[self.key] = self.buffers.writers
+        if self._writes | self._attributes.written:
+            self._known.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
         """What other stages may have too: buffers by their memory, private generators by their id."""
@@ -128,12 +147,19 @@ class Recall:
         for generator, state in self._found:
             generator.set_state(state)
 
+    def roll_attributes_back(self) -> None:
+        """The same for attributes, where the call runs again. A failure leaves them: they may tell of it."""
+        self._attributes_found.roll_back()
+
     def put_back(self, chunk: int, first: bool) -> None:
         """Make everything what it was before F of `chunk`, which is kept to be recomputed, and has failed."""
         if first:
             self.roll_back()
+            self.roll_attributes_back()
         else:
             self.buffers.put_back(chunk)
+            if chunk in self._attributes_at:
+                self._attributes_at[chunk].roll_back()
             for generator, state in self._states.get(chunk, []):
                 generator.set_state(state)
 
@@ -149,7 +175,7 @@ class Recall:
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
-        if self._differing or self.buffers or self._generators:
+        if self._differing or self._attributes or self.buffers or self._generators:
             return self._put_back(chunk)
         return Recomputing()
 
@@ -159,11 +185,31 @@ class Recall:
             stack.enter_context(Recomputing())
             for differing in self._differing:
                 stack.enter_context(differing())
+            if self._attributes:
+                stack.enter_context(self._attributes_as_before(chunk))
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
                 stack.enter_context(generators_at(self._states[chunk]))
             yield
+
+    @contextmanager
+    def _attributes_as_before(self, chunk: int) -> Iterator[None]:
+        """Within: modules have the attributes that they had before F of `chunk`. At the end: those that were found."""
+        before, found = self._attributes_at[chunk], self._attributes_now()
+        if before is not found or self._writes:
+            before.put_back(self._writes, long=False)
+        try:
+            yield
+        finally:
+            written = found.written
+            if not found.is_current:
+                found.put_back(set())
+        if written:
+            raise CheckpointError(
+                f"a recomputation of {self._stage} wrote a tensor in place that hangs on an attribute of a module, as "
+                "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
+            )
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Raise if a recomputation gave other values than its forward."""
@@ -174,8 +220,9 @@ class Recall:
         if not same:
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
-                "depends on state that is no buffer and has changed since (a counter, an attribute, a tensor in a "
-                "list). Make it a buffer, change it after backward(), or use checkpoint='never' and no create_graph."
+                "depends on state that hangs on no module and has changed since (in its class, a global, a closure). "
+                "Make it an attribute or a buffer, change it after backward(), or use checkpoint='never' and no "
+                "create_graph."
             )
 
     def forget(self, chunk: int) -> None:
@@ -183,12 +230,12 @@ class Recall:
         if not self._keeps:
             return
         self.buffers.forget(chunk)
-        for kept in (self._states, self._entries, self._sums):
+        for kept in (self._states, self._entries, self._sums, self._attributes_at):
             kept.pop(chunk, None)
 
     def release(self) -> None:
         """No recomputation will come any more."""
-        for kept in (self._states, self._entries, self._sums):
+        for kept in (self._states, self._entries, self._sums, self._attributes_at):
             kept.clear()
 
 

@@ -4,15 +4,15 @@
     R    the same inputs --------> the module again, all as it was at F --> what was dropped; outputs are compared
 
 torch's non-reentrant checkpoint does what is autograd's part: it drops what a forward saves, and asks for it again in a
-backward, at every order. What the module finds at R is our part: its attributes, parameters and submodules are those of
-F; buffers, switches and private generators are as `Recall` keeps them; the default generators have their states.
+backward, at every order. What the module finds at R is our part: its attributes, parameters, submodules, buffers,
+switches and private generators are as `Recall` keeps them; the default generators have their states.
 R leaves no trace: afterwards every attribute is as R found it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +66,6 @@ class Replay:
         self._name = name
         self._known = known
         self._compares = compares
-        self._attributes = _Attributes(self._modules)
         held = [(name, tensor) for name, tensor in module.named_parameters() if not is_lazy(tensor)]
         self._parameters = [(name, tensor, versions([tensor])) for name, tensor in held]
         self._inputs = _Inputs(args, kwargs)
@@ -99,7 +98,8 @@ class Replay:
     def _compute_first(self) -> Any:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
         ambient = Ambient.capture(device_types)  # here, where torch's hooks hide those that R must not enter
-        recall = Recall(self._modules, ambient, self._name, 0, self._known, self._compares)
+        tables = [module._parameters for module in self._modules]
+        recall = Recall(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         recall.before_forward(_CHUNK)
         self._begun = _Begun(ambient, recall)
         args, kwargs = self._inputs.take()
@@ -125,7 +125,6 @@ class Replay:
         self._check_parameters()
         recall.resume(ambient.now())
         with ExitStack() as stack:
-            stack.enter_context(self._attributes.put_back())
             stack.enter_context(generators_at(self._generators))
             stack.enter_context(recall.as_at_forward(_CHUNK))
             stack.enter_context(checkpointing(False))
@@ -215,32 +214,6 @@ class _Saver(torch.autograd.Function):
     def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty_like(root)
-
-
-class _Attributes:
-    """What modules hold: their attributes, parameters and submodules. Buffers are Recall's."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._places = [place for each in modules for place in (vars(each), each._parameters, each._modules)]
-        self._then: list[dict[str, Any]] = [dict(place) for place in self._places]
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Within: what they held at first. At the end: what was found."""
-        found: list[dict[str, Any]] = [dict(place) for place in self._places]
-        for place, then in zip(self._places, self._then, strict=True):
-            _become(place, then)
-        try:
-            yield
-        finally:
-            for place, now in zip(self._places, found, strict=True):
-                _become(place, now)
-
-
-def _become(place: dict[str, Any], values: dict[str, Any]) -> None:
-    for key in [key for key in place if key not in values]:
-        del place[key]
-    place.update(values)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -5,14 +5,21 @@
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import is_checkpointing, is_recomputing
+
+T = TypeVar("T")
+
+
+def outside(value: T) -> Callable[[], T]:
+    """A function that gives `value`: of what hangs on a module, a recomputation leaves no trace; of this it does."""
+    return lambda: value
 
 
 class Seen(NamedTuple):
@@ -30,26 +37,31 @@ class Probe(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 3, dtype=torch.float64))
         self.stage = stage
-        self.log = log
-        self.told: list[tuple[bool, bool]] = []  # (is_checkpointing, is_recomputing) of each forward
+        told: list[tuple[bool, bool]] = []
+        self.note, self.all_told = log.append, outside(told)
+
+    @property
+    def told(self) -> list[tuple[bool, bool]]:
+        """(is_checkpointing, is_recomputing) of each forward."""
+        return self.all_told()
 
     def forward(self, x: Tensor) -> Tensor:
         chunk = int(x.detach()[0, 0])
-        self.log.append(Seen("R" if is_recomputing() else "F", self.stage, chunk))
+        self.note(Seen("R" if is_recomputing() else "F", self.stage, chunk))
         self.told.append((is_checkpointing(), is_recomputing()))
         y = torch.cat([x[:, :1], torch.tanh(x[:, 1:] * self.weight)], 1)
-        return _Note.apply(y, self.log, Seen("B", self.stage, chunk))
+        return _Note.apply(y, self.note, Seen("B", self.stage, chunk))
 
 
 class _Note(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, log: list[Seen], seen: Seen) -> Tensor:
-        ctx.log, ctx.seen = log, seen
+    def forward(ctx: Any, x: Tensor, note: Callable[[Seen], None], seen: Seen) -> Tensor:
+        ctx.note, ctx.seen = note, seen
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(ctx.seen)
+        ctx.note(ctx.seen)
         return grad, None, None
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, call_seed, same, step_by_chunks, twins
+from pipeline_probes import outside
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,7 +43,15 @@ class Probe(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.read, self.forwards, self.recomputed = read, [], []
+        self.read, self.notes = read, outside(([], []))
+
+    @property
+    def forwards(self):
+        return self.notes()[0]
+
+    @property
+    def recomputed(self):
+        return self.notes()[1]
 
     def forward(self, x):
         (self.recomputed if is_recomputing() else self.forwards).append(self.read())

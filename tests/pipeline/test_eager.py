@@ -3,6 +3,7 @@
 The reference is always the same Pipe on a twin model with the optimizer itself, or torch's own functions.
 """
 
+import itertools
 import random
 import weakref
 
@@ -11,6 +12,7 @@ import torch
 from eager_twins import everything, same, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_probes import outside
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -697,11 +699,11 @@ class Host(nn.Module):
 
     def __init__(self, drawn):
         super().__init__()
-        self.linear, self.drawn = nn.Linear(WIDTH, WIDTH), drawn
+        self.linear, self.note = nn.Linear(WIDTH, WIDTH), drawn.append
 
     def forward(self, x):
         number = random.random()
-        self.drawn.append(number)
+        self.note(number)
         return self.linear(x) * number
 
 
@@ -749,14 +751,14 @@ class Breaks(nn.Module):
     def __init__(self, where, chunk):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.where, self.chunk, self.count, self.is_armed = where, chunk, 0, False
+        self.where, self.chunk, self.forwards, self.is_armed = where, chunk, outside(itertools.count()), False
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
         y = self.linear(x)
         self.seen += 1
         if self.is_armed:
-            chunk, self.count = self.count, self.count + 1
+            chunk = next(self.forwards())
             if chunk == self.chunk and self.where == "forward":
                 raise ArithmeticError("broken on purpose")
             if chunk == self.chunk:

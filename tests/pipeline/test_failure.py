@@ -2,10 +2,12 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from by_chunks import CHECKPOINTS, ByChunks, assert_same_grads, call_seed, same, step_by_chunks, twins
+from pipeline_probes import outside
 from torch import nn
 
 from pipeline import CheckpointError, Pipe, StuckError, is_recomputing
@@ -38,18 +40,19 @@ class Fuse(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.where, self.count, self.error = None, 0, Trouble
+        self.state = outside(SimpleNamespace(where=None, count=0, error=Trouble))
         self.generator = torch.Generator().manual_seed(11)
 
     def set(self, where, count, error=Trouble):
-        self.where, self.count, self.error = where, count, error
+        vars(self.state()).update(where=where, count=count, error=error)
 
     def burn(self, where):
-        if where == self.where:
-            self.count -= 1
-            if self.count == 0:
-                self.where = None  # once: the next call works
-                raise self.error("burnt")
+        state = self.state()
+        if where == state.where:
+            state.count -= 1
+            if state.count == 0:
+                state.where = None  # once: the next call works
+                raise state.error("burnt")
 
     def forward(self, x):
         self.burn("recomputation" if is_recomputing() else "forward")
