@@ -18,7 +18,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
 
@@ -75,12 +74,17 @@ def _check_norms() -> None:
     setattr(checked, "checks_parts", True)
     setattr(clip_grad, "_get_total_norm", checked)
     setattr(torch.nn.utils, "get_total_norm", checked)
-    register_optimizer_step_pre_hook(_refuse_lbfgs)
+    step = torch.optim.LBFGS.step
+
+    @wraps(step)  # not a hook of all optimizers, with which an EagerUpdate could not step
+    def checked_step(optimizer: torch.optim.LBFGS, *args: Any, **kwargs: Any) -> Any:
+        _refuse_lbfgs(optimizer)
+        return step(optimizer, *args, **kwargs)  # type: ignore[no-untyped-call]  # of torch
+
+    setattr(torch.optim.LBFGS, "step", checked_step)
 
 
-def _refuse_lbfgs(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return
+def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if any(id(param) in held for pipe in _parts for param in pipe.parameters()):
         raise RuntimeError(
