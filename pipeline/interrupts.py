@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+LATE = "this interrupt waited until {} had ended: that has taken place, on all ranks"
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
 
 
@@ -32,10 +33,10 @@ class Deferral:
         >>> deferral.begin()
         >>> signal.raise_signal(signal.SIGINT)
         >>> try:
-        ...     deferral.end()
-        ... except KeyboardInterrupt:
-        ...     print("now")
-        now
+        ...     deferral.end("the section was over")
+        ... except KeyboardInterrupt as error:
+        ...     print("now:", error.__notes__)
+        now: ['the section was over']
     """
 
     def __init__(self) -> None:
@@ -58,8 +59,12 @@ class Deferral:
             raise
         self.is_on = True  # in one instruction; until then, and after `end`, what stands there passes signals on
 
-    def end(self) -> None:
-        """From now on signals come at once. First those come that have waited: their handlers may raise."""
+    def end(self, note: str = "") -> None:
+        """From now on signals come at once. First those come that have waited: their handlers may raise.
+
+        Args:
+            note: for what they raise.
+        """
         self.is_on = False
         handlers, self._handlers = self._handlers, []
         came, self._came = self._came, []
@@ -69,7 +74,12 @@ class Deferral:
                 if standing is not _signal.getsignal(handler.number):  # else someone has set another one since
                     _signal.signal(handler.number, standing)
         finally:
-            _raise(came)
+            try:
+                _raise(came)
+            except BaseException as error:
+                if note:
+                    error.add_note(note)
+                raise
 
     def end_with_backward(self) -> None:
         """End when the backward under way does: if it goes well, gradients have become `.grad` then."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pipeline.interrupts import Deferral
+from pipeline.interrupts import LATE, Deferral
 from pipeline.mailbox import Post
 from pipeline.peers import Output, Part, Peers, Verdict, joined
 from pipeline.places import Place
@@ -121,7 +121,7 @@ class OverRanks(Peers):
             if error is None and self._is_backward:
                 self._interrupts.end_with_backward()
             else:
-                self._interrupts.end()
+                self._interrupts.end(LATE.format(self._door) if error is None else "")
 
     def open(
         self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pipeline.interrupts import Deferral
+from pipeline.interrupts import LATE, Deferral
 from pipeline.mailbox import Post
 from pipeline.peers import Output, Pair, Part, Peers, Verdict
 from pipeline.places import Place
@@ -118,7 +118,7 @@ class Replicated(Peers):
             if error is None and self._is_backward:
                 self._interrupts.end_with_backward()
             else:
-                self._interrupts.end()
+                self._interrupts.end(LATE.format(self._door) if error is None else "")
 
     def _fail(self, error: BaseException, pipeline: Ranks) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""
