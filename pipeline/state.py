@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from pipeline.saved import Saved
 
-_NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
+NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
 
 
 def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     names = _names_of(named_parameters)
     packed = optimizer.state_dict()
     flat: dict[str, Any] = {}
-    for number, group, param in _numbered(optimizer, packed):
+    for number, group, param in numbered(optimizer, packed):
         own = names.get(id(param))
         if own is None:
             raise ValueError(
@@ -70,12 +70,12 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
             )
         if own == [""]:
             continue
-        kept = dict(_flattened(own[0], packed["state"].get(number, {})))
-        shown = kept or dict(_flattened(own[0], _places_for(optimizer, group, param)))
+        kept = dict(flattened(own[0], packed["state"].get(number, {})))
+        shown = kept or dict(flattened(own[0], _places_for(optimizer, group, param)))
         for name in own:
             flat.update({f"state.{name}.{key}": value for key, value in shown.items()})
             flat[f"state_keys.{name}"] = tuple(sorted(kept))
-            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
             flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
     return flat
 
@@ -109,13 +109,13 @@ def load_optimizer_state(
         >>> optimizer.param_groups[0]["lr"]
         0.5
     """
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     names = _names_of(named_parameters)
     entries = _entries(state, {name for own in names.values() for name in own if name}, all_names)
     packed = optimizer.state_dict()
     chosen = _chosen(optimizer, names, entries)
     packed["state"] = {
-        number: nested for number, _, param in _numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
+        number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
     }
     for index, (group, held) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
         group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in held["params"]]))
@@ -145,7 +145,7 @@ def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> Order
 # -------------------------------------------------------------------------------------------------------------- saving
 
 
-def _check_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS keeps its history of all parameters as one, which cannot be saved by name. Save "
@@ -161,7 +161,7 @@ def _names_of(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, list[
     return dict(names)
 
 
-def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], Tensor]]:
+def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], Tensor]]:
     """(number, group, parameter) in the packed state of an optimizer."""
     for held, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for number, param in zip(group["params"], held["params"], strict=True):
@@ -175,13 +175,13 @@ def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple
         )
 
 
-def _flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """What an optimizer keeps for a parameter, with dotted keys where dicts are nested."""
     for key, value in state.items():
         if not isinstance(key, str) or not key or "." in key:
             raise TypeError(f"the optimizer's state of {name!r} has the key {key!r}. Keys are words without dots.")
         if isinstance(value, Mapping):
-            yield from _flattened(name, value, f"{prefix}{key}.")
+            yield from flattened(name, value, f"{prefix}{key}.")
         elif isinstance(value, Tensor | bool | int | float) or value is None:
             yield prefix + key, value
         else:
@@ -234,7 +234,7 @@ class _Entry:
             self.keys = tuple(value)
         elif kind == "state":
             self.state[what] = value
-        elif what not in _NOT_OPTIONS:
+        elif what not in NOT_OPTIONS:
             self.options[what] = value
 
     def nested(self) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _one_of(found: Sequence[tuple[str, _Entry]]) -> _Entry:
     stepped = [(name, entry) for name, entry in found if entry.nested()] or list(found)
     first, chosen = stepped[0]
     for name, entry in stepped[1:]:
-        if not _same(chosen.nested(), entry.nested()) or not _same(chosen.options, entry.options):
+        if not same(chosen.nested(), entry.nested()) or not same(chosen.options, entry.options):
             raise ValueError(
                 f"{first!r} and {name!r} are one parameter, but the state has different values for them. Take the "
                 "entries of one out."
@@ -338,9 +338,9 @@ def _one_of(found: Sequence[tuple[str, _Entry]]) -> _Entry:
     return chosen
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
     return bool(one == other)
@@ -353,7 +353,7 @@ def _options(index: int, members: Iterable[tuple[str, _Entry]]) -> dict[str, Any
         first = first or (name, entry)
         for key in {**first[1].options, **entry.options}:
             one, other = first[1].options.get(key), entry.options.get(key)
-            if not _same(one, other):
+            if not same(one, other):
                 raise ValueError(
                     f"group {index} of the optimizer has {first[0]!r} and {name!r}, which were saved with {key} {one} "
                     f"and {other}. Build the groups as they were when saved."

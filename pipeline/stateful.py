@@ -2,7 +2,7 @@
 
     state_dict()  optimizer_state_dict(o)     this rank's part, for torch.distributed.checkpoint.save
     load_state_dict(s)  load_optimizer_state_dict(o, s)     the whole model's, or any part that has this rank's
-    full_state_dict()                         all of it, on rank 0
+    full_state_dict()  full_optimizer_state_dict(o)         all of it, on rank 0
 
 So a checkpoint that four ranks wrote loads on one, two or three, and in the plain module.
 """
@@ -25,6 +25,7 @@ from pipeline.ranks.elsewhere import Elsewhere
 from pipeline.skip import Enclosed
 from pipeline.state import load_optimizer_state, optimizer_state, own_part
 from pipeline.turns import turn
+from pipeline.whole_state import by_name, first_names_of, is_packed, own_entries, whole_state
 
 
 class Stateful(Enclosed, ABC):
@@ -76,16 +77,55 @@ class Stateful(Enclosed, ABC):
         """
         return optimizer_state(self._all_places(), optimizer)
 
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """The state of an optimizer of all parameters, on the CPU, on rank 0; None on other ranks. All ranks call it.
+
+        Args:
+            optimizer: one of torch.optim's, but LBFGS, of this rank's parameters; its groups in the order of the model.
+
+        Returns:
+            What `optimizer.state_dict()` is for the plain module's parameters, with their names ("param_names").
+            It loads there, and by `load_optimizer_state_dict` on any number of ranks.
+
+        Raises:
+            ValueError: the groups, their options or the order of parameters are not those of one optimizer.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1])
+            >>> state = pipe.full_optimizer_state_dict(torch.optim.SGD(pipe.parameters(), lr=0.5))
+            >>> state["param_groups"][0]["param_names"], state["param_groups"][0]["params"]
+            (['0.weight', '0.bias'], [0, 1])
+        """
+        company = self._company
+        with turn(), self._peers("full_optimizer_state_dict") as peers:
+            peers.open(lambda values: {}, draws=False)
+            nothing = [] if company is None else [("", company.nothing)]
+            named = [*self.named_parameters(), *nothing]
+            entries = peers.gather(own_entries(named, optimizer, 0 if company is None else company.ranks.rank))
+            whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
+            peers.close()
+        return whole
+
+    def _first_names(self) -> Mapping[str, str]:
+        """For every name of a parameter of the whole model its first one, in order."""
+        return first_names_of(self) if self._company is None else self._company.first_names
+
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Put an optimizer where another one was, on however many ranks that ran.
 
         Args:
             optimizer: of the same class, over this rank's parameters.
-            state_dict: from `optimizer_state_dict`, of this rank's parameters at least.
+            state_dict: from `optimizer_state_dict`, of this rank's parameters at least; or from
+                `full_optimizer_state_dict`, or an optimizer of the plain module's parameters.
 
         Raises:
             ValueError: names that nobody has, or that are missing.
         """
+        if is_packed(state_dict):
+            state_dict = by_name(state_dict, self._first_names())
         all_names = None if self._company is None else self._company.first_names
         load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,3 +127,83 @@ def loaded(state: Any, lacks: str) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+# ------------------------------------------------------------------------------------- one file, as the plain module's
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.05, amsgrad=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05),
+}
+
+
+def tied_and_frozen() -> nn.Sequential:
+    """Linear layers; the last has the first one's weight, one bias is frozen, one layer has no parameters."""
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[4].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def groups_of(module: nn.Module, apart: bool) -> list[dict[str, Any]]:
+    """One group of what is trained; or weights and biases apart."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad or not parameter.numel()]
+    if not apart:
+        return [{"params": trained}]
+    matrices = [parameter for parameter in trained if parameter.ndim == 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": [one for one in trained if one.ndim != 2]}]
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def whole(kind: str, apart: bool, start: tuple[Any, Any] | None, steps: tuple[int, int]) -> list[tuple[Any, Any]]:
+    """Train a Pipe over the ranks, from whole states or from the beginning; the whole states after each step."""
+    size = dist.get_world_size()
+    pipe = Pipe(tied_and_frozen(), {1: [5], 2: [2, 3], 3: [1, 1, 3]}[size], chunks=3)
+    optimizer = KINDS[kind](groups_of(pipe, apart))
+    if start is not None:
+        pipe.load_state_dict(start[0])
+        pipe.load_optimizer_state_dict(optimizer, start[1])
+    found = []
+    for step in range(*steps):
+        pipe.step(*data(step), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+        found.append(copy.deepcopy((pipe.full_state_dict(), pipe.full_optimizer_state_dict(optimizer))))
+    return found
+
+
+def refused_whole(how: str) -> str:
+    """What is said, on each rank, of groups from which no one optimizer's state can be made."""
+    pipe = Pipe(tied_and_frozen(), [2, 3], chunks=3)
+    parameters, rank = list(pipe.parameters()), dist.get_rank()
+    optimizer = torch.optim.SGD(
+        {
+            "order": parameters if rank == 0 else parameters[::-1],
+            "options": [{"params": parameters, "momentum": 0.5 + rank}],
+            "stranger": [*parameters, nn.Parameter(torch.ones(1))],
+        }[how],
+        lr=0.1,
+    )
+    try:
+        pipe.full_optimizer_state_dict(optimizer)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def taken(state: Any) -> Any:
+    """Names of this rank's parameters, and what the plain optimizer's state says of them; or why not."""
+    pipe = Pipe(deep(), [3, 3], chunks=4)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    try:
+        pipe.load_optimizer_state_dict(optimizer, state)
+    except ValueError as error:
+        return str(error)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    named = dict(pipe.named_parameters())
+    return list(named), [optimizer.state[parameter]["exp_avg"] for parameter in named.values()]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from by_chunks import same
 from crew import Crew
-from rank_state_jobs import deep
+from rank_state_jobs import KINDS, data, deep, groups_of, tied_and_frozen
 from state_training import net, uninterrupted
 
 from pipeline.saved import Saved
@@ -93,3 +97,70 @@ def test_a_plain_modules_state_loads_on_every_rank_and_keys_of_nobody_on_none(
     for lacks in ("6.weight", "0.other", "2.weight", "other"):
         for words in crews[size].run("rank_state_jobs:loaded", trained, lacks):
             assert f'Unexpected key(s) in state_dict: "{lacks}"' in words
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_optimizer_state_goes_on_in_the_plain_module_and_at_any_number_of_ranks(
+    kind: str, apart: bool, crews: dict[int, Crew]
+) -> None:
+    (expected,) = crews[1].run("rank_state_jobs:whole", kind, apart, None, (0, 4))
+    for saving in SIZES:
+        first, *others = crews[saving].run("rank_state_jobs:whole", kind, apart, None, (0, 2))
+        assert others == [[(None, None)] * 2] * (saving - 1)
+        assert alike(first, expected[:2], 1e-12)  # a tied weight's stages are added in another order
+        plain, optimizer = plain_from(kind, apart, copy.deepcopy(first[1]))
+        for step in (2, 3):
+            x, y = data(step)
+            torch.nn.functional.mse_loss(plain(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert list(plain.state_dict()) == list(expected[3][0])
+        assert alike((plain.state_dict(), optimizer.state_dict()), expected[3], 1e-12)
+        for loading in SIZES:
+            (*_, last), *_ = crews[loading].run("rank_state_jobs:whole", kind, apart, first[1], (2, 4))
+            assert alike(last, expected[3], 1e-12)
+
+
+def alike(one: Any, other: Any, rtol: float) -> bool:
+    """Whether two states are the same, tensors up to a relative error."""
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key], rtol) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(alike(*pair, rtol) for pair in zip(one, other, strict=True))
+    return bool(torch.allclose(one, other, rtol, rtol / 10) if isinstance(one, torch.Tensor) else one == other)
+
+
+def plain_from(kind: str, apart: bool, states: tuple[Any, Any]) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    plain = tied_and_frozen()
+    optimizer = KINDS[kind](groups_of(plain, apart))
+    plain.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    return plain, optimizer
+
+
+def test_the_plain_optimizers_own_state_loads_over_ranks_where_it_says_which_parameters_it_has(crew2: Crew) -> None:
+    for named in (True, False):
+        plain = deep()
+        optimizer = torch.optim.AdamW(plain.named_parameters() if named else plain.parameters(), lr=0.25)
+        plain(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+        for names, found in crew2.run("rank_state_jobs:taken", optimizer.state_dict()):
+            for name, moment in zip(names, found, strict=True):
+                assert torch.equal(moment, optimizer.state[plain.get_parameter(name)]["exp_avg"])
+    optimizer = torch.optim.AdamW([{"params": [each]} for each in plain.parameters()])
+    for words in crew2.run("rank_state_jobs:taken", optimizer.state_dict()):
+        assert re.search("group 0 of the state has 1 parameters by number, of the model's 8.*full_optimizer", words)
+
+
+REFUSED = {
+    "order": r"group 0 of the optimizer has its parameters in another order than the model: \['4\.bias', '3\.bias'",
+    "options": "group 0 of the optimizer has another momentum on rank 1. Build the groups alike",
+    "stranger": "the optimizer has a parameter that is none of this rank's of the Pipe",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_no_one_optimizer_of_the_model_has_no_whole_state(how: str, crew2: Crew) -> None:
+    for words in crew2.run("rank_state_jobs:refused_whole", how):
+        assert re.search(REFUSED[how], words), words
