@@ -32,7 +32,7 @@ from pipeline.peers import Peers
 from pipeline.places import Place
 from pipeline.plan import Plan
 from pipeline.randomness import KeptGenerators, Seeder
-from pipeline.recall import Known, check_shared
+from pipeline.recall import Known, check_shared, generators_elsewhere
 from pipeline.records import Exits
 from pipeline.skip import Key
 from pipeline.stage import Shared, StageRun
@@ -236,7 +236,8 @@ class Call:
             if memory:
                 stage.aliases.check_memory()
             self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
-        check_shared([(stage.name, stage.recall) for stage in self.stages])
+        elsewhere = generators_elsewhere(self._setup.stages, self._run)
+        check_shared([(stage.name, stage.recall) for stage in self.stages], elsewhere)
         for stage in self.stages:
             if self.batch.chunks > 1:
                 stage.recall.buffers.check_unseen(stage.name)

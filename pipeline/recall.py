@@ -10,7 +10,7 @@ What a layer keeps elsewhere (in its class, a global, a closure) cannot be put b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,8 @@ from pipeline.randomness import Generator, generators_at, private_generators, sa
 from pipeline.trees import Checksums, checksums, same_checksums
 
 States: TypeAlias = list[tuple[Generator, Any]]
+Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
+"""A stage by name, and what it holds that others may have too: see `Recall.shareable`."""
 
 
 @dataclass(frozen=True)
@@ -239,18 +241,27 @@ class Recall:
             kept.clear()
 
 
-def check_shared(recalls: Sequence[tuple[str, Recall]]) -> None:
+def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[Held]:
+    """What other processes' stages hold, as it was when the Pipe was built: each process has a copy of it."""
+    for index, layers in enumerate(stages):
+        if index not in own:
+            keys: list[int] = [key for layer in layers for key in vars(layer).get("generators", ())]
+            yield f"stage {index}", [(key, "a random generator") for key in keys]
+
+
+def check_shared(recalls: Sequence[tuple[str, Recall]], elsewhere: Iterable[Held]) -> None:
     """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
 
     Args:
         recalls: of each stage, with its name; all forwards have run.
+        elsewhere: what stages of other processes hold.
     """
     found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
     changed: set[int] = set()
     for _, recall in recalls:
         changed.update(recall.changed())
-    for name, recall in recalls:
-        for key, what in recall.shareable():
+    for name, held in [*elsewhere, *((name, recall.shareable()) for name, recall in recalls)]:
+        for key, what in held:
             _, other = found.setdefault(key, (what, name))
             if other != name and key in changed:
                 raise RuntimeError(

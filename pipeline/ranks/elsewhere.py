@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.randomness import Generator, private_generators
+
 
 class Elsewhere(nn.Module):
     """The place of a layer that another rank has: no parameters, no buffers, not to be called.
@@ -53,14 +55,16 @@ class Elsewhere(nn.Module):
         self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
         self._keys = None if keys is None else frozenset(keys)
         self._versions = dict(versions or {})
+        self.generators: dict[int, Generator] = {}
 
     @classmethod
     def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> Elsewhere:
-        """What stands in the place of `layer`, in its training mode. Nothing of the layer is kept alive."""
+        """What stands in the place of `layer`, in its training mode. It keeps nothing alive but random generators."""
         state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
         here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None))
         here.training = layer.training
+        here.generators = private_generators(layer.modules())  # which stages here may hold too, see recall.py
         return here
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from one_and_many import Found, Make, state_of
 from rank_models import rows, square
 from torch import Tensor, nn
 
+from pipeline import Pipe
 from pipeline.eager import EagerUpdate
 
 
@@ -107,3 +108,25 @@ def lazy_values(make: Make, stages: int, door: str, checkpoint: str) -> Found:
         found[f"x.grad {step}"] = base.grad.clone()
         found |= state_of(pipe, step)
     return found
+
+
+class OwnDraw(nn.Linear):
+    def __init__(self, generator: torch.Generator, draws: bool) -> None:
+        super().__init__(4, 4)
+        self.generator = generator
+        self.draws = draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        return made * torch.rand((), generator=self.generator) if self.draws else made
+
+
+def shared_generator(draws: bool) -> str:
+    """Both ranks hold one generator; what a call says if one of them, or none, draws from it."""
+    generator = torch.Generator().manual_seed(1)
+    pipe = Pipe(nn.Sequential(OwnDraw(generator, False), OwnDraw(generator, draws)), [1, 1], 2)
+    try:
+        pipe.step(torch.ones(4, 4), loss_fn=lambda out, _: out.square().mean())
+    except RuntimeError as error:
+        return str(error)
+    return ""

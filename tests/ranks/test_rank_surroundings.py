@@ -28,3 +28,11 @@ def test_conjugates_and_negatives_that_torch_has_put_off_cross_ranks(crew2: Crew
     for crew in (crew2, crew3):
         cases = product((crew.size,), ("step", "forward"), ("always", "never"))
         agree_all(crew, "rank_surroundings:lazy_values", cases)
+
+
+def test_a_generator_that_two_ranks_hold_is_refused_where_a_layer_draws_from_it(crew2: Crew) -> None:
+    """Each would draw from a copy of its own."""
+    for words in crew2.run("rank_surroundings:shared_generator", True):
+        assert "a random generator of stage 1" in words and "is shared with stage 0" in words
+        assert "give each its own" in words
+    assert crew2.run("rank_surroundings:shared_generator", False) == ["", ""]

@@ -37,7 +37,7 @@ from pipeline.microbatch import Batch
 from pipeline.peers import Verdict
 from pipeline.places import Place
 from pipeline.randomness import KeptGenerators, Seeder
-from pipeline.recall import Recall, check_shared
+from pipeline.recall import Recall, check_shared, generators_elsewhere
 from pipeline.transports.local import Local
 from pipeline.trees import Grads, Message, Tree, sum_grads
 from pipeline.values import CALLER
@@ -182,7 +182,8 @@ class ProductCall:
                 stage.recall.buffers.check_unseen(stage.name)
             stage.recall.note()
             self._peers.refuse_strangers(stage.captured.values(), stage.name, stage.index)
-        check_shared([(stage.name, stage.recall) for stage in stages])
+        elsewhere = generators_elsewhere(self._setup.stages, self._run)
+        check_shared([(stage.name, stage.recall) for stage in stages], elsewhere)
         if self._last in self._run:
             with torch.enable_grad():
                 self.loss.check()
