@@ -79,13 +79,20 @@ def unobserved() -> bool:
 def is_torchs_own(module: nn.Module) -> bool:
     """Whether a module is exactly one of torch's that never draw and never write an attribute, and has no hook."""
     hooked = module._forward_pre_hooks or module._forward_hooks
-    return type(module) in _QUIET and not hooked and "forward" not in vars(module)
+    return _has_torchs_forward(type(module)) and not hooked and "forward" not in vars(module)
+
+
+def _has_torchs_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's that never draw, and nobody has patched it since."""
+    forward = _FORWARDS.get(kind)
+    return forward is not None and kind.forward is forward
 
 
 def _is_quiet(module: nn.Module) -> bool:
     methods = _QUIET.get(type(module))
     return (
         methods is not None
+        and _has_torchs_forward(type(module))
         and methods.isdisjoint(vars(module))
         and not (module._forward_pre_hooks or module._forward_hooks)
         and not (module._backward_pre_hooks or module._backward_hooks)
@@ -111,6 +118,8 @@ _QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, 
         nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d,
     )
 }
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {kind: kind.forward for kind in _QUIET}
 
 
 class Generator(Protocol):

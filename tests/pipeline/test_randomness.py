@@ -553,6 +553,15 @@ def test_a_layer_into_which_anything_was_put_is_seeded(layer: nn.Module) -> None
     assert quiet_layers([(0, nn.ReLU()), (1, layer)]) == {0}
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Sequential])
+def test_a_class_that_was_patched_is_seeded(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = kind.forward
+    layer = nn.Sequential(nn.Linear(2, 2))
+    assert quiet_layers([(0, layer)]) == {0}
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * torch.rand(()))
+    assert quiet_layers([(0, layer), (1, nn.ReLU())]) == {1}
+
+
 @pytest.mark.parametrize("register", [
     "register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook",
     "register_module_full_backward_pre_hook",
