@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from pipeline.ambient import eagerly
 from pipeline.arguments import check_flag, shown
 from pipeline.checkpoint import is_checkpointing
+from pipeline.interrupts import held
 from pipeline.recall import Known
 from pipeline.replay import Replay
 
@@ -194,7 +195,8 @@ def _is_transformed() -> bool:
 
 
 def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return patch.replay(args, kwargs)
+    with held():
+        return patch.replay(args, kwargs)
 
 
 def _own(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:

@@ -26,6 +26,7 @@ from pipeline.errors import CheckpointError
 from pipeline.graph import Gate, Roots, roots_of
 from pipeline.homes import Homes
 from pipeline.hooks import hooks_asleep
+from pipeline.interrupts import deliver
 from pipeline.mailbox import Post, check_alone
 from pipeline.microbatch import Batch
 from pipeline.peers import Peers
@@ -340,6 +341,7 @@ class Call:
     # ----------------------------------------------------------------------------------------------------- actions
 
     def _perform(self, action: Action) -> None:
+        deliver()
         stage, kind, chunk = action
         try:
             _WORK[kind](self, stage, chunk)
@@ -481,6 +483,7 @@ class Call:
         totals: list[Tensor | None] = [None] * len(owners)
         inputs: list[Grads] = []
         for chunk, chunk_grads in enumerate(grads):
+            deliver()
             with self.generators, torch.enable_grad():
                 pieces, tree = self._compose(chunk, views, gate)
             given = zip(tree.tensors, chunk_grads, strict=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.arguments import check_flag, check_limit, shown
+from pipeline.interrupts import firm
 from pipeline.one_by_one import OneByOne
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -237,6 +238,7 @@ class EagerStep:
             return
         if self.takes_norms:
             self._undo.append(update.kept(param))
+        firm()
         self.updated.add(id(param))
         update.apply(param, self._clipped(grad))
 

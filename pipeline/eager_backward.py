@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.forward_door import Backward, GiveAway
 from pipeline.hooks import grads_kept
+from pipeline.interrupts import calls_users_code, held
 from pipeline.peers import Alone
 from pipeline.ranks.wrapped import refuse_reduced
 
@@ -64,6 +65,11 @@ def eager_backward(
             "clip='optimistic' would run the same graph again on parameters that were written since. Use 'two_pass', "
             "or pipe.step(..., optimizer=update)."
         )
+    with held():
+        _eager_backward(loss, update)
+
+
+def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     update.get_ready()
     found, pipes = _explored(loss, update)
     leaves = [leaf for leaf in found if update.holds(leaf.tensor)]
@@ -148,7 +154,12 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
 def _run(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep, retain: bool) -> None:
     with _taking(loss, leaves, step):
         ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # others' `.grad` is added to once
-        torch.autograd.backward(loss, retain_graph=retain, inputs=ends)
+        _autograd(loss, retain, ends)
+
+
+@calls_users_code
+def _autograd(loss: Tensor, retain: bool, ends: list[Tensor] | None) -> None:
+    torch.autograd.backward(loss, retain_graph=retain, inputs=ends)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeline.interrupts import calls_users_code
+
 _engine = torch.autograd.Variable._execution_engine
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
 _OURS = -1  # among a tensor's hooks, where torch counts from 0
@@ -96,6 +98,7 @@ def edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(_node(tensor), tensor.output_nr)
 
 
+@calls_users_code
 def run_backward(
     roots: Sequence[Tensor | GradientEdge],
     grads: Sequence[Tensor],
@@ -111,6 +114,12 @@ def run_backward(
     )
 
 
+def finish_backward(root: Tensor) -> None:
+    """The same from one root, for what is to be finished though a signal comes (interrupts.py)."""
+    _engine.run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@calls_users_code
 def gradients(
     roots: Sequence[Tensor | GradientEdge],
     targets: Sequence[Tensor],

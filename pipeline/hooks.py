@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.graph import explore, run_backward
+from pipeline.graph import explore, finish_backward
 
 
 class Deliver(torch.autograd.Function):
@@ -55,7 +55,7 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     pairs.clear()
     with torch.enable_grad(), hooks_asleep(owners):
         root = _delivery(grads, *owners)
-        run_backward((root,), (root.detach(),), retain=False)
+        finish_backward(root)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline.interrupts import calls_users_code
 from pipeline.randomness import quiet_layers, unobserved
 from pipeline.skip import Key, Skippable, Skips
 from pipeline.trees import Bundle, Tree, flatten
@@ -75,6 +76,7 @@ class StageLayers:
     def _run(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Tree:
         return self.taken_apart(self.run_on(chunk, value, seed))
 
+    @calls_users_code
     def run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
         """The layers alone, on the value before them."""
         quiet = self.quiet if type(value) is Tensor else ()

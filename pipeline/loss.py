@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.ambient import without_function_modes
+from pipeline.interrupts import calls_users_code
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
@@ -62,6 +63,7 @@ class Loss:
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
 
+    @calls_users_code
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.
 

@@ -44,6 +44,7 @@ from pipeline.edge import (
     settle,
 )
 from pipeline.gradstore import GradStore
+from pipeline.interrupts import firm
 from pipeline.loss import Loss, LossFn
 from pipeline.materialize import How
 from pipeline.microbatch import Batch, described, gather, scatter, scatter_like
@@ -411,8 +412,8 @@ class Pipe(Settled, Stateful):
             batch = scatter(x, self.chunks, "x")
             aim = scatter_like(target, batch, "the target")
             flags = [(module, module.training) for module in self.modules()]
-            self.eval()
             try:
+                self.eval()
                 with torch.no_grad():
                     recorder = self._recorder() if trace else None
                     options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
@@ -510,6 +511,7 @@ class Pipe(Settled, Stateful):
         """The rest of a step that ran well: who gets the gradients."""
         peers = call.peers
         try:
+            firm()
             pairs, value, hooks = step_door.collect(call, loss)
             joined = self._joined(call) if outputs else None
             call.release()

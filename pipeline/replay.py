@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.ambient import Ambient
 from pipeline.checkpoint import NO_HOOKS, checkpointing
 from pipeline.errors import CheckpointError
+from pipeline.interrupts import calls_users_code, held
 from pipeline.randomness import default_generators, generators_at
 from pipeline.recall import Known, Recall
 from pipeline.trees import detached, versions
@@ -105,7 +106,7 @@ class Replay:
         args, kwargs = self._inputs.take()
         try:
             with checkpointing(True):
-                made = self._forward(*args, **kwargs)
+                made = _called(self._forward, args, kwargs)
         except RuntimeError as error:
             if NO_HOOKS not in str(error):
                 raise
@@ -124,11 +125,11 @@ class Replay:
         args, kwargs = self._inputs.again(self._name)
         self._check_parameters()
         recall.resume(ambient.now())
-        with ExitStack() as stack:
+        with held(), ExitStack() as stack:
             stack.enter_context(generators_at(self._generators))
             stack.enter_context(recall.as_at_forward(_CHUNK))
             stack.enter_context(checkpointing(False))
-            made = self._forward(*args, **kwargs)
+            made = _called(self._forward, args, kwargs)
         if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
             self._check_same(recall, _tensors(made))
         return made
@@ -153,6 +154,11 @@ class Replay:
             "tensor and was written (a cache). Make it a buffer, change it after backward(), or do not checkpoint "
             "this block."
         )
+
+
+@calls_users_code
+def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
 
 
 class _Slot(NamedTuple):

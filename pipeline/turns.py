@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from pipeline.interrupts import held
+
 
 class Turn:
     """One call's turn."""
@@ -31,7 +33,7 @@ _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 @contextmanager
 def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
-    """Within: no other thread's call runs.
+    """Within: no other thread's call runs, and signals are held back (interrupts.py).
 
     Args:
         earlier: the turn in which the forward ran whose backward this is; if that is still on, this is part of it.
@@ -43,34 +45,37 @@ def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
     """
     found = _current.get() or earlier
     if found is not None and found.is_on:
-        token = _current.set(found)
-        try:
-            yield found
-        finally:
-            _current.reset(token)
+        with held():
+            token = _current.set(found)
+            try:
+                yield found
+            finally:
+                _current.reset(token)
         return
     if may_wait:
         with _lock, _fresh() as fresh:
             yield fresh
         return
-    if not _lock.acquire(blocking=False):
-        raise RuntimeError(
-            "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. Take "
-            "turns: hold one threading.Lock around forward, loss and backward in each of your threads."
-        )
-    try:
-        with _fresh() as fresh:
-            yield fresh
-    finally:
-        _lock.release()
+    with held():
+        if not _lock.acquire(blocking=False):
+            raise RuntimeError(
+                "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. "
+                "Take turns: hold one threading.Lock around forward, loss and backward in each of your threads."
+            )
+        try:
+            with _fresh() as fresh:
+                yield fresh
+        finally:
+            _lock.release()
 
 
 @contextmanager
 def _fresh() -> Iterator[Turn]:
-    fresh = Turn()
-    token = _current.set(fresh)
-    try:
-        yield fresh
-    finally:
-        fresh.is_on = False
-        _current.reset(token)
+    with held():
+        fresh = Turn()
+        token = _current.set(fresh)
+        try:
+            yield fresh
+        finally:
+            fresh.is_on = False
+            _current.reset(token)

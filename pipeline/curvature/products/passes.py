@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
-from pipeline.curvature.minibatches import MiniBatches
+from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossEnd
 from pipeline.curvature.products.product import ProductCall, Task, Told
 from pipeline.curvature.products.rules import Rule
@@ -26,6 +26,7 @@ from pipeline.curvature.products.sharded import ParameterSpace, Slot
 from pipeline.curvature.products.stage_rule import Graph, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.space import Vec
+from pipeline.interrupts import calls_users_code
 from pipeline.loss import LossFn
 from pipeline.microbatch import Batch, scatter, scatter_like
 from pipeline.peers import Alone, Peers
@@ -157,7 +158,7 @@ class Passes:
         number, first_rows = 0, 0
         while True:  # what fails on one rank, its data too, fails on all
             with self.pipe._peers("curvature") as peers:
-                item = next(batches, None)
+                item = _next(batches)
                 if item is None:
                     peers.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
                     found: list[float] = totals.tolist()
@@ -280,6 +281,11 @@ def _along(
     """A parameter's part of each vector, on a device."""
     slot = slots[id(owner)]
     return [slot.view(vec).to(device) for vec in vectors]
+
+
+@calls_users_code
+def _next(batches: Iterator[MiniBatch]) -> MiniBatch | None:
+    return next(batches, None)
 
 
 def _no_inference(tensor: Tensor) -> Tensor:

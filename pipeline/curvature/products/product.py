@@ -31,6 +31,7 @@ from pipeline.curvature.products.sums import Sums
 from pipeline.driver import Driver
 from pipeline.graph import Watch
 from pipeline.homes import Homes
+from pipeline.interrupts import deliver
 from pipeline.layers import StageLayers
 from pipeline.mailbox import check_alone
 from pipeline.microbatch import Batch
@@ -189,6 +190,7 @@ class ProductCall:
                 self.loss.check()
 
     def _perform(self, action: Action) -> None:
+        deliver()
         start = perf_counter()
         self._peers.at(action)
         try:

@@ -1,0 +1,409 @@
+"""Law: Ctrl-C between any two instructions of a call leaves nothing in place, and the model as before or as after it.
+
+A trace function sends the signal at the n-th instruction; n is drawn over all of a call's. Python then runs the handler
+where it would run it: before the next instruction.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from pipeline import EagerUpdate, Pipe, checkpoint_blocks, eager_backward, interrupts, is_checkpointing, is_recomputing
+from pipeline.curvature import Hessian
+from pipeline.turns import _current, _lock
+
+SAMPLES = 2
+
+
+class Sender:
+    """Sends SIGINT at the n-th instruction that this thread executes within it."""
+
+    def __init__(self, at):
+        self.at, self.count = at, 0
+
+    def __call__(self, frame, event, arg):
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    @property
+    def is_sent(self):
+        return self.count >= self.at
+
+
+class AtReturn(Sender):
+    """Sends it as a function returns (or a generator yields) for the n-th time, at its last instruction."""
+
+    def __init__(self, name, at):
+        super().__init__(at)
+        self.name = name
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_qualname != self.name:
+            return None
+        if event == "return":
+            self.count += 1
+            if self.count == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+class Noisy(nn.Module):
+    """A layer of the user's, with a generator of its own and hooks of autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        made = x * self.weight + 0.1 * noise
+        made.register_hook(lambda grad: grad * 1.0) if made.requires_grad else None
+        return made
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), Noisy(), nn.Dropout(0.2), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    ).double()
+
+
+def data():
+    torch.manual_seed(2)
+    return torch.randn(6, 4).double(), torch.randn(6, 2).double()
+
+
+def mse(output, target):
+    return (output - target).square().mean()
+
+
+class Trained:
+    """A Pipe with an optimizer, and captured leaf with a hook."""
+
+    def __init__(self, **options):
+        self.module = model()
+        self.captured = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        self.captured.register_hook(lambda grad: grad * 2.0)
+        self.hook = self.module[6].register_forward_hook(partial(_times, self.captured))
+        self.pipe = Pipe(self.module, [2, 2, 3], 2, **options)
+        self.optimizer = torch.optim.SGD([*self.module.parameters()], lr=0.1, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+
+    def state(self):
+        found = dict(self.module.state_dict())
+        found.update({f"{name}.grad": param.grad for name, param in self.module.named_parameters()})
+        found["captured.grad"] = self.captured.grad
+        for number, param in enumerate(self.module.parameters()):
+            found[f"momentum {number}"] = self.optimizer.state.get(param, {}).get("momentum_buffer")
+        found["generator"] = self.module[2].generator.get_state()
+        return {name: None if value is None else value.detach().clone() for name, value in found.items()}
+
+    def in_place(self):
+        """What no call may leave changed."""
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
+        return (
+            [id(param) for param in self.module.parameters()],
+            [(module.training, getattr(module, "momentum", None)) for module in self.module.modules()],
+            [len(getattr(module, name)) for module in self.module.modules() for name in hooks],
+            [len(p._backward_hooks or ()) for p in [*self.module.parameters(), self.captured]],
+            [len(p._post_accumulate_grad_hooks or ()) for p in self.module.parameters()],
+            [list(map(id, group["params"])) for group in self.optimizer.param_groups],
+            [vars(module).get("forward") for module in self.module.modules()],
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(), torch._C._autograd._top_saved_tensors_default_hooks(False),
+            is_checkpointing(), is_recomputing(), _current.get(),
+            _get_current_function_mode_stack(), _get_current_dispatch_mode_stack(),
+            signal.getsignal(signal.SIGINT), interrupts._calls[:], is_free(_lock),
+        )
+
+
+def _times(captured, module, args, output):
+    return output * captured
+
+
+def is_free(lock):
+    """Whether another thread may have it."""
+    found = []
+
+    def take():
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def step(trained, **options):
+    trained.pipe.step(*data(), loss_fn=mse, **options)
+
+
+def eager(trained, clip=None, **limits):
+    step(trained, optimizer=EagerUpdate(trained.optimizer, clip, **limits))
+
+
+def both(trained):
+    mse(trained.pipe(data()[0]), data()[1]).backward()
+
+
+def eagerly(trained):
+    x, y = data()
+    eager_backward(mse(trained.pipe(x), y), EagerUpdate(trained.optimizer))
+
+
+def second_order(trained):
+    x, y = data()
+    params = list(trained.pipe.parameters())
+    grads = torch.autograd.grad(mse(trained.pipe(x), y), params, create_graph=True)
+    torch.autograd.grad(sum(grad.square().sum() for grad in grads), params)
+
+
+def product(trained):
+    operator = Hessian(trained.pipe, data(), nn.MSELoss())
+    operator @ torch.ones(operator.shape[0]).double()
+
+
+DOORS = {  # what runs; how the Pipe is made; in which torch's state
+    "step": (step, {"checkpoint": "always"}),
+    "gpipe": (step, {"schedule": "gpipe", "deferred_batch_norm": True}),
+    "zero bubble": (step, {"schedule": "zb-h1"}),
+    "threads": (step, {"workers": "threads"}),
+    "optimizer": (lambda trained: step(trained, optimizer=trained.optimizer, clip_grad_norm=0.1), {}),
+    "scaler": (lambda trained: step(trained, optimizer=trained.optimizer, scaler=trained.scaler), {}),
+    "eager": (eager, {"checkpoint": "always"}),
+    "two runs": (partial(eager, clip="two_pass", max_norm=0.1), {}),
+    "undone": (partial(eager, clip="optimistic", max_norm=0.1), {}),
+    "evaluate": (lambda trained: trained.pipe.evaluate(*data(), loss_fn=mse), {}),
+    "forward": (lambda trained: trained.pipe(data()[0]), {}),
+    "backward": (both, {"checkpoint": "always"}),
+    "backward, deferred": (both, {"checkpoint": "always", "deferred_batch_norm": True}),
+    "eager backward": (eagerly, {}),
+    "second order": (second_order, {}),
+    "product": (product, {}),
+}
+
+
+def same_value(one, other):
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def made(door, calls_before):
+    """Something to train, after some calls: the first ones look at more than the third."""
+    trained = Trained(**DOORS[door][1])
+    for _ in range(calls_before):
+        DOORS[door][0](trained)
+    return trained
+
+
+@pytest.fixture(autouse=True)
+def _default_handler():
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, earlier)
+
+
+@lru_cache(None)
+def reached(door, calls):
+    """The state after some calls, and after the first half of one more, where that is a call of its own."""
+    trained = made(door, calls)
+    then = [trained.state()]
+    if "backward" in door or door == "second order":
+        trained.pipe(data()[0])
+        then.append(trained.state())
+    return then
+
+
+def check(door, calls_before, sender):
+    """Interrupt a call, and look. A step is made, or not; and the next one is right."""
+    trained = made(door, calls_before)
+    places = trained.in_place()
+    try:
+        with sender:
+            DOORS[door][0](trained)
+        assert not sender.is_sent, "no KeyboardInterrupt"
+    except KeyboardInterrupt:
+        sys.settrace(None)
+    assert trained.in_place() == places
+    now = trained.state()
+    ends = [*reached(door, calls_before), reached(door, calls_before + 1)[0]]
+    wrong = [[name for name in now if not same_value(now[name], end[name])] for end in ends]
+    assert [] in wrong, f"in {door}, differ from before, from between, from after: {wrong}"
+    plain = made(door, calls_before + (wrong[-1] == []))
+    plain.pipe.load_state_dict(trained.pipe.state_dict())
+    for each in (trained, plain):
+        each.module.zero_grad()
+        each.captured.grad = None
+        each.module[2].generator.manual_seed(5)
+        step(each)
+    assert [name for name, value in trained.state().items() if not same_value(value, plain.state()[name])] == []
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+@pytest.mark.parametrize("door", DOORS)
+def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(door, calls_before):
+    trained = made(door, calls_before)
+    with Sender(0) as counting:
+        DOORS[door][0](trained)
+    draws = random.Random(f"{door} {calls_before}")
+    for _ in range(SAMPLES):
+        check(door, calls_before, Sender(draws.randrange(1, counting.count)))
+
+
+MECHANISMS = {  # functions of which a part is in place when they return
+    "Swap.__enter__": "step", "Swap.__exit__": "step", "SavingNothing.__enter__": "step",
+    "SavingNothing.__exit__": "step", "Recomputing.__enter__": "step", "Recomputing.__exit__": "step",
+    "Watch.__enter__": "step", "KeptGenerators.__enter__": "step", "KeptGenerators.__exit__": "step",
+    "_before": "gpipe", "_put_back": "gpipe", "Deferred.commit": "gpipe", "waiting": "zero bubble",
+    "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
+    "optimize": "optimizer", "optimized": "scaler", "OneByOne.step": "eager", "FinalSums._begin": "eager",
+    "OneByOne.kept": "undone", "EagerStep.undo": "undone", "Module.train": "evaluate", "Pipe._call": "evaluate",
+    "_fresh": "forward", "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
+    "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
+    "checkpointing": "product", "StageRule.forward": "product",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("time", [1, 2])
+def test_an_interrupt_as_a_mechanism_is_put_in_place_or_taken_back(name, time):
+    sender = AtReturn(name, time)
+    check(MECHANISMS[name], 0, sender)
+    assert sender.is_sent or time > 1
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["Replay._compute_first", "Replay._compute_again", "generators_at"]
+)
+def test_an_interrupt_in_a_checkpointed_block_leaves_nothing_in_place(name, at):
+    trained = Trained()
+    blocks = checkpoint_blocks(trained.module, lambda name, _: name in ("0", "2", "4"))
+    places, before = trained.in_place(), vars(trained.module[2]).copy()
+    sender = AtReturn(name, at)
+    with pytest.raises(KeyboardInterrupt), sender:
+        mse(trained.module(data()[0]), data()[1]).backward()
+    sys.settrace(None)
+    assert sender.is_sent and trained.in_place() == places and vars(trained.module[2]) == before
+    blocks.remove()
+
+
+# ------------------------------------------------------------------------------------------------- whose code, and when
+
+
+class Hangs(nn.Module):
+    """Never returns, once it is told so."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.hangs = where, False
+
+    def forward(self, x):
+        self.hang("forward")
+        x.register_hook(lambda grad: self.hang("backward")) if x.requires_grad else None
+        return x * 1.0
+
+    def hang(self, where):
+        while self.hangs and self.where == where:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss", "optimizer"])
+def test_what_hangs_is_left_at_once_in_the_users_code_and_at_the_third_interrupt_in_the_rest(where):
+    hangs = Hangs(where)
+    module = nn.Sequential(nn.Linear(4, 6), hangs, nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            hangs.hang("optimizer")
+            return super().step()
+
+    def loss_fn(output, target):
+        hangs.hang("loss")
+        return mse(output, target)
+
+    pipe, optimizer = Pipe(module, [2, 2], 2), Optimizer(module.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    hangs.hangs, over = True, threading.Event()
+
+    def send():
+        for _ in range(3 if where == "optimizer" else 1):
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+        if not over.wait(20):
+            hangs.hangs = False
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*data(), loss_fn=loss_fn, optimizer=optimizer)
+    assert hangs.hangs, "late"
+    hangs.hangs = False
+    over.set()
+    thread.join()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(param.grad is None for param in module.parameters())
+    pipe.step(*data(), loss_fn=loss_fn, optimizer=optimizer)
+
+
+def test_a_handler_that_returns_is_called_for_each_signal_and_the_call_goes_on():
+    trained, plain, came = Trained(), Trained(), []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    with AtReturn("Swap.__enter__", 1) as sender:
+        step(trained)
+    assert sender.is_sent and came == [signal.SIGINT]
+    step(plain)
+    assert all(same_value(value, plain.state()[name]) for name, value in trained.state().items())
+
+
+def test_a_handler_that_a_layer_sets_is_the_one_that_stays():
+    def mine(number, frame):
+        raise AssertionError
+
+    class Sets(nn.Module):
+        def forward(self, x):
+            signal.signal(signal.SIGINT, mine)
+            return x
+
+    Pipe(nn.Sequential(nn.Linear(4, 2), Sets()), [1, 1], 2)(torch.ones(4, 4))
+    assert signal.getsignal(signal.SIGINT) is mine
+
+
+def test_calls_in_other_threads_leave_handlers_alone():
+    trained, found = Trained(), []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            found.append(signal.getsignal(signal.SIGINT))
+            return x
+
+    trained.pipe[5].register_forward_hook(lambda *_: found.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=step, args=(trained,))
+    thread.start()
+    thread.join()
+    assert set(found) == {signal.default_int_handler}
+    step(trained)
+    assert found[-1] is not signal.default_int_handler and signal.getsignal(signal.SIGINT) is signal.default_int_handler
