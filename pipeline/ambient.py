@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _TORCHS_CHECKPOINT = "torch.utils.checkpoint"
@@ -108,6 +109,14 @@ def without_autocast() -> AbstractContextManager[None]:
 def without_function_modes() -> AbstractContextManager[None]:
     """Within: torch-function modes do not see what the Pipe computes for itself. They are meant for the layers."""
     return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()
+
+
+@contextmanager
+def without_counting_modes() -> Iterator[None]:
+    """Within: of torch-function and dispatch modes only a default device is on."""
+    devices = tuple([mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)])
+    with _function_modes(devices), _dispatch_modes(()):
+        yield
 
 
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:

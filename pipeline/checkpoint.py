@@ -112,6 +112,16 @@ def checkpointing(whether: bool) -> Iterator[None]:
         _checkpointing.reset(token)
 
 
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Within: `is_recomputing()` says yes: what runs is no forward of its own, and nothing is to count it."""
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
 class SavingNothing:
     """F of a chunk that will be recomputed: within, autograd builds its graph, and what it would save is dropped.
 

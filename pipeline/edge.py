@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
+from partition.contiguous import whole
 from partition.splitting import check_balance
 from pipeline.arguments import check_limit, check_optimizer, check_scaler
 from pipeline.eager import EagerUpdate
@@ -51,6 +52,24 @@ class StageView(nn.Sequential):
     register_forward_hook = register_forward_pre_hook = _refuse
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
     __setitem__ = __delitem__ = append = extend = insert = _refuse
+
+
+def check_batch_dim(batch_dim: object) -> int:
+    """The dim that counts rows, as an int.
+
+    Raises:
+        TypeError: no whole number.
+        ValueError: negative.
+    """
+    found = whole(batch_dim)
+    if found is None:
+        raise TypeError(f"batch_dim is {batch_dim!r}. Give a whole number: 0, or 1 for time-first data.")
+    if found < 0:
+        raise ValueError(
+            f"batch_dim is {found}. Count dims from the front: 0, or 1 for time-first data. (From the back, tensors "
+            "of different dims would be cut along different ones.)"
+        )
+    return found
 
 
 def check_plain(module: nn.Sequential) -> None:

@@ -22,7 +22,7 @@ from pipeline.errors import CheckpointError
 from pipeline.final_sums import FinalSums
 from pipeline.graph import refuse_tangents
 from pipeline.hooks import deliver, skip_none
-from pipeline.microbatch import gather
+from pipeline.microbatch import gather, row_dim
 from pipeline.peers import Output, Verdict, joined
 from pipeline.trees import Grads, Tree, versions
 from pipeline.turns import Turn, turn
@@ -42,7 +42,7 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
         output: Output | None = None
         sizes: tuple[tuple[int, ...], ...] = ()
         if call.last is not None:
-            joined, sizes = gather([message.tree for message in messages], call.batch.rows)
+            joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Output(joined, [any(column) for column in columns])
         wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
@@ -201,7 +201,7 @@ class Backward:
     def _parts(self, grads: Grads) -> list[Grads]:
         """The gradients of each chunk's outputs."""
         columns = [
-            (None,) * len(sizes) if grad is None else _cut(grad, sizes)
+            (None,) * len(sizes) if grad is None else _cut(grad, sizes, self._call.batch.batch_dim)
             for grad, sizes in zip(grads, self._sizes, strict=True)
         ]
         return [tuple(column[chunk] for column in columns) for chunk in range(self._call.batch.chunks)]
@@ -214,8 +214,8 @@ class Backward:
             )
 
 
-def _cut(grad: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes))
+def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, ...]:
+    return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, batch_dim))
 
 
 class PipeFunction(torch.autograd.Function):

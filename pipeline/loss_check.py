@@ -46,7 +46,7 @@ def check_joined(
     leaves = [_leaves(message) for message in outputs]
     with torch.set_grad_enabled(needs_grad):
         trees = [Tree(own, message.tree.skeleton) for own, message in zip(leaves, outputs, strict=True)]
-        joined, _ = gather(trees, target.rows)
+        joined, _ = gather(trees, target.rows, target.batch_dim)
         device = joined.tensors[0].device if joined.tensors else None
         whole = loss.check(joined.build(joined.tensors), _moved(whole_target, device))
     if not whole.requires_grad:

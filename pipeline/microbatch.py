@@ -5,6 +5,10 @@
 
 Tensors are cut; NoChunk(value) and plain values go whole to every chunk. The number of chunks that run is
 min(chunks, rows).
+
+`batch_dim` says which dim counts the rows, of everything that is cut and joined: of inputs, targets and outputs. With
+batch_dim=1, [time, rows, ...] is cut along dim 1. A tensor with too few dims for that has one value for each row (the
+lengths of sequences, class labels) and is cut along dim 0. Sizes have no say in it: they may be equal by chance.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class Batch:
     cut: tuple[bool, ...]
     rows: tuple[int, ...]
     pieces: tuple[tuple[Tensor, ...], ...]
+    batch_dim: int = 0
 
     @property
     def chunks(self) -> int:
@@ -85,49 +90,55 @@ class Batch:
         pieces = self.pieces[index]
         filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
         with without_function_modes():
-            return filled[0] if len(filled) == 1 else torch.cat(filled)
+            return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(pieces[0], self.batch_dim))
 
 
-def scatter(value: Any, chunks: int, what: str = "the input") -> Batch:
+def row_dim(tensor: Tensor, batch_dim: int) -> int:
+    """Which dim of a tensor counts rows: `batch_dim`, or 0 where it has no such dim."""
+    return batch_dim if tensor.dim() > batch_dim else 0
+
+
+def scatter(value: Any, chunks: int, what: str = "the input", batch_dim: int = 0) -> Batch:
     """Cut a mini-batch into at most `chunks` chunks, as even as can be.
 
     Args:
-        value: a pytree; tensors have their rows along dim 0, the same number each.
+        value: a pytree; tensors have their rows along `batch_dim`, the same number each.
         chunks: how many chunks are wanted.
         what: how an error names the value.
+        batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
 
     Raises:
         TypeError: a leaf cannot be cut and is no plain value.
         ValueError: nothing to cut, a tensor without dimensions, tensors of different length, no rows.
     """
     tree, cut = _take_apart(value, what)
-    rows = _rows(tree, cut, what)
+    rows = _rows(tree, cut, what, batch_dim)
     count = min(chunks, rows)
-    pieces = tuple(_pieces(tensor, count, is_cut) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
-    return Batch(tree, cut, _even(rows, count), pieces)
+    return Batch(tree, cut, _even(rows, count), _all_pieces(tree, cut, count, batch_dim), batch_dim)
 
 
 def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
     """Cut a value (a target) at the rows where `batch` is cut; a value without tensors goes whole to every chunk."""
     tree, cut = _take_apart(value, what)
     if any(cut):
-        rows = _rows(tree, cut, what)
+        rows = _rows(tree, cut, what, batch.batch_dim)
         if rows != sum(batch.rows):
             raise ValueError(
                 f"{what} has {rows} rows but the input has {sum(batch.rows)}. Give one row of {what} for each row of "
                 "the input, or mark what belongs to the whole batch with NoChunk(...)."
+                + (_where(batch.batch_dim) if batch.batch_dim else "")
             )
-    count = batch.chunks
-    pieces = tuple(_pieces(tensor, count, is_cut) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
-    return Batch(tree, cut, batch.rows, pieces)
+    pieces = _all_pieces(tree, cut, batch.chunks, batch.batch_dim)
+    return Batch(tree, cut, batch.rows, pieces, batch.batch_dim)
 
 
-def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
-    """Join the outputs of the chunks along dim 0.
+def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
+    """Join the outputs of the chunks along the dim that counts rows.
 
     Args:
         trees: the output of each chunk, taken apart.
         rows: the rows of each chunk of the input.
+        batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
 
     Returns:
         The joined output, and for each of its tensors how many rows each chunk gave.
@@ -138,7 +149,10 @@ def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tupl
     """
     first = trees[0]
     if len(trees) == 1:
-        return first, tuple((tensor.shape[0] if tensor.dim() else 1,) for tensor in first.tensors)
+        dims = [row_dim(tensor, batch_dim) for tensor in first.tensors]
+        return first, tuple(
+            (tensor.shape[dim] if tensor.dim() else 1,) for tensor, dim in zip(first.tensors, dims, strict=True)
+        )
     for chunk, tree in enumerate(trees):
         if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
             raise ValueError(
@@ -147,9 +161,39 @@ def gather(trees: Sequence[Tree], rows: Sequence[int]) -> tuple[Tree, tuple[tupl
                 "chunks=1."
             )
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
-    sizes = tuple(_joinable(column, rows) for column in columns)
+    sizes = tuple(row_sizes(column, rows, batch_dim) for column in columns)
     with without_function_modes():
-        return Tree(tuple([torch.cat(column) for column in columns]), first.skeleton), sizes
+        joined = [torch.cat(column, row_dim(column[0], batch_dim)) for column in columns]
+        return Tree(tuple(joined), first.skeleton), sizes
+
+
+def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> tuple[int, ...]:
+    """The sizes of an output's parts along the dim that counts rows.
+
+    Args:
+        column: the parts, one for each chunk.
+        rows: the rows of each chunk of the input.
+        batch_dim: the dim that counts rows.
+
+    Raises:
+        ValueError: they do not grow with the rows, or have no dim.
+    """
+    shapes = [list(tensor.shape) for tensor in column]
+    if any(tensor.dim() == 0 for tensor in column):
+        raise ValueError(
+            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether "
+            "their mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
+            "pipe.step(x, target, loss_fn=...)."
+        )
+    dim = row_dim(column[0], batch_dim)
+    sizes = tuple(tensor.shape[dim] if tensor.dim() > dim else 0 for tensor in column)
+    if sizes[0] % rows[0] or any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
+        raise ValueError(
+            f"an output cannot be joined along dim {dim}: chunks of {list(rows)} rows gave shapes {shapes}, which do "
+            f"not grow with the rows. Return outputs whose dim {dim} counts rows (of nn.GRU, h_n.transpose(0, 1)), or "
+            "use chunks=1."
+        )
+    return sizes
 
 
 def describe(tree: Tree) -> str:
@@ -210,49 +254,46 @@ def _is_mark(leaf: Any) -> bool:
     return isinstance(leaf, NoChunk)
 
 
-def _rows(tree: Tree, cut: Sequence[bool], what: str) -> int:
+def _rows(tree: Tree, cut: Sequence[bool], what: str, batch_dim: int) -> int:
     tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
     if not tensors:
         raise ValueError(
             f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
-            "tensor whose dim 0 counts the rows of the mini-batch."
+            f"tensor whose dim {batch_dim} counts the rows of the mini-batch."
         )
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(f"{what} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
-    lengths = sorted({tensor.shape[0] for tensor in tensors})
+    lengths = sorted({tensor.shape[row_dim(tensor, batch_dim)] for tensor in tensors})
     if len(lengths) > 1:
         raise ValueError(
             f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
-            "along dim 0 and need the same number of rows; wrap those that every chunk needs whole in NoChunk(...)."
+            f"along dim {batch_dim} and need the same number of rows; wrap those that every chunk needs whole in "
+            "NoChunk(...)." + (_where(batch_dim) if batch_dim else "")
         )
     if lengths[0] == 0:
         raise ValueError(f"{what} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
     return lengths[0]
 
 
-def _pieces(tensor: Tensor, count: int, cut: bool) -> tuple[Tensor, ...]:
+def _where(batch_dim: int) -> str:
+    return (
+        f" With batch_dim={batch_dim} rows are counted by dim {batch_dim}, of a tensor with fewer dims by dim 0: give "
+        "[time, rows], not [rows, classes] or what is flattened to one dim; loss_fn may transpose and flatten."
+    )
+
+
+def _all_pieces(tree: Tree, cut: Sequence[bool], count: int, batch_dim: int) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(_pieces(tensor, count, is_cut, batch_dim) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
+
+
+def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tensor, ...]:
     if not cut or count == 1:
         return (tensor,) * count
-    return tuple(torch.tensor_split(tensor, count))
+    dim = row_dim(tensor, batch_dim)
+    pieces = torch.tensor_split(tensor, count, dim)
+    return tuple(pieces) if dim == 0 else tuple([piece.contiguous() for piece in pieces])  # laid out as the whole is
 
 
 def _even(rows: int, count: int) -> tuple[int, ...]:
     """The lengths that `torch.tensor_split` gives: the first rows % count chunks have one row more."""
     return tuple(rows // count + (chunk < rows % count) for chunk in range(count))
-
-
-def _joinable(column: Sequence[Tensor], rows: Sequence[int]) -> tuple[int, ...]:
-    shapes = [list(tensor.shape) for tensor in column]
-    if any(tensor.dim() == 0 for tensor in column):
-        raise ValueError(
-            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether "
-            "their mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
-            "pipe.step(x, target, loss_fn=...)."
-        )
-    sizes = tuple(tensor.shape[0] for tensor in column)
-    if sizes[0] % rows[0] or any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
-        raise ValueError(
-            f"an output cannot be joined along dim 0: chunks of {list(rows)} rows gave shapes {shapes}, which do not "
-            "grow with the rows. Return outputs whose dim 0 counts rows, or use chunks=1."
-        )
-    return sizes

@@ -100,6 +100,11 @@ class Peers(ABC):
     def is_alone(self) -> bool:
         """Whether this process has every stage."""
 
+    @property
+    def failures(self) -> int:
+        """How many calls have failed on all processes together; the same number on each."""
+        return 0
+
     @abstractmethod
     def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         """Raise if gradients of these leaves would be lost on other ranks.

@@ -31,6 +31,7 @@ from pipeline.driver import check_workers, in_turns
 from pipeline.eager import EagerUpdate
 from pipeline.edge import (
     StageView,
+    check_batch_dim,
     check_holds,
     check_placement,
     check_plain,
@@ -52,6 +53,7 @@ from pipeline.peers import Alone, Output, Peers, Verdict
 from pipeline.places import Place, places_of
 from pipeline.plan import plan_forward, plan_step
 from pipeline.plans import Planner, Plans
+from pipeline.probe import Probe
 from pipeline.randomness import draw_seed
 from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
 from pipeline.ranks.company import Company, company_of
@@ -84,6 +86,10 @@ class Pipe(Settled, Stateful):
         module: the model.
         balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
         chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
+        batch_dim: the dim that counts the rows of the mini-batch, of inputs, targets and outputs alike: 0, or 1 for
+            time-first data [time, rows, ...]. Tensors with fewer dims (lengths, class labels) are cut along dim 0.
+        mixes_rows: layers may look at all rows of a chunk (a mixture of experts with a capacity, say), as BatchNorm
+            does in train mode: numbers are then those of a loop over the chunks. False: such a layer is an error.
         devices: the device of each stage, repeats allowed: all stages in this process. None: over the ranks of
             torch.distributed where there are several (under torchrun); else all CUDA devices, or the CPU.
         schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. By name there are as many lanes as
@@ -135,8 +141,13 @@ class Pipe(Settled, Stateful):
         timeout: float = 300.0,
         heartbeat: float = 10.0,
         materialize: How = None,
+        batch_dim: int = 0,
+        mixes_rows: bool = False,
     ) -> None:
         super().__init__()
+        self._batch_dim = check_batch_dim(batch_dim)
+        check_flags(mixes_rows=mixes_rows)
+        self.mixes_rows = mixes_rows
         check_module(module)
         check_wrapped(module)
         check_plain(module)
@@ -161,6 +172,7 @@ class Pipe(Settled, Stateful):
         self._traces: list[Trace] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
         self._known = Known()
+        self._probed: dict[tuple[tuple[bool, ...], int], int] = {}  # calls, by training flags and failures over ranks
         self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
@@ -240,6 +252,11 @@ class Pipe(Settled, Stateful):
         self._chunks = count
 
     @property
+    def batch_dim(self) -> int:
+        """Which dim counts the rows of a mini-batch."""
+        return self._batch_dim
+
+    @property
     def checkpoint(self) -> Policy:
         """Which activations are computed again in the backward."""
         return self._checkpoint
@@ -303,8 +320,8 @@ class Pipe(Settled, Stateful):
         """Compute `module(input)`.
 
         Args:
-            input: any pytree of tensors and plain values; tensors are cut along dim 0, `NoChunk(value)` and plain
-                values go to every chunk. Over ranks, the same on every rank.
+            input: any pytree of tensors and plain values; tensors are cut along `batch_dim`, `NoChunk(value)` and
+                plain values go to every chunk. Over ranks, the same on every rank.
             output: over ranks, who gets the output: "all" ranks, so that each computes the same loss and calls its
                 backward; or the "last", which has the last stage, while the others get a number in its place, whose
                 backward they call.
@@ -324,7 +341,7 @@ class Pipe(Settled, Stateful):
         if torch.jit.is_tracing():
             refuse_recording("torch.jit.trace")
         with turn() as now, self._peers("forward", torch.is_grad_enabled()) as peers:
-            batch = scatter(input, self.chunks)
+            batch = scatter(input, self.chunks, batch_dim=self._batch_dim)
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
             call = self._call(batch, plan_forward, grad, True, peers, {"output": output})
@@ -376,7 +393,7 @@ class Pipe(Settled, Stateful):
         with turn(), self._peers("step", averages=True) as peers:
             check_flags(outputs=outputs, trace=trace)
             check_step(optimizer, clip_grad_norm, scaler, grads)
-            batch = scatter(x, self.chunks, "x")
+            batch = scatter(x, self.chunks, "x", self._batch_dim)
             if optimizer is not None:
                 check_holds(optimizer, list(self.named_parameters()), [*batch.tree.tensors, *parameters_of(loss_fn)])
             self._refuse_transforms(batch)
@@ -409,7 +426,7 @@ class Pipe(Settled, Stateful):
         """
         with turn(), self._peers("evaluate") as peers:
             check_flags(outputs=outputs, trace=trace)
-            batch = scatter(x, self.chunks, "x")
+            batch = scatter(x, self.chunks, "x", self._batch_dim)
             aim = scatter_like(target, batch, "the target")
             flags = [(module, module.training) for module in self.modules()]
             try:
@@ -588,11 +605,33 @@ class Pipe(Settled, Stateful):
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
         compares = grad and self._calls & (self._calls - 1) == 0
-        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
-        return Setup(
+        setup = Setup(
             stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
             self._known, self.deferred_batch_norm, traces, peers, seed
         )
+        if batch.chunks > 1:
+            self._probe(setup, batch)
+        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
+        return setup
+
+    def _probe(self, setup: Setup, batch: Batch) -> None:
+        """Find out whether this mini-batch may be cut: in calls 1, 2, 4, 8, ... that went well, in each of the modes.
+
+        A failure over ranks is everyone's, and has all of them count anew.
+        """
+        flags = tuple([layer.training for layer in self._modules.values() if layer is not None])
+        key = (flags, setup.peers.failures)
+        number = self._probed.get(key, 0) + 1
+        self._probed[key] = number
+        if number & (number - 1):
+            return
+        try:
+            plan, traffic = self._plans.uncut(setup.plan.schedule.placement)
+            setup.peers.prepare(lambda: traffic)
+            Probe(setup._replace(plan=plan), batch, not self.mixes_rows).check()
+        except BaseException:
+            self._probed[key] = number - 1
+            raise
 
     def _words(
         self, batch: Batch, aim: Batch | None, grad: bool, options: Mapping[str, object], values: bool
@@ -627,7 +666,8 @@ class Pipe(Settled, Stateful):
             return self._told[1]
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else "a function of (stage, chunk)"
         text = (
-            f"balance {self.balance}\nchunks {self.chunks}\nschedule {self.schedule}\ncheckpoint {checkpoint}\n"
+            f"balance {self.balance}\nchunks {self.chunks}\nbatch_dim {self.batch_dim}\nmixes_rows {self.mixes_rows}\n"
+            f"schedule {self.schedule}\ncheckpoint {checkpoint}\n"
             f"deferred_batch_norm {self.deferred_batch_norm}\n{joint.parameters}"
         )
         self._told = (key, text)
@@ -701,7 +741,8 @@ class Pipe(Settled, Stateful):
     def _joined(self, call: Call) -> Any:
         output = None
         if call.last is not None:
-            output = Output(gather([message.tree for message in call.outputs], call.batch.rows)[0], ())
+            trees = [message.tree for message in call.outputs]
+            output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
         tree, _ = call.peers.share_output(output)
         return tree.build(tree.tensors)
 

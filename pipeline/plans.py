@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from pipeline.edge import schedule_named
 from pipeline.places import Place
-from pipeline.plan import Plan
+from pipeline.plan import Plan, plan_forward
 from pipeline.ranks.hosting import on_ranks, schedule_over
 from pipeline.ranks.traffic import Traffic
 from pipeline.values import Values
-from scheduler import Schedule, ScheduleError
+from scheduler import Action, Kind, Placement, Schedule, ScheduleError
 
 Planner = Callable[[Schedule, Sequence[object], int | None], Plan]
 
@@ -41,6 +41,7 @@ class Plans:
         self._has_said = False  # that a mini-batch is short
         self._plans: dict[tuple[int, Planner], Plan] = {}
         self._traffic: dict[tuple[int, Planner], Sequence[Traffic]] = {}
+        self._uncut: dict[Placement, tuple[Plan, Sequence[Traffic]]] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
         """The schedule, with a lane for each device or rank. Where it takes no so short mini-batch, its first chunks.
@@ -95,6 +96,22 @@ class Plans:
             rank = None if self._ranks is None else self._ranks[1]
             self._plans[key] = planner(self.schedule(chunks, asked), self._places, rank)
         return self._plans[key]
+
+    def uncut(self, placement: Placement) -> tuple[Plan, Sequence[Traffic]]:
+        """The plan of a forward of one chunk, whatever the schedule, and its messages."""
+        if placement not in self._uncut:
+            hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]
+            orders = tuple([
+                (*[Action(stage, Kind.F, 0) for stage in own], *[Action(stage, Kind.B, 0) for stage in reversed(own)])
+                for own in hosted
+            ])
+            rank = None if self._ranks is None else self._ranks[1]
+            plan = plan_forward(Schedule("uncut", placement, 1, orders), self._places, rank)
+            traffic = [] if rank is None else [
+                Traffic(parts, self._values, placement.lane_of, rank) for parts in plan.parts[:1]
+            ]
+            self._uncut[placement] = plan, traffic
+        return self._uncut[placement]
 
     def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[Traffic]:
         """The messages of each phase of a plan, to and from this rank."""

@@ -151,6 +151,11 @@ class StageRun:
         self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
 
     @property
+    def layers(self) -> StageLayers:
+        """Its layers."""
+        return self._layers
+
+    @property
     def is_quiet(self) -> bool:
         """Whether all its layers are torch's own and surely draw no random number."""
         return self._is_quiet
@@ -709,6 +714,7 @@ class StageRun:
         self.recall.roll_back()
         self.drop_sums()
         self._records.clear()
+        self._is_usual = False
         self.recall.release()
 
     def release(self) -> None:

@@ -209,6 +209,10 @@ class OverRanks(Peers):
     def is_alone(self) -> bool:
         return False
 
+    @property
+    def failures(self) -> int:
+        return self._ranks.generation
+
     def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self._company.name_of(leaf)

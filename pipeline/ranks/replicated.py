@@ -263,6 +263,10 @@ class Replicated(Peers):
     def is_alone(self) -> bool:
         return False
 
+    @property
+    def failures(self) -> int:
+        return self._inner.failures
+
     def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         self._inner.refuse_strangers(leaves, who, stage)
 

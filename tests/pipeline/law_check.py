@@ -111,6 +111,7 @@ def observe(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] 
         config["chunks"],
         checkpoint=CHECKPOINTS[config["checkpoint"]],
         schedule=config["schedule"],
+        mixes_rows=not case.rowwise,
         **DRIVES[config["drive"]](len(balance)),
     )
     torch.manual_seed(SEED)

@@ -78,7 +78,8 @@ def pair(
 ) -> list[tuple[Case, nn.Module]]:
     """The same case twice: in a Pipe, and plain."""
     piped, plain = case(), case()
-    pipe = Pipe(piped.model, balance(len(piped.model), stages), chunks, checkpoint=MODES[mode])
+    cuts = balance(len(piped.model), stages)
+    pipe = Pipe(piped.model, cuts, chunks, checkpoint=MODES[mode], mixes_rows=not piped.rowwise)
     return [(piped, pipe.train(train)), (plain, Plain(plain.model, chunks).train(train))]
 
 

@@ -124,7 +124,7 @@ def check(config):
     sizes = sized(config["balance"], config["schedule"], len(case.model))
     pipe = Pipe(
         case.model, sizes, config["chunks"], checkpoint=CHECKPOINTS[config["checkpoint"]],
-        schedule=config["schedule"], **DRIVES[config["drive"]](len(sizes)),
+        schedule=config["schedule"], mixes_rows=not case.rowwise, **DRIVES[config["drive"]](len(sizes)),
     )
     rows, train = config["rows"], config["training"] is not False
     chunks = min(config["chunks"], rows)

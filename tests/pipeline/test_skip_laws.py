@@ -55,7 +55,7 @@ def piped(model: nn.Sequential, config: Mapping[str, Any]) -> Pipe:
     sizes = balance_of(config["balance"], len(model))
     return Pipe(
         model, sizes, config["chunks"], checkpoint=CHECKPOINTS[config["checkpoint"]], schedule=config["schedule"],
-        **DRIVES[config["drive"]](len(sizes)),
+        mixes_rows=not SKIPS[config["model"]]().rowwise, **DRIVES[config["drive"]](len(sizes)),
     )
 
 
@@ -129,7 +129,7 @@ def test_without_gradients_outputs_equal_the_plain_modules(model: str, kind: str
     for door, (chunks, rows) in product(("no_grad", "inference", "evaluate"), ((1, 5), (3, 4))):
         ours, plain = SKIPS[model](), SKIPS[model]()
         x = ours.make_input(rows)
-        pipe = Pipe(ours.model, balance_of(kind, len(ours.model)), chunks)
+        pipe = Pipe(ours.model, balance_of(kind, len(ours.model)), chunks, mixes_rows=not ours.rowwise)
         plain.model.train(door != "evaluate")
         with torch.inference_mode(door == "inference"), torch.no_grad():
             want = forward_only(plain.model, x, chunks, call_seed(SEED))
@@ -147,7 +147,8 @@ def test_without_gradients_outputs_equal_the_plain_modules(model: str, kind: str
 
 def twins(name: str, stages: int, chunks: int, mode: str, train: bool) -> list[tuple[Case, nn.Module]]:
     ours, plain = SKIPS[name](), SKIPS[name]()
-    pipe = Pipe(ours.model, balance(len(ours.model), stages), chunks, checkpoint=MODES[mode])
+    cuts = balance(len(ours.model), stages)
+    pipe = Pipe(ours.model, cuts, chunks, checkpoint=MODES[mode], mixes_rows=not ours.rowwise)
     return [(ours, pipe.train(train)), (plain, Plain(plain.model, chunks).train(train))]
 
 
@@ -549,7 +550,7 @@ def outcome(kind: str, chunks: int, drive: str, door: str, stages: str, policy: 
     x = rows.requires_grad_() if first and door == "grad" else rows
     want = torch.cat([plain(piece.clone()) for piece in x.split(1)])
     sizes = balance_of(stages, len(plain))
-    pipe = Pipe(plain, sizes, chunks, checkpoint=policy, **DRIVES[drive](len(sizes)))
+    pipe = Pipe(plain, sizes, chunks, checkpoint=policy, mixes_rows=True, **DRIVES[drive](len(sizes)))
     try:
         with torch.set_grad_enabled(door != "no_grad"):
             found = pipe(x)

@@ -90,8 +90,8 @@ STAGES: dict[str, Callable[[], nn.Module]] = {  # what comes second
     "linear": lambda: nn.Sequential(linear(), nn.ReLU()),
     "saves nothing of its input": lambda: nn.Sequential(nn.Tanh(), linear()),
     "a gradient in another layout": lambda: Apply(lambda x: (torch.ones(4, 4).tril() @ x.t().contiguous()).t()),
-    "an expanded gradient": lambda: Apply(lambda x: x * 1 + x.sum(0)),
-    "only an expanded gradient": lambda: Apply(lambda x: x.sum(0, keepdim=True).expand(x.shape[0], 4)),
+    "an expanded gradient": lambda: Apply(lambda x: x * 1 + x.sum(1, keepdim=True)),
+    "only an expanded gradient": lambda: Apply(lambda x: x.sum(1, keepdim=True).expand(x.shape[0], 4)),
     "a view": nn.Flatten,
     "itself": nn.Identity,
     "a transposed view": lambda: Apply(lambda x: x.t().contiguous().t()),
@@ -363,7 +363,7 @@ def strides_of_gradients(stage: Callable[[], nn.Module], checkpoint: str) -> lis
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "by columns": lambda x: x * (torch.ones(4, 4).tril() @ x.t().contiguous()).t().sum(),
+    "by columns": lambda x: x * (torch.ones(4, 4).tril() @ x.t().contiguous()).t().sum(1, keepdim=True),
     "expanded": lambda x: x.sum(1, keepdim=True) + x.detach(),
     "by columns alone": lambda x: (torch.ones(4, 4).tril() @ x.t().contiguous()).t(),
     "in rows": lambda x: x * x,

@@ -178,7 +178,7 @@ def outcome(config: dict[str, Any], workers: str) -> list[Any]:
     balance = balance_of(config["balance"], len(case.model))
     pipe = Pipe(
         case.model, balance, config["chunks"], devices=places(config["places"], len(balance)), workers=workers,
-        checkpoint=CHECKPOINTS[config["checkpoint"]], schedule=config["schedule"],
+        checkpoint=CHECKPOINTS[config["checkpoint"]], schedule=config["schedule"], mixes_rows=not case.rowwise,
     )
     found: list[Any] = []
     for number in range(3):

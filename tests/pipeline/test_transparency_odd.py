@@ -389,7 +389,7 @@ def _piped(build: Callable[[], Odd], door: str, checkpoint: str, balance: str, c
     case, x = _built(build, train)
     before = [tensor.detach().clone() for tensor in _tensors(x)]
     cuts = [1] * len(case.model) if balance == "each alone" else [len(case.model)]
-    pipe = Pipe(case.model, cuts, chunks, checkpoint=checkpoint)
+    pipe = Pipe(case.model, cuts, chunks, checkpoint=checkpoint, mixes_rows=True)  # some decide by the whole chunk
     given = pytree.tree_map(lambda leaf: NoChunk(leaf.value) if isinstance(leaf, Whole) else leaf, x)
     torch.manual_seed(3)
     if door == "forward":

@@ -28,7 +28,8 @@ def seed_of(call: int) -> int:
 
 def pipe_of(model: str, checkpoint: str = "except_last", chunks: int = 3, **what: Any) -> tuple[Any, Pipe]:
     case = MODELS[model]()
-    return case, Pipe(case.model, balance_of("each alone", len(case.model)), chunks, checkpoint=checkpoint, **what)
+    return case, Pipe(case.model, balance_of("each alone", len(case.model)), chunks, checkpoint=checkpoint,
+                      mixes_rows=not case.rowwise, **what)  # fmt: skip
 
 
 def same_tensors(one: Any, other: Any) -> bool:
@@ -214,7 +215,8 @@ def test_two_pipes_around_two_models_do_not_know_of_each_other(model):
 def test_two_pipes_around_one_model_share_it(model, train):
     """Another cut of the same layers: nothing of one Pipe stays in the module."""
     case, pipe = pipe_of(model, "always")
-    other = Pipe(case.model, balance_of("halves", len(case.model)), 2, checkpoint="never")
+    halves = balance_of("halves", len(case.model))
+    other = Pipe(case.model, halves, 2, checkpoint="never", mixes_rows=not case.rowwise)
     plain = MODELS[model]()
     x, copy = ready(case, train, True, 6), ready(plain, train, True, 6)
     for call, (each, chunks) in enumerate([(pipe, 3), (other, 2), (pipe, 3)]):

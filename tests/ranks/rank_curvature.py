@@ -153,7 +153,8 @@ def multiplied(
 def of_case(make: Make, name: str, stages: int, matrix: str, training: bool, checkpoint: str) -> Found:
     """A model of law_models.py or skip_models.py: skips, trees, BatchNorm, convolutions."""
     case = padded(name, stages)
-    pipe = make(case.model, even(len(case.model), stages), 3, checkpoint=CHECKPOINTS[checkpoint])
+    cuts, mixes = even(len(case.model), stages), not case.rowwise
+    pipe = make(case.model, cuts, 3, checkpoint=CHECKPOINTS[checkpoint], mixes_rows=mixes)
 
     def loss_fn(output: Any, target: None) -> Tensor:
         return case.loss(output)

@@ -64,7 +64,8 @@ def one_call(make: Make, config: Mapping[str, Any]) -> Found:
     """What a call of a Pipe leaves in this process."""
     case = padded(config["model"], config["stages"])
     x = ready(case, config["train"], config["input_grad"], config["rows"])
-    settings = {"checkpoint": CHECKPOINTS[config["checkpoint"]], "schedule": config["schedule"]}
+    settings = {"checkpoint": CHECKPOINTS[config["checkpoint"]], "schedule": config["schedule"],
+                "mixes_rows": not case.rowwise}  # fmt: skip
     pipe = make(case.model, config["balance"], config["chunks"], **settings)
     outputs, loss = through_the_door(config, case, pipe, x)
     own = {name for name, _ in pipe.named_parameters()}

@@ -165,7 +165,7 @@ class Passes:
                     return found
                 with self._prepared(self._seed + number):
                     x, target = tree_map_only(Tensor, _no_inference, item[:2])
-                    batch = scatter(x, self.pipe.chunks, "x")
+                    batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
                     first_rows = first_rows or sum(batch.rows)
                     aim = scatter_like(target, batch, "the target")
                     where = {"mini-batch": number, "its values": item.digest, "first vector": first}
@@ -184,6 +184,11 @@ class Passes:
         peers: Peers,
     ) -> Tensor:
         """Run one; return what it adds to the totals. `where` is the same on all ranks."""
+        if task.rule is Rule.FISHER and batch.batch_dim:
+            raise ValueError(
+                f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
+                f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
+            )
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         self.pipe._refuse_transforms(batch)
         options = {

@@ -1,0 +1,474 @@
+"""May a mini-batch be cut? Layers that mix rows, outputs without rows and values that go round a stage are refused.
+
+Each law goes over the doors, and what is legal goes on working: the same numbers, and no trace of the probe.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline import EagerUpdate, Pipe, is_recomputing
+from pipeline.curvature import Hessian
+
+WIDTH = 4
+DOORS: dict[str, Callable[[Pipe, Tensor], object]] = {
+    "forward": lambda pipe, x: pipe(x),
+    "no_grad": lambda pipe, x: torch.no_grad()(pipe)(x),
+    "inference_mode": lambda pipe, x: torch.inference_mode()(pipe)(x),
+    "step": lambda pipe, x: pipe.step(x, loss_fn=square),
+    "evaluate": lambda pipe, x: pipe.evaluate(x, loss_fn=square, outputs=False),
+    "eager": lambda pipe, x: pipe.step(x, loss_fn=square, optimizer=EagerUpdate(lambda param, grad: None)),
+    "Hessian": lambda pipe, x: Hessian(pipe, (x, None), square) @ torch.ones(
+        sum(param.numel() for param in pipe.parameters()), dtype=torch.float64
+    ),
+}  # fmt: skip
+
+
+def square(output: Any, target: None) -> Tensor:
+    outputs = output if isinstance(output, tuple) else (output,)
+    return torch.stack([each.square().mean() for each in outputs]).sum()
+
+
+class Calls(nn.Module):
+    """A function of (itself, what `inner` makes of x)."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], inner: nn.Module | None = None, **own: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH) if inner is None else inner
+        self.function = function
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, self.inner(x))
+
+
+def calls(function: Callable[[Any], Any], inner: nn.Module | None = None) -> Calls:
+    return Calls(lambda self, h: function(h), inner)
+
+
+def around(*middle: nn.Module) -> nn.Sequential:
+    """Not by the first layer, nor by the last alone."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *middle).double()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def flat(rows: int = 8) -> Tensor:
+    return torch.randn(rows, WIDTH, dtype=torch.float64)
+
+
+def deep(rows: int = 6, length: int = 3) -> Tensor:
+    return torch.randn(rows, length, WIDTH, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------ layers that mix rows
+
+MIXES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "LSTM": (lambda: calls(lambda made: made[0], nn.LSTM(WIDTH, WIDTH)), deep),
+    "GRU": (lambda: calls(lambda made: made[0], nn.GRU(WIDTH, WIDTH)), deep),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8), deep),
+    "Softmax": (lambda: nn.Softmax(0), flat),
+    "LayerNorm of everything": (lambda: calls(lambda h: (h - h.mean()) / h.std()), flat),
+    "x - x.mean(0)": (lambda: calls(lambda h: h - h.mean(0)), flat),
+    "cumsum": (lambda: calls(lambda h: h.cumsum(0)), flat),
+    "a sum from the last row": (lambda: calls(lambda h: h.flip(0).cumsum(0).flip(0)), flat),
+    "attention between rows": (lambda: calls(lambda h: (h @ h.t()).softmax(1) @ h), flat),
+    "rows among [rows * time]": (lambda: calls(lambda h: h.transpose(0, 1).flatten(0, 1)), deep),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_layers_that_mix_rows_are_refused_by_name(name: str, door: str) -> None:
+    build, x = MIXES[name]
+    for chunks, extra in ((2, [nn.Identity()]), (3, [])):
+        layer = build()
+        pipe = Pipe(around(layer, *extra), [1, 1 + len(extra)], chunks)
+        for _ in range(2):  # not only the first time
+            words = rf"layer 1 \({type(layer).__name__}\) mixes the rows.*batch_dim=1.*batch_first=True.*chunks=1"
+            with pytest.raises(ValueError, match=words):
+                DOORS[door](pipe, x())
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("training", [True, False])
+def test_every_door_refuses_them(door: str, training: bool) -> None:
+    for schedule in ("gpipe", "1f1b"):
+        layer = MIXES["GRU" if schedule == "gpipe" else "x - x.mean(0)"]
+        pipe = Pipe(around(layer[0]()), [1, 1], 3, schedule=schedule).train(training)
+        with pytest.raises(ValueError, match=r"layer 1 \(Calls\) mixes the rows"):
+            DOORS[door](pipe, layer[1]())
+        DOORS[door](Pipe(around(layer[0]()), [1, 1], 1, schedule=schedule), layer[1]())  # nothing is cut
+
+
+def test_chunks_of_one_row_are_refused_too() -> None:
+    for rows in (2, 3):
+        with pytest.raises(ValueError, match="mixes the rows"):
+            Pipe(around(calls(lambda h: h.cumsum(0))), [1, 1], rows)(flat(rows))
+
+
+def test_float32_and_bfloat16_and_integers_are_told_apart_from_rounding() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (8, 64):
+            x = flat(rows).to(dtype)
+            Pipe(around(nn.LayerNorm(WIDTH), nn.Softmax(1)).to(dtype), [1, 2], 2)(x)
+            with pytest.raises(ValueError, match="mixes the rows"):
+                Pipe(around(nn.Softmax(0)).to(dtype), [1, 1], 2)(x)
+    with pytest.raises(ValueError, match="mixes the rows"):
+        Pipe(around(calls(lambda h: h.argsort(0))), [1, 1], 2)(flat())
+
+
+def test_layers_may_mix_rows_where_that_is_said() -> None:
+    """As BatchNorm does: numbers are those of a loop over the chunks."""
+    model, x = around(calls(lambda h: h - h.mean(0))), flat()
+    expected = torch.cat([model(piece) for piece in x.tensor_split(3)])
+    assert torch.equal(Pipe(model, [1, 1], 3, mixes_rows=True)(x), expected)
+    with pytest.raises(TypeError, match="mixes_rows is 1. Use True or False"):
+        Pipe(model, [1, 1], 3, mixes_rows=1)  # type: ignore[arg-type]
+
+
+def test_what_begins_later_is_found_in_one_of_the_next_calls() -> None:
+    layer = Calls(lambda self, h: h - h.mean(0) if self.mixes else h)
+    layer.mixes = False
+    pipe = Pipe(around(layer), [1, 1], 2)
+    for _ in range(2):
+        pipe(flat())
+    layer.mixes = True
+    pipe(flat())
+    with pytest.raises(ValueError, match="mixes the rows"):
+        pipe(flat())
+
+
+# ------------------------------------------------------------------------------------------------ outputs without rows
+
+NO_ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "h_n": (lambda: calls(lambda made: made[1], nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), lambda: deep(6)),
+    "(out, h_n)": (lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True), lambda: deep(6)),
+    "[time, rows, ...]": (lambda: calls(lambda h: h.transpose(0, 1)), lambda: deep(6, 4)),
+    "a Gram matrix": (lambda: calls(lambda h: h.t() @ h), flat),
+    "batch statistics": (lambda: calls(lambda h: h.var(0)), flat),
+    "a table": (lambda: Calls(lambda self, h: (h, self.inner.weight)), flat),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+@pytest.mark.parametrize("door", DOORS)
+def test_outputs_without_rows_are_refused_where_their_sizes_fit_too(name: str, door: str) -> None:
+    build, make_input = NO_ROWS[name]
+    x = make_input()
+    for chunks in (1, 2, 3, len(x) // 2):
+        pipe = Pipe(around(build()), [1, 1], chunks)
+        if chunks == 1:
+            DOORS[door](pipe, x)
+        else:
+            with pytest.raises(ValueError, match=r"dim 0|mixes the rows"):
+                DOORS[door](pipe, x)
+
+
+def test_the_shapes_are_told() -> None:
+    with pytest.raises(ValueError, match=r"\[\[2, 3, 4\], \[2, 2, 4\]\], which do not grow.*h_n.transpose\(0, 1\)"):
+        Pipe(around(NO_ROWS["h_n"][0]()), [1, 1], 2)(deep())
+    h_n_first = calls(lambda made: (made[0], made[1].transpose(0, 1)), nn.GRU(WIDTH, WIDTH, 2, batch_first=True))
+    model, x = around(h_n_first), deep()
+    for one, other in zip(Pipe(model, [1, 1], 2)(x), model(x), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------------- what goes round a stage boundary
+
+ELSEWHERE: dict[str, Any] = {}
+
+
+def through_a_dict() -> list[nn.Module]:
+    place: dict[str, Tensor] = {}
+
+    def put(h: Tensor) -> Tensor:
+        place["mask"] = (h > 0).detach()
+        return h
+
+    return [calls(put), nn.Tanh(), calls(lambda h: h * place["mask"]), nn.Tanh()]
+
+
+def through_a_global() -> list[nn.Module]:
+    def put(h: Tensor) -> Tensor:
+        ELSEWHERE["mask"] = (h > 0).detach()
+        return h
+
+    return [calls(put), nn.Tanh(), calls(lambda h: h * ELSEWHERE["mask"]), nn.Tanh()]
+
+
+def through_an_attribute() -> list[nn.Module]:
+    def put(self: Any, h: Tensor) -> Tensor:
+        self.mask = (h > 0).detach()
+        return h
+
+    first = Calls(put, mask=torch.ones(()))
+    return [first, nn.Tanh(), calls(lambda h: h * first.mask), nn.Tanh()]
+
+
+def through_a_queue() -> list[nn.Module]:
+    place: deque[Tensor] = deque()
+
+    def put(h: Tensor) -> Tensor:
+        place.append((h > 0).detach())
+        return h
+
+    return [calls(put), nn.Tanh(), calls(lambda h: h * place.popleft()), nn.Tanh()]
+
+
+def in_train_mode_alone() -> list[nn.Module]:
+    place: dict[str, Any] = {"mask": 1}
+
+    def put(self: Any, h: Tensor) -> Tensor:
+        if self.training:
+            place["mask"] = (h > 0).detach()
+        return h
+
+    return [Calls(put), nn.Tanh(), Calls(lambda self, h: h * place["mask"] if self.training else h), nn.Tanh()]
+
+
+ROUND = (through_a_dict, through_a_global, through_an_attribute, through_a_queue, in_train_mode_alone)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "1f1b-v", "v-half")
+
+
+@pytest.mark.parametrize("build", ROUND)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_value_that_goes_round_a_stage_boundary_is_refused(
+    build: Callable[[], list[nn.Module]], schedule: str
+) -> None:
+    door = list(DOORS)[(SCHEDULES.index(schedule) + ROUND.index(build)) % 4]
+    pipe = Pipe(nn.Sequential(*build()).double(), [1, 1, 1, 1], 4, schedule=schedule, checkpoint="never")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"stage 2 \(layer 2\) gives other values.*another stage.*pipeline.skip"):
+            DOORS[door](pipe, flat())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_it_and_threads_do(door: str) -> None:
+    for how in ({}, {"workers": "threads"}):
+        pipe = Pipe(nn.Sequential(*through_a_dict()).double(), [1, 1, 1, 1], 4, schedule="interleaved", **how)
+        with pytest.raises(RuntimeError, match="stage 2 .*gives other values"):
+            DOORS[door](pipe, flat())
+
+
+def test_within_one_stage_a_value_may_take_any_way() -> None:
+    for build in ROUND:
+        model, x = nn.Sequential(*build()).double(), flat()
+        expected = model(x)
+        for balance in ([4], [3, 1]):
+            found = Pipe(model, balance, 4, schedule="gpipe", checkpoint="never")(x)
+            assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_what_is_the_same_for_every_chunk_may_lie_anywhere() -> None:
+    """A table of positions that the first stage makes and others read."""
+    place: dict[str, Tensor] = {}
+    table = Calls(lambda self, h: h, made=None)
+
+    def put(h: Tensor) -> Tensor:
+        place.setdefault("table", torch.arange(WIDTH).double())
+        return h
+
+    def made(h: Tensor) -> Tensor:
+        table.made = torch.arange(WIDTH).double()
+        return h
+
+    model = nn.Sequential(calls(put), calls(made), calls(lambda h: h + place["table"] + table.made)).double()
+    for door in ("forward", "step", "evaluate"):
+        DOORS[door](Pipe(model, [1, 1, 1], 4), flat())
+
+
+# ------------------------------------------------------------------------------------------------------ what is legal
+
+PYTHONS, NUMPYS, TORCHS = random.Random(0), numpy.random.default_rng(0), torch.Generator()
+WORD = {"scale": 2.0}
+
+
+class First(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        return value[0] if isinstance(value, tuple) else value
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice, out = self.gate(x).argmax(1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[choice == number] = expert(x[choice == number])
+        return out
+
+
+LEGAL: dict[str, Callable[[], nn.Module]] = {
+    "dropout in eval mode": lambda: calls(lambda h: dropout(h, 0.5, training=True)),
+    "noise": lambda: calls(lambda h: h + torch.randn_like(h)),
+    "noise for all rows": lambda: calls(lambda h: h * torch.rand(()).double()),
+    "Python's random numbers": lambda: calls(lambda h: h * random.random()),
+    "a coin": lambda: calls(lambda h: h if random.random() < 0.5 else 2 * h),
+    "numpy's random numbers": lambda: calls(lambda h: h * numpy.random.rand()),
+    "a generator of Python's own": lambda: calls(lambda h: h * PYTHONS.random()),
+    "a generator of numpy's own": lambda: calls(lambda h: h * NUMPYS.random()),
+    "a coin of numpy's own": lambda: Calls(lambda self, h: h * self.rng.integers(2), rng=numpy.random.default_rng(1)),
+    "a generator of torch's own": lambda: Calls(
+        lambda self, h: h * torch.rand(1, generator=self.own).double(), own=torch.Generator()
+    ),
+    "rows of a fixed number": lambda: calls(lambda h: h.view(4, 2, 2).flatten(1)),
+    "squeeze": lambda: calls(lambda h: h.unsqueeze(2).squeeze()),
+    "experts": Experts,
+    "rounded": lambda: calls(lambda h: (h * 3).round() + h),
+    "by rows": lambda: calls(lambda h: h - h.mean(1, keepdim=True)),
+    "BatchNorm": lambda: nn.BatchNorm1d(WIDTH),
+    "BatchNorm without statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+    "transposed inside": lambda: calls(lambda h: (h.t() * 2).t()),
+    "in place": lambda: nn.ReLU(inplace=True),
+    "several rows of one": lambda: calls(lambda h: h.repeat_interleave(3, 0)),
+    "a number beside": lambda: calls(lambda h: (h, 3.0)),
+    "zeros": lambda: calls(lambda h: h * 0),
+    "nan": lambda: calls(lambda h: (h - 10).log()),
+    "an attribute that grows": lambda: Calls(lambda self, h: grown(self, h), seen=0),
+    "an error in eval mode": lambda: Calls(lambda self, h: h if self.training else 1 / 0),
+}
+
+
+def grown(self: Any, h: Tensor) -> Tensor:
+    self.seen += not is_recomputing()
+    return h * WORD["scale"]
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_layers_go_on_working(name: str) -> None:
+    for balance in ([1, 1, 1], [3]):
+        model = around(LEGAL[name](), First())
+        pipe = Pipe(model, balance, 2, checkpoint="never")
+        for _ in range(3):
+            pipe(flat())
+            pipe.step(flat(), loss_fn=square)
+        if name != "an error in eval mode":
+            pipe.evaluate(flat(), loss_fn=square)
+
+
+# ------------------------------------------------------------------------------------------------------------ no trace
+
+
+class Watches(nn.Module):
+    """Keeps state in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.number, self.log, self.by_name, self.plain = 0, [0], {"number": 0}, torch.zeros(())
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        self.log.append(len(x))
+        self.by_name["number"] += 1
+        self.by_name.setdefault(f"rows {len(x)}", 0)
+        self.plain += 1
+        self.count += 1
+        self.last = x.detach()
+        LOG.append(len(x))
+        return self.linear(x) + torch.rand(1, generator=TORCHS).double() * random.random() * numpy.random.rand()
+
+    def state(self) -> list[Any]:
+        tensors = [self.plain.item(), self.count.item(), self.count._version]
+        return [self.number, list(self.log), dict(self.by_name), *tensors]
+
+
+LOG: list[int] = []
+
+
+def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What two calls leave, with and without a probe."""
+    for generator in (TORCHS, torch.default_generator):
+        generator.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    LOG.clear()
+    layer, recorded = Watches(), []
+    layer.register_forward_hook(lambda module, args, made: recorded.append(made.detach()))
+    model = around(layer, nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
+    if not probes:
+        monkeypatch.setattr("pipeline.probe.Probe.check", lambda self: None)
+    pipe, x = Pipe(model, [1, 2, 1], 2, checkpoint="never"), torch.linspace(-1, 1, 24).double().reshape(6, WIDTH)
+    for _ in range(2):
+        made = DOORS[door](pipe, x)
+        yield [made if isinstance(made, Tensor) else getattr(made, "loss"), *recorded, layer.last]
+        yield [param.grad for param in pipe.parameters()]
+        yield [*layer.state(), list(LOG), random.getstate(), repr(numpy.random.get_state())]
+        yield [TORCHS.get_state(), torch.get_rng_state(), *pipe.buffers()]
+        yield [module.training for module in pipe.modules()]
+
+
+@pytest.mark.parametrize("door", ["forward", "no_grad", "step", "evaluate", "eager"])
+def test_a_probe_leaves_no_trace(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a module, nor in what hooks record, in globals, generators or buffers."""
+    with_probe = [*seen_by(True, door, monkeypatch)]
+    without = [*seen_by(False, door, monkeypatch)]
+    for ones, others in zip(with_probe, without, strict=True):
+        assert len(ones) == len(others)
+        for one, other in zip(ones, others, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_a_graph_that_waits_for_its_backward_is_not_touched() -> None:
+    """The probe of another call runs in between, in train mode: a buffer that the graph has saved stays unwritten."""
+    model = around(nn.BatchNorm1d(WIDTH))
+    pipe = Pipe(model, [1, 1], 2, checkpoint="never").eval()
+    out = pipe(flat())
+    with torch.no_grad():
+        pipe(flat())
+    out.sum().backward()
+
+
+def test_layers_are_told_that_a_probe_is_no_forward_of_its_own() -> None:
+    layer, told = calls(lambda h: h), Told()
+    layer.register_forward_hook(lambda module, args, made: told.append(is_recomputing()))
+    Pipe(around(layer), [1, 1], 2, checkpoint="never")(flat())
+    assert told.all[-2:] == (False, False) and all(told.all[:-2]) and len(told.all) > 2
+
+
+class Told:
+    """Remembers in a way that nobody can put back."""
+
+    __slots__ = ("all",)
+
+    def __init__(self) -> None:
+        self.all: tuple[Any, ...] = ()
+
+    def append(self, value: Any) -> None:
+        self.all = (*self.all, value)
+
+
+def test_unchanged_modes_count_nothing_of_it() -> None:
+    class Counts(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += func is torch.ops.aten.addmm.default
+            return func(*args, **(kwargs or {}))
+
+    pipe = Pipe(around(nn.Linear(WIDTH, WIDTH)), [1, 1], 2, checkpoint="never")
+    with Counts() as counts, torch.no_grad():
+        pipe(flat())
+    assert counts.number == 4
