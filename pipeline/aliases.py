@@ -17,21 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
 from pipeline.graph import Watch, mark, owned
+from pipeline.tables import Table, parameters_of
 from pipeline.trees import checksums, same_checksums, versions
 
 HALF = (torch.float16, torch.bfloat16)
-Table: TypeAlias = dict[str, Any]  # module._parameters; under functional_call it holds plain tensors
 
 
 class _Slot(NamedTuple):
     module: nn.Module
+    table: Table  # of its parameters; under functional_call it holds plain tensors
     name: str
     real: Tensor
     alias: Tensor
@@ -71,7 +72,8 @@ class Aliases:
         self._stage = stage
         self._slots: list[_Slot] = []
         for module in modules:
-            for name, real in module._parameters.items():
+            table = parameters_of(module)
+            for name, real in table.items():
                 if real is None:
                     continue
                 if id(real) not in found:
@@ -83,7 +85,7 @@ class Aliases:
                 is_home = here is real
                 if grad or not is_home:
                     then, own = versions([real, alias])
-                    self._slots.append(_Slot(module, name, real, alias, then, own, here, is_home))
+                    self._slots.append(_Slot(module, table, name, real, alias, then, own, here, is_home))
         self._places = _by_table([(slot, slot.alias) for slot in self._slots])
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
         self._used: set[int] = set()
@@ -209,7 +211,7 @@ class Aliases:
 
     def _changed(self, table: Table, before: Table) -> RuntimeError:
         """The error of a forward that took parameters out of a module; `before`: what it was given."""
-        slot = next(slot for slot in self._slots if slot.module._parameters is table)
+        slot = next(slot for slot in self._slots if slot.table is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
         return RuntimeError(
             f"parameter '{self._name_of(slot._replace(name=name))}' was {'replaced' if name in table else 'deleted'} "
@@ -262,8 +264,7 @@ def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Ta
     """The modules' tables of parameters, and what each holds with the stand-ins."""
     tables: dict[int, tuple[Table, Table]] = {}
     for slot, tensor in stand_ins:
-        table = slot.module._parameters
-        tables.setdefault(id(table), (table, dict(table)))[1][slot.name] = tensor
+        tables.setdefault(id(slot.table), (slot.table, slot.table.copy()))[1][slot.name] = tensor
     return list(tables.values())
 
 

@@ -64,7 +64,7 @@ class Attributes:
         tables = list(tables)
         held = _as_it_is if tables else _held
         for module in modules:
-            if is_torchs_own(module):
+            if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
             names = [name for name in table if name not in _EVERY_MODULE]

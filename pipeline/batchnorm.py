@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.errors import CheckpointError
 from pipeline.skip import Enclosed
+from pipeline.tables import buffers_of
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -113,6 +114,12 @@ def check_deferrable(module: nn.Module) -> None:
     Raises:
         TypeError: a batch norm has other statistics than those of its own input.
     """
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and "running_mean" in buffers_of(part):
+            raise TypeError(
+                f"deferred_batch_norm=True cannot put off layer '{path}', which torch.jit has compiled. Leave it as it "
+                "is, an nn.BatchNorm, or use deferred_batch_norm=False."
+            )
     for path, norm in batch_norms(module):
         if isinstance(norm, nn.SyncBatchNorm):
             raise TypeError(

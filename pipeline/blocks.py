@@ -76,6 +76,12 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     chosen = found[every - 1 :: every]
     if not chosen:
         raise ValueError(f"every is {every}, but only {len(found)} modules match. Use every={len(found)} or less.")
+    for name, block in chosen:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
+            raise TypeError(
+                f"block '{name}' is, or holds, a module that torch.jit has compiled, and torch's checkpoint cannot "
+                "tell what that saved. Leave it uncompiled, checkpoint other blocks, or use a Pipe, which can."
+            )
     if not nested:
         _refuse_nesting(modules, chosen)
     configs = _turn_caches_off(model)

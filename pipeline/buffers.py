@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import CheckpointError
 from pipeline.snapshots import Snapshot
+from pipeline.tables import buffers_of
 from pipeline.trees import detached, same_values, storage_of
 
 
@@ -45,17 +46,19 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        self._places = [(module._buffers, dict(module._buffers)) for module in modules]  # those that are None too
+        tables = [buffers_of(module) for module in modules]
+        self._places = [(table, table.copy()) for table in tables]  # those that are None too
         found = [
             (module, name, tensor)
-            for module in modules
-            for name, tensor in module._buffers.items()
+            for module, (_, held) in zip(modules, self._places, strict=True)
+            for name, tensor in held.items()
             if tensor is not None
         ]
+        table_of = {id(module): table for module, table in zip(modules, tables, strict=True)}
         initial = Snapshot([tensor for _, _, tensor in found]).values() if found else []
         owners = _owners(found)
         self._slots = [
-            _Slot(owner, module._buffers, name, tensor, _version(tensor), copy)
+            _Slot(owner, table_of[id(module)], name, tensor, _version(tensor), copy)
             for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
         ]
         self._spare: list[Tensor] | None = None

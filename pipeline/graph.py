@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeline.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
+OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
 _OURS = -1  # among a tensor's hooks, where torch counts from 0
 
@@ -86,6 +87,20 @@ def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
             if leaf is not None:
                 leaves[id(leaf)] = leaf
     return Reached(leaves, len(seen) - 1)
+
+
+def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
+    """Whether a graph has a node in whose name this stands."""
+    stack = [root.node if isinstance(root, GradientEdge) else _node(root) for root in roots]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            if name in node.name():
+                return True
+            seen.add(node)
+            stack.extend([nearer for nearer, _ in node.next_functions])
+    return False
 
 
 def _node(tensor: Tensor) -> Any:

@@ -108,6 +108,28 @@ def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
             table.update(items)
 
 
+@contextmanager
+def grads_apart(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Within: gradients come to the leaves' `.grad` as if there were none, all hooks asleep.
+
+    What came is in the list at the end, and `.grad` is what it was.
+    """
+    parts: list[Tensor | None] = []
+    found = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks or {}) for leaf in leaves]
+    hooks = [dict(table) for _, _, table in found]
+    for leaf, _, table in found:
+        leaf.grad = None
+        table.clear()
+    try:
+        with hooks_asleep(leaves):
+            yield parts
+    finally:
+        for (leaf, grad, table), own in zip(found, hooks, strict=True):
+            parts.append(leaf.grad)
+            leaf.grad = grad
+            table.update(own)
+
+
 def skip_none(leaves: Sequence[Tensor]) -> None:
     """Until the backward under way ends, hooks of these tensors run only if another path brings them a gradient.
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.ambient import Ambient
 from pipeline.checkpoint import NO_HOOKS, checkpointing
 from pipeline.errors import CheckpointError
+from pipeline.graph import OF_SCRIPTS, explore, holds
 from pipeline.interrupts import calls_users_code, held
 from pipeline.randomness import default_generators, generators_at
 from pipeline.recall import Known, Recall
@@ -74,6 +75,7 @@ class Replay:
         self._devices = {tensor.device for tensor in tensors}
         self._generators = [(each, each.get_state()) for each in default_generators(self._devices)]
         self._begun: _Begun | None = None
+        self._nodes = 0  # of the graph of F, where anybody counted
         self._made: int | None = None  # how many tensors came out of F, which is over
 
     def run(self) -> Any:
@@ -116,6 +118,8 @@ class Replay:
                 "this block."
             ) from error
         outputs = _tensors(made)
+        if self._compares:
+            self._nodes = _nodes(outputs, _tensors((args, kwargs)))
         recall.after_forward(_CHUNK, True, detached(outputs))
         recall.note()
         self._made = len(outputs)
@@ -130,6 +134,8 @@ class Replay:
             stack.enter_context(recall.as_at_forward(_CHUNK))
             stack.enter_context(checkpointing(False))
             made = _called(self._forward, args, kwargs)
+        if self._nodes and holds(_with_graphs(_tensors(made)), OF_SCRIPTS):
+            self._check_path(_nodes(_tensors(made), _tensors((args, kwargs))))
         if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
             self._check_same(recall, _tensors(made))
         return made
@@ -141,6 +147,16 @@ class Replay:
                     f"parameter '{name}' of {self._name} was changed in place between the forward and the "
                     "recomputation. Change it (optimizer.step()) after backward()."
                 )
+
+    def _check_path(self, nodes: int) -> None:
+        """torch's checkpoint tells what a recomputation saves by its number alone."""
+        if nodes != self._nodes:
+            raise CheckpointError(
+                f"torch.jit has compiled a function of {self._name} anew between the forward and the recomputation "
+                f"({self._nodes} autograd nodes then, {nodes} now), so what was dropped cannot be told from what is "
+                "there now. It does so in the first calls for a shape: run forward and backward again, or run the "
+                "block with gradients before it is checkpointed."
+            )
 
     def _check_same(self, recall: Recall, outputs: Sequence[Tensor]) -> None:
         try:
@@ -220,6 +236,16 @@ class _Saver(torch.autograd.Function):
     def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty_like(root)
+
+
+def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+    """How many autograd nodes stand between them."""
+    until = _with_graphs(inputs)
+    return explore(_with_graphs(outputs), until).nodes - len(until)
+
+
+def _with_graphs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ graph.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +28,7 @@ from pipeline.checkpoint import SavingNothing, checkpointing
 from pipeline.errors import CheckpointError, DroppedError
 from pipeline.graph import (
     MARK,
+    OF_SCRIPTS,
     Roots,
     Watch,
     attend,
@@ -35,12 +36,13 @@ from pipeline.graph import (
     explore,
     gradients,
     has_tangents,
+    holds,
     mark,
     owned,
     refuse_tangents,
     run_backward,
 )
-from pipeline.hooks import hooks_asleep
+from pipeline.hooks import grads_apart, hooks_asleep
 from pipeline.layers import StageLayers
 from pipeline.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
 from pipeline.recall import Known, Recall
@@ -53,6 +55,7 @@ Begin: TypeAlias = Callable[[Exits], Roots]
 _NOTHING = nullcontext()
 _NO_SITES: Sequence[Site] = ()
 _UNSAVED = 2  # who holds an input that no graph has saved: we, and the node that adds to its gradient
+_REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint(use_reentrant=True)
 _LEAF_WRITTEN = "leaf Variable that requires grad"  # in what torch says of one that is written in place
 BACKWARD = 0xFFFF  # what a backward draws (a noisy hook) is seeded as by the layer BACKWARD - last layer
 
@@ -611,6 +614,11 @@ class StageRun:
         # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
         # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
         aliases, foreign = self.aliases.used, list({**self.foreign, **roots.foreign}.values())
+        if holds(roots.tensors, _REENTRANT):  # which goes backward to `.grad` alone
+            with self._foreign_lock, grads_apart(foreign) as parts:
+                run_backward(roots.tensors, roots.grads, retain=True)
+            self._add_foreign(zip(foreign, parts, strict=True))
+            return
         with self._foreign_lock, hooks_asleep(foreign):
             found = gradients(roots.tensors, own + aliases + foreign, roots.grads, retain=True)
         if cut.is_bare:  # it comes to nobody but who asks by name
@@ -618,7 +626,10 @@ class StageRun:
         for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
                 self.aliases.add(alias, grad)
-        for leaf, grad in zip(foreign, found[len(own) + len(aliases) :], strict=True):
+        self._add_foreign(zip(foreign, found[len(own) + len(aliases) :], strict=True))
+
+    def _add_foreign(self, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        for leaf, grad in pairs:
             if grad is not None:
                 _, total = self._foreign_sums.get(id(leaf), (leaf, None))
                 self._foreign_sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
@@ -649,7 +660,7 @@ class StageRun:
     def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
-        if nodes != record.nodes:
+        if nodes != record.nodes and not holds(roots, OF_SCRIPTS):  # torch.jit compiles between its first runs
             raise CheckpointError(
                 f"the recomputation of {self.name}, chunk {chunk}, took another path than its forward: "
                 f"{record.nodes} autograd nodes then, {nodes} now. A layer depends on state that changed in between, "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from by_chunks import CHECKPOINTS, assert_same_grads, call_seed, same, step_by_chunks, twins
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline import CheckpointError, EagerUpdate, Pipe, checkpoint_blocks
 
@@ -69,12 +70,12 @@ def assert_same_buffers(ours, theirs):
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_layer_that_calls_autograd_has_the_gradients_and_buffers_of_the_loop(checkpoint, schedule, call, before):
+@pytest.mark.parametrize("policy", CHECKPOINTS)
+def test_a_layer_that_calls_autograd_has_the_gradients_and_buffers_of_the_loop(policy, schedule, call, before):
     model, length = model_of(call, before, before)
     ours, theirs = twins(model)
     x, y = data()
-    pipe = Pipe(ours, [1, length, 4], CHUNKS, checkpoint=checkpoint, schedule=schedule)
+    pipe = Pipe(ours, [1, length, 4], CHUNKS, checkpoint=policy, schedule=schedule)
     for seed in range(3):  # calls 1 and 2 compare, 3 does not
         ours.zero_grad()
         theirs.zero_grad()
@@ -92,10 +93,10 @@ def test_every_door_takes_a_layer_that_calls_autograd(call, door, workers):
     model, length = model_of(call, "a batch norm", "a batch norm")
     x, y = data()
     found = []
-    for checkpoint in CHECKPOINTS:
+    for policy in CHECKPOINTS:
         ours, _ = twins(model)
         pipe = Pipe(
-            ours, [1, length, 4], CHUNKS, checkpoint=checkpoint, workers=workers, deferred_batch_norm=door == "deferred"
+            ours, [1, length, 4], CHUNKS, checkpoint=policy, workers=workers, deferred_batch_norm=door == "deferred"
         )
         for seed in (1, 2, 3):
             torch.manual_seed(seed)
@@ -130,3 +131,50 @@ def test_a_checkpointed_block_that_calls_autograd_is_right_or_refused(call):
     else:  # torch's own checkpoint cannot
         with pytest.raises(CheckpointError, match=r"block '' \(Descent\) calls torch\.func.*do not checkpoint this"):
             ours(x)
+
+
+class Captured(nn.Module):
+    """A reentrant torch.utils.checkpoint, beside a leaf of the caller's that is no parameter of it."""
+
+    def __init__(self, leaf):
+        super().__init__()
+        self.inner = nn.Linear(WIDE, WIDE)
+        self._held = [leaf]
+
+    def forward(self, x):
+        return checkpoint(lambda z: self.inner(z).tanh(), x, use_reentrant=True) * self._held[0]
+
+
+@pytest.mark.parametrize("place", ["leaf", "computed", "loss"])
+@pytest.mark.parametrize("door", ["step", "forward", "store"])
+@pytest.mark.parametrize("policy", CHECKPOINTS)
+def test_a_captured_leaf_beside_a_reentrant_checkpoint_gets_its_whole_gradient_once(policy, door, place):
+    found = []
+    for ours in (True, False):
+        torch.manual_seed(4)
+        leaf = torch.randn(WIDE, dtype=torch.float64, requires_grad=True)
+        leaf.grad = torch.ones_like(leaf)  # it adds to what is there
+        calls = []
+        leaf.register_post_accumulate_grad_hook(lambda each: calls.append(each.grad.clone()))
+        held = leaf if place != "computed" else leaf * 2
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), Captured(held), Captured(held), nn.Linear(WIDE, 2)).double()
+        x, y = data()
+
+        def loss_fn(output, target):
+            return mse(output, target) + (0.1 * leaf.square().mean() if place == "loss" else 0.0)
+
+        if ours:
+            pipe = Pipe(model, [2, 2], CHUNKS, checkpoint=policy)
+            if door == "forward":
+                loss_fn(pipe(x), y).backward()
+            else:
+                grads = pipe.step(x, y, loss_fn=loss_fn, grads="store" if door == "store" else "param").grads
+                if grads is not None:
+                    assert torch.equal(leaf.grad, torch.ones_like(leaf)) and not calls
+                    grads.assign()
+        else:
+            loss_fn(torch.cat([model(piece) for piece in x.chunk(CHUNKS)]), y).backward()
+        assert len(calls) == 1 or door == "store"  # assign() is no backward
+        found.append([leaf.grad, *[param.grad for param in model.parameters()]])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,69 @@
+"""Where a module keeps its parameters and buffers: in a dict; a ScriptModule, in an object of C++.
+
+    module._parameters                  {"weight": p, ...}
+    Scripted(script, "_parameters")     the same to whoever reads and writes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Mapping, ValuesView
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+Table: TypeAlias = dict[str, Any]
+
+
+class Scripted(dict[str, Any]):
+    """A table of a ScriptModule. Its names are there for good; the values are asked for each time.
+
+    Args:
+        module: from torch.jit.script or trace.
+        table: "_parameters" or "_buffers".
+    """
+
+    def __init__(self, module: nn.Module, table: str) -> None:
+        super().__init__(dict.fromkeys(getattr(module, table).keys()))
+        self._object: Any = module._c
+
+    def __getitem__(self, name: str) -> Any:
+        return self._object.getattr(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._object.setattr(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # a view of what is there now
+        return self.copy().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self.copy().values()
+
+    def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
+        for name, value in values.items():
+            if value is not None:  # which stays what it is
+                self[name] = value
+
+    def clear(self) -> None:
+        """Nothing: what is to be there is put there afterwards."""
+
+
+def parameters_of(module: nn.Module) -> Table:
+    """The table of a module's own parameters.
+
+    Example:
+        >>> list(parameters_of(nn.Linear(2, 2)))
+        ['weight', 'bias']
+    """
+    return Scripted(module, "_parameters") if isinstance(module, torch.jit.ScriptModule) else module._parameters
+
+
+def buffers_of(module: nn.Module) -> Table:
+    """The table of a module's own buffers."""
+    return Scripted(module, "_buffers") if isinstance(module, torch.jit.ScriptModule) else module._buffers
