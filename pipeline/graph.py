@@ -11,6 +11,7 @@ way round the stage boundary, and is refused by name: its gradient would be lost
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ _OURS = -1  # among a tensor's hooks, where torch counts from 0
 
 
 class Reached(NamedTuple):
-    """The leaves of a graph, and how many nodes it has."""
+    """The leaves of a graph whose gradients somebody can ask for, and how many nodes it has."""
 
     leaves: dict[int, Tensor]  # by id
     nodes: int
@@ -86,7 +87,30 @@ def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
-    return Reached(leaves, len(seen) - 1)
+            leaf = None
+    return Reached(asked_for(leaves), len(seen) - 1)
+
+
+def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Those leaves that somebody beside their graph holds. Of the others nobody can ask for the gradient.
+
+    They are what a forward made for itself: `pos.detach().requires_grad_()`, to differentiate an energy by it.
+    """
+    return {key: leaves[key] for key in leaves if _references(leaves, key) > _ALONE}
+
+
+def _references(leaves: dict[int, Tensor], key: int) -> int:
+    return sys.getrefcount(leaves[key])
+
+
+def _references_alone() -> int:
+    """What `_references` says of a leaf that only its graph holds."""
+    with torch.inference_mode(False), torch.enable_grad():
+        root: Any = torch.ones((), requires_grad=True, device="cpu") * 2
+    return _references({0: root.grad_fn.next_functions[0][0].variable}, 0)
+
+
+_ALONE = _references_alone()
 
 
 def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.graph import Reached, edge, run_backward
+from pipeline.graph import Reached, asked_for, edge, run_backward
 from pipeline.trees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
@@ -90,6 +90,7 @@ def survey(
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
+            leaf = None
             continue
         name = node.name()
         if name in _RULES:
@@ -101,7 +102,7 @@ def survey(
             elif nearer is not None:
                 entered[nearer] = 1
                 stack.append(nearer)
-    return Reached(leaves, len(entered)), () if is_reentrant else _alone(found, entered, may_wait)
+    return Reached(asked_for(leaves), len(entered)), () if is_reentrant else _alone(found, entered, may_wait)
 
 
 def _alone(

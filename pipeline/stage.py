@@ -211,7 +211,7 @@ class StageRun:
             split = chunk in self.split and not recompute
             if first or split or not self._reaches_the_same(read):
                 roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-                nodes, sites = self._learn_graph(roots, cut.leaves, split)
+                nodes, sites = self._learn_graph(roots, (*cut.leaves, *given), split)
             if recompute:
                 self._records[chunk] = Record(read, needs_grad, None, None, before, nodes)
             else:

@@ -367,3 +367,78 @@ def test_a_counter_that_asks_whether_it_recomputes_counts_as_ever() -> None:
         for _ in range(3):
             run(pipe, rows(), "step")
         assert pipe[1].count == 9
+
+
+# -------------------------------------------------------------------------------------------------- leaves of its own
+
+
+class Forces(nn.Module):
+    """The gradient of an energy by the positions, which it makes a leaf for that."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.in_place = in_place
+
+    def forward(self, x: Any) -> Tensor:
+        hidden, positions = x
+        positions = positions if self.in_place else positions.detach()
+        positions.requires_grad_()
+        (forces,) = torch.autograd.grad(self.linear(positions).sin().sum(), positions, create_graph=True)
+        return hidden + forces
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x.detach() * 2
+
+
+def penalty(out: Tensor, target: object) -> Tensor:
+    """A loss with a leaf of its own."""
+    leaf = torch.ones(3, dtype=DOUBLE, requires_grad=True)
+    return (out * leaf).square().mean()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("loss_fn", [loss_of, penalty])
+def test_a_leaf_that_a_forward_makes_for_itself_is_nobody_elses(
+    in_place: bool, schedule: str, loss_fn: Callable[..., Tensor]
+) -> None:
+    plain = nn.Sequential(Beside(), Forces(in_place), linear())
+    for part in rows().tensor_split(3):
+        (loss_fn(plain(part), None) / 3).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    total = torch.nn.utils.get_total_norm([grad for grad in expected.values() if grad is not None])
+    for policy in POLICIES:
+        pipe = Pipe(copy.deepcopy(plain), [1, 2], 3, checkpoint=policy, schedule=schedule)
+        for _ in range(3):
+            pipe.zero_grad()
+            grads = pipe.step(rows(), loss_fn=loss_fn, grads="store", clip_grad_norm=float(total) / 2).grads
+            assert grads is not None
+            found = dict(grads.items())
+            for name, param in pipe.named_parameters():
+                torch.testing.assert_close(found.pop(param), expected[name] / 2, rtol=1e-6, atol=1e-14)
+            assert not found
+            grads.apply(torch.optim.SGD(pipe.parameters(), lr=0.0))
+            run(pipe, rows(), "forward")
+
+
+def test_a_leaf_of_the_callers_that_a_layer_captures_gets_its_gradient() -> None:
+    mine = [torch.ones(3, dtype=DOUBLE, requires_grad=True)]
+
+    class Captures(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * mine[0]
+
+    found = []
+    for policy in POLICIES:
+        mine[0].grad = None
+        torch.manual_seed(0)
+        run(Pipe(nn.Sequential(linear(), Captures()), [1, 1], 3, checkpoint=policy), rows(), "step")
+        found.append(mine[0].grad)
+    assert found[0] is not None and all(torch.equal(found[0], grad) for grad in found)
