@@ -62,7 +62,7 @@ def quiet_layers(layers: Iterable[tuple[int, nn.Module]]) -> frozenset[int]:
     Every module in them is exactly one of torch's that never draws, and nobody has put anything of his own into it: no
     hook, no method, no parameter of another class.
     """
-    if module_hooks._has_any_global_hook():
+    if module_hooks._has_any_global_hook() or _calls_of(nn.Module) != _MODULES_OWN:
         return frozenset()
     return frozenset([index for index, layer in layers if all(map(_is_quiet, layer.modules()))])
 
@@ -120,6 +120,13 @@ _QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, 
 }
 
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {kind: kind.forward for kind in _QUIET}
+
+
+def _calls_of(kind: type[nn.Module]) -> tuple[object, ...]:
+    return kind.__call__, kind._call_impl, kind._wrapped_call_impl
+
+
+_MODULES_OWN = _calls_of(nn.Module)
 
 
 class Generator(Protocol):

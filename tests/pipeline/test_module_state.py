@@ -442,3 +442,32 @@ def test_a_leaf_of_the_callers_that_a_layer_captures_gets_its_gradient() -> None
         run(Pipe(nn.Sequential(linear(), Captures()), [1, 1], 3, checkpoint=policy), rows(), "step")
         found.append(mine[0].grad)
     assert found[0] is not None and all(torch.equal(found[0], grad) for grad in found)
+
+
+# ------------------------------------------------------------------------------------------- torch's classes, patched
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("where", [(nn.Linear, "forward"), (nn.Module, "__call__"), (nn.Module, "_call_impl")])
+def test_a_class_of_torchs_that_someone_has_patched_to_draw_gets_its_seeds(
+    where: tuple[type[nn.Module], str], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, name = where
+    own = getattr(kind, name)
+
+    def noisy(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = own(self, *args, **kwargs)
+        return out * torch.rand(1, dtype=DOUBLE) if isinstance(self, nn.Linear) else out
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(linear(), nn.Tanh(), linear())
+    found = []
+    for checkpoint in ("never", policy):
+        pipe = Pipe(copy.deepcopy(layers), [1, 2], 3, checkpoint=checkpoint)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, noisy)
+            for number in range(3):
+                torch.manual_seed(number)
+                run(pipe, rows(), "forward")
+        found.append([param.grad for param in pipe.parameters()])
+    assert all(map(torch.equal, *found))
