@@ -91,6 +91,24 @@ def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
     return Reached(asked_for(leaves), len(seen) - 1)
 
 
+def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
+    """The numbers that autograd.Functions behind some tensors keep for their backward: no output shows them.
+
+    Of whole numbers it cannot be said whether they are factors or names.
+    """
+    seen: set[Any] = {None}
+    stack = [_node(root) for root in roots]
+    found: list[tuple[str, str]] = []
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend([nearer for nearer, _ in node.next_functions])
+            kept = vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
+            found.extend([(name, repr(value)) for name, value in kept.items() if type(value) is float])
+    return found
+
+
 def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
     """Those leaves that somebody beside their graph holds. Of the others nobody can ask for the gradient.
 

@@ -79,6 +79,7 @@ class Record(NamedTuple):
     input_versions: tuple[int, ...]
     nodes: int
     sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
+    constants: Sequence[tuple[str, str]] = ()  # recomputed, and compared: see `graph.constants`
 
 
 class Again(NamedTuple):

@@ -32,6 +32,7 @@ from pipeline.graph import (
     Roots,
     Watch,
     attend,
+    constants,
     enter,
     explore,
     gradients,
@@ -213,7 +214,8 @@ class StageRun:
                 roots = [tensor for tensor in made.tensors if tensor.requires_grad]
                 nodes, sites = self._learn_graph(roots, (*cut.leaves, *given), split)
             if recompute:
-                self._records[chunk] = Record(read, needs_grad, None, None, before, nodes)
+                fixed = constants(roots) if self.recall.compares else ()
+                self._records[chunk] = Record(read, needs_grad, None, None, before, nodes, constants=fixed)
             else:
                 self._learn_saving(cut, given, first)
                 self._records[chunk] = Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
@@ -660,12 +662,18 @@ class StageRun:
     def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
+        differs = ""
         if nodes != record.nodes and not holds(roots, OF_SCRIPTS):  # torch.jit compiles between its first runs
+            differs = f"{record.nodes} autograd nodes then, {nodes} now"
+        for (name, then), (_, now) in zip(record.constants, constants(roots), strict=False) if nodes == record.nodes else ():
+            if then != now:
+                differs = f"an autograd.Function kept {name} = {then} then, {now} now"
+        if differs:
             raise CheckpointError(
-                f"the recomputation of {self.name}, chunk {chunk}, took another path than its forward: "
-                f"{record.nodes} autograd nodes then, {nodes} now. A layer depends on state that changed in between, "
-                "such as a counter. Make it a buffer, test pipeline.is_recomputing() where a module counts, or use "
-                "checkpoint='never'."
+                f"the recomputation of {self.name}, chunk {chunk}, took another path than its forward: {differs}. A "
+                "layer depends on state that changed in between, such as a counter in its class, a global or a "
+                "closure. Make it an attribute or a buffer, test pipeline.is_recomputing() where a module counts, or "
+                "use checkpoint='never'."
             )
 
     def check_unchanged(self, chunk: int) -> None:

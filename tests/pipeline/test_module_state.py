@@ -353,6 +353,20 @@ def test_a_tensor_in_the_graph_that_a_module_keeps_is_not_kept_longer() -> None:
     assert pipe[1].last is last
 
 
+@pytest.mark.parametrize("policy", ["except_last", "always"])
+def test_a_factor_that_grows_where_nobody_puts_it_back_is_found_out(policy: str) -> None:
+    seen: list[int] = []
+
+    class Elsewhere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(1)
+            return Reverses.apply(x, len(seen) / 10)
+
+    pipe = Pipe(nn.Sequential(linear(), Elsewhere(), linear()), [2, 1], 3, checkpoint=policy)
+    with pytest.raises(CheckpointError, match=r"an autograd.Function kept factor = 0.\d then, 0.\d now.*attribute"):
+        run(pipe, rows(), "step")
+
+
 def test_a_counter_that_asks_whether_it_recomputes_counts_as_ever() -> None:
     class Careful(nn.Module):
         count = 0
