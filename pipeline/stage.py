@@ -148,8 +148,7 @@ class StageRun:
         self._first = True  # no chunk has run yet
         self._is_usual = False  # see `_forward_one`
         self._swap = self.aliases.stand_in()
-        # Until chunk 0 has shown that it does not; calls that do not compare believe what others have seen.
-        self.writes_input = compares or not grad or self.recall.key not in known.only_reads
+        self.writes_input = True  # until chunk 0 has shown that it does not, in this call or another
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
         self._saves_input = not compares and self.recall.key in known.saves_input
         self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
@@ -184,6 +183,9 @@ class StageRun:
             return self._forward_one(chunk, inbox[0], recompute, keep)
         first, self._first = self._first, False
         read, needs_grad = _read(inbox)
+        if first:
+            known = self._known.only_reads
+            self.writes_input = self.recall.compares or not self.grad or self._read_key(read) not in known
         before = versions(read.tensors)
         if keep:
             self.recall.before_forward(chunk)
@@ -449,7 +451,11 @@ class StageRun:
         unseen = self.index in self._known.writes_unseen
         self.writes_input = unseen or versions(given) != given_before
         if not self.writes_input:
-            self._known.only_reads.add(self.recall.key)
+            self._known.only_reads.add(self._read_key(read))
+
+    def _read_key(self, read: Bundle) -> tuple[object, ...]:
+        """A stage that pads odd lengths writes its padded copy, and where nothing is to be padded its input."""
+        return *self.recall.key, *[tensor.shape[1:] for tensor in read.tensors]
 
     def begin(self) -> None:
         """A phase begins, in a thread whose modes are those of all threads: what may layers do in it?"""

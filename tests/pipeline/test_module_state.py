@@ -485,3 +485,38 @@ def test_a_class_of_torchs_that_someone_has_patched_to_draw_gets_its_seeds(
                 run(pipe, rows(), "forward")
         found.append([param.grad for param in pipe.parameters()])
     assert all(map(torch.equal, *found))
+
+
+# ------------------------------------------------------------------------------------- writing the input, or a copy
+
+
+@pytest.mark.parametrize("late", [3, 5, 6])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("door", ["forward", "step"])
+def test_a_stage_may_write_inputs_of_one_length_and_copies_of_those_of_another(
+    door: str, policy: str, late: int
+) -> None:
+    class Pads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] % 2:
+                x = functional.pad(x, (0, 1))
+            x += 1
+            return x * x
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(1.5, dtype=DOUBLE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    plain = nn.Sequential(Scale(), Pads())
+    pipe = Pipe(copy.deepcopy(plain), [1, 1], 3, checkpoint=policy)
+    for number in range(1, 7):
+        x = rows()[:, : 2 if number == late else 3]
+        plain.zero_grad()
+        pipe.zero_grad()
+        loss_of(plain(x)).backward()
+        run(pipe, x, door)
+        torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=0)

@@ -13,7 +13,7 @@ import torch
 from law_check import AXES, DRIVES, differences, expect, observe
 from law_cover import pairwise
 from law_models import Apply, normal
-from pipeline_probes import no_collector
+from pipeline_probes import no_collector, outside
 from skip_models import MANY_READERS, SKIPS
 from torch import Tensor, nn
 from torch.nn import functional
@@ -430,7 +430,7 @@ class HooksItsProduct(nn.Module):
     def __init__(self, way: str, hook: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
         self.weight, self.way, self.hook = nn.Parameter(torch.randn(4, 4)), way, hook
-        self.retained: list[Tensor] = []
+        self.retained: Callable[[], list[Tensor]] = outside([])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "transposed":
@@ -444,7 +444,7 @@ class HooksItsProduct(nn.Module):
             product = functional.conv1d(x.float()[:, :, None], between)
         if product.requires_grad:
             self.hook(between, product)
-            self.retained.append(between)
+            self.retained().append(between)
         return product.double().flatten(1)
 
 
@@ -459,6 +459,7 @@ def test_hooks_between_a_product_and_its_weight_act_as_in_a_hand_written_loop(
     layers = [nn.Linear(4, 4), HooksItsProduct(way, hook), nn.Tanh(), nn.Linear(4, 4)]
     model = nn.Sequential(*layers).double()
     plain = copy.deepcopy(model)
+    plain[1].retained = outside([])
     x = normal(16, 4)
     Pipe(model, [1, 1, 1, 1], 8, schedule=schedule, checkpoint=checkpoint).step(
         x, loss_fn=square, loss_reduction="sum"
@@ -468,8 +469,8 @@ def test_hooks_between_a_product_and_its_weight_act_as_in_a_hand_written_loop(
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-15)
     if hook is hook_retained:
-        ours = [between.grad for between in model[1].retained if between.grad is not None]
-        theirs = [between.grad for between in plain[1].retained]
+        ours = [between.grad for between in model[1].retained() if between.grad is not None]
+        theirs = [between.grad for between in plain[1].retained()]
         assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
