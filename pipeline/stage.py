@@ -671,7 +671,8 @@ class StageRun:
         differs = ""
         if nodes != record.nodes and not holds(roots, OF_SCRIPTS):  # torch.jit compiles between its first runs
             differs = f"{record.nodes} autograd nodes then, {nodes} now"
-        for (name, then), (_, now) in zip(record.constants, constants(roots), strict=False) if nodes == record.nodes else ():
+        pairs = zip(record.constants, constants(roots), strict=False)
+        for (name, then), (_, now) in pairs if nodes == record.nodes else ():
             if then != now:
                 differs = f"an autograd.Function kept {name} = {then} then, {now} now"
         if differs:
