@@ -34,11 +34,13 @@ class Ended(NamedTuple):
         call: whose outputs are still there.
         loss: of the mini-batch.
         strangers: gradients for `.grad`: of leaves of the caller, and of the input.
+        metrics: that loss_fn reported.
     """
 
     call: Call
     loss: Tensor
     strangers: list[Pair]
+    metrics: Mapping[str, Tensor]
 
 
 def run(
@@ -145,11 +147,11 @@ class _Run:
         inputs = inputs if own is None else [(each, grad / own.to(grad.device)) for each, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
-        verdict = Verdict(loss.value if call.last is not None else None, None, reached, hooks=is_trial)
-        value, _, reached, _ = call.peers.agree(verdict)
+        verdict = Verdict(loss.value if call.last is not None else None, None, reached, is_trial, loss.metrics)
+        value, _, reached, _, metrics = call.peers.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
-        return Ended(call, value, self._strangers)
+        return Ended(call, value, self._strangers, metrics)
 
     def _listening(self, call: Call, end: LossEnd) -> FinalSums:
         """Take gradients from now on while the backward runs."""
@@ -159,7 +161,7 @@ class _Run:
         def ready() -> None:
             if not by_threads:  # whose stages' buffers are swapped while they recompute
                 call.check_forwards(memory=False)
-                end.check()
+            end.check()
 
         def late() -> set[int]:
             """What others than stages have a part in."""

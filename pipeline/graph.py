@@ -63,8 +63,8 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
 
 
-def explore(roots: Sequence[Tensor], until: Sequence[Tensor] = ()) -> Reached:
-    """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors of `until`."""
+def explore(roots: Sequence[Tensor], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
+    """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors or edges of `until`."""
     seen: set[Any] = {None}  # no gradient is wanted there
     for tensor in until:
         seen.add(_node(tensor))
@@ -133,7 +133,7 @@ _ALONE = _references_alone()
 
 def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
     """Whether a graph has a node in whose name this stands."""
-    stack = [root.node if isinstance(root, GradientEdge) else _node(root) for root in roots]
+    stack = [_node(root) for root in roots]
     seen: set[Any] = {None}
     while stack:
         node = stack.pop()
@@ -145,7 +145,9 @@ def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
     return False
 
 
-def _node(tensor: Tensor) -> Any:
+def _node(tensor: Tensor | GradientEdge) -> Any:
+    if isinstance(tensor, GradientEdge):
+        return tensor.node
     node = tensor.grad_fn
     return get_gradient_edge(tensor).node if node is None else node
 

@@ -2,30 +2,33 @@
 
     "mean"         loss = sum_i loss_i * rows_i / rows          each chunk's loss is a mean over its rows
     "sum"          loss = sum_i loss_i
-    (sum, count)   loss = sum_i sum_i / sum_i count_i           token masks, class weights: exact
+    (sum, count)   loss = sum_i sum_i / sum_i count_i           token masks: exact
+    {name: (sum, count)} beside one of these: metrics, combined in the same way
 
-Where the last kind is used the gradients of the sums are added first and divided by the whole count at the end, since
+Where the third kind is used the gradients of the sums are added first and divided by the whole count at the end, since
 the counts of later chunks are not known when the first goes backward. Meanwhile they are scaled by a power of two near
 1 / rows, which is exact in binary floating point and keeps half precision in range.
 
-torch's own cross entropy and negative log likelihood, with reduction "mean" and class indices, are means over the
-tokens that count, not over rows: they are turned into (sum, count) here. Counts are added in float64: in their own type
-a few hundred tokens are too many for bfloat16 or uint8.
+torch's cross entropy and negative log likelihood, with reduction "mean" and class indices, are means over the tokens
+that count, not over rows. Wherever loss_fn calls them, pipeline.loss_means sees their sums and counts. Counts are added
+in float64: in their own type a few hundred tokens are too many for bfloat16 or uint8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, log2
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeline.ambient import without_function_modes
 from pipeline.interrupts import calls_users_code
+from pipeline.loss_means import Divisor, Seeing, alone, is_proven
+from pipeline.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 REDUCTIONS = ("mean", "sum")
@@ -38,16 +41,19 @@ class Loss:
     """Adds the chunk losses of one call up.
 
     Args:
-        loss_fn: (output, target) -> loss, or (sum, count).
+        loss_fn: (output, target) -> loss, or (sum, count); either with a dict of metrics behind it.
         reduction: "mean" or "sum"; None: what `loss_fn.reduction` says, else "mean".
         rows: the rows of each chunk.
+        is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
 
     Raises:
         TypeError: loss_fn is not callable.
         ValueError: an unknown reduction, or another one than loss_fn's own.
     """
 
-    def __init__(self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int]) -> None:
+    def __init__(
+        self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int], is_part: bool = False
+    ) -> None:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
         if not callable(loss_fn):
@@ -55,31 +61,60 @@ class Loss:
         self._name = _name(loss_fn)
         self._asked = reduction
         self._reduction = _reduction(loss_fn, reduction)
-        self._whole = loss_fn
-        self._loss_fn = _as_sum_and_count(loss_fn) if self._reduction == "mean" else loss_fn
+        self.loss_fn = loss_fn
         self._rows = rows
         self._all_rows = sum(rows)
         self._scale = scale_of(self._all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
+        self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: nobody can say
+        self._is_single = len(rows) == 1 and not is_part
+        self._is_counted = False  # not by loss_fn, which returned single losses
+        self._has_fractions = False  # loss_fn returned counts that may not be whole
+        self._metrics = Metrics(self._name)
 
-    @calls_users_code
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.
 
         Returns:
             What is to be differentiated, and what it is to be multiplied by to be its part of the whole.
         """
-        value = self._loss_fn(output, target)
+        value, seeing = self._computed(output, target, self._rows[chunk], self._is_single)
+        value = self._metrics.taken(chunk, value)
         if isinstance(value, tuple):
-            total, count = self._checked_pair(value)
-            self._found[chunk], self._counts[chunk] = _alone(total), _alone(count)
-            return total, self._scale
+            pair = self._checked_pair(value)
+            if len(self._found) != len(self._counts) or self._is_counted:
+                raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
+            self._found[chunk], self._counts[chunk] = map(alone, pair)
+            return pair[0], self._scale
+        return self._single(chunk, value, seeing)
+
+    def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, Seeing | None]:
+        """What loss_fn returns, and what was seen of it. Of a whole mini-batch nothing needs to be seen."""
+        outputs = _tensors(output)
+        if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
+            return _call(self.loss_fn, output, target), None
+        seeing = Seeing(rows, outputs, _tensors(target), self._reduction == "mean")
+        with seeing:  # on the CPU torch's own mean over tokens of float16 overflows
+            return _call(self.loss_fn, output, target), seeing
+
+    def _single(self, chunk: int, value: Any, seeing: Seeing | None) -> tuple[Tensor, float]:
+        """The same where loss_fn returned one number: a mean over tokens, or something else."""
         loss = self._checked(value, "a loss")
-        if self._counts:
-            raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
-        self._found[chunk] = _alone(loss)
-        return loss, self._share(chunk)
+        origin = None if seeing is None else seeing.origin(value)
+        total = None if origin is None or self._is_single else origin.total_of(loss)
+        if self._found and (total is not None) != bool(self._counts):
+            what = "(sum, count)" if self._counts and not self._is_counted else "a mean over tokens"
+            raise ValueError(f"{self._name} returned {what} for one chunk and a single loss for another.")
+        self._divisors[chunk] = None if origin is None else origin.divisors
+        self._is_counted = total is not None
+        if origin is None or total is None:
+            self._found[chunk] = alone(loss)
+            return loss, self._share(chunk)
+        counts = [divisor.amount for divisor in origin.divisors if divisor.is_count]
+        summed, self._counts[chunk] = self._checked_pair((total, counts[0]))
+        self._found[chunk] = alone(summed)
+        return summed, self._scale
 
     def _share(self, chunk: int) -> float:
         return 1.0 if self._reduction == "sum" else self._rows[chunk] / self._all_rows
@@ -93,22 +128,14 @@ class Loss:
             return {chunk: loss * self._share(chunk) for chunk, loss in self._found.items()}
 
     @property
-    def key(self) -> str:
-        """What loss functions of the same code share, such as a lambda written in the training loop."""
-        function = self._whole.func if isinstance(self._whole, partial) else self._whole
-        code = getattr(function, "__code__", None)
-        if code is not None:
-            return f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}"
-        return f"{type(function).__module__}.{type(function).__qualname__}"
-
-    @property
     def divisor(self) -> Tensor | None:
         """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
         if not self._counts:
             return None
         count = self._count()
-        if self._loss_fn is not self._whole:  # torch's own: where no token counts the loss is nan, its gradient zero
-            count = torch.where(count == 0, 1.0, count)
+        if self._is_counted:  # as torch does: where no token counts the loss is nan, its gradient zero
+            with without_function_modes():
+                count = torch.where(count == 0, 1.0, count)
         return count * self._scale
 
     @property
@@ -136,7 +163,8 @@ class Loss:
         Raises:
             ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
         """
-        value = self._whole(output, target)
+        value, _ = self._computed(output, target, self._all_rows, True)
+        value = without_metrics(value)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
             whole = (total.double() / count).to(total.dtype)
@@ -179,6 +207,35 @@ class Loss:
                     "gradients do not combine to its gradient"
                 )
 
+    def check_counts(self) -> None:
+        """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
+        for count in torch.stack(list(self._counts.values())).tolist() if self._has_fractions else ():
+            if count % 1 != 0:
+                raise ValueError(
+                    f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
+                    "count). A metric goes into a dict: return (loss, {'accuracy': (sum, count)}). For class weights "
+                    "call F.cross_entropy(output, target, weight=...) in loss_fn and return that: its weights are "
+                    "counted. With other weights use the forward door: loss_fn(pipe(x), target).backward()."
+                )
+
+    @cached_property
+    def is_proven(self) -> bool:
+        """Whether what loss_fn was seen to divide by shows that the chunks are weighed rightly. All have been seen."""
+        chunks = sorted(self._divisors)
+        return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self._is_counted)
+
+    def unproven(self) -> ValueError:
+        """Why a loss that is not proven to be right is refused."""
+        return self._neither(
+            f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
+            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen"
+        )
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Those of the mini-batch, by name."""
+        return self._metrics.values
+
     def _neither(self, what: str) -> ValueError:
         return ValueError(
             f"{self._name} is not a {self._reduction} over rows: {what}. Return (sum, count) from loss_fn (the sum "
@@ -192,10 +249,11 @@ class Loss:
 
     def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if len(value) != 2:
-            raise ValueError(f"{self._name} returned a tuple of {len(value)}. Return a loss, or (sum, count).")
+            raise ValueError(
+                f"{self._name} returned a tuple of {len(value)}. Return a loss, or (sum, count); metrics go into a "
+                "dict behind it: (loss, {'accuracy': (sum, count)})."
+            )
         total = self._checked(value[0], "a sum")
-        if len(self._found) != len(self._counts):
-            raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
         if self._asked == "sum":
             raise ValueError(
                 f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return "
@@ -207,8 +265,11 @@ class Loss:
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
         if isinstance(count, Tensor):
+            self._has_fractions |= count.is_floating_point() and not self._is_counted
             count = count.to(total.device, torch.float64)
-        else:  # filled in where it is needed: copied there, the host would wait
+        else:
+            self._has_fractions |= isinstance(count, float)
+            # Filled in where it is needed: copied there, the host would wait.
             count = torch.full((), float(count), dtype=torch.float64, device=total.device)
         if count.numel() != 1:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
@@ -232,10 +293,13 @@ def scale_of(rows: int) -> float:
     return float(0.5 ** ceil(log2(rows)))
 
 
-def _alone(number: Tensor) -> Tensor:
-    """A 0-d tensor, detached. It must not keep what it was taken from: torch's mse_loss reduces within its input."""
-    found = number.detach()
-    return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
+@calls_users_code
+def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
+    return loss_fn(output, target)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _largest(tensor: Tensor) -> float:
@@ -267,47 +331,3 @@ def _name(loss_fn: LossFn) -> str:
     if isinstance(loss_fn, partial):
         return _name(loss_fn.func)
     return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
-
-
-def _as_sum_and_count(loss_fn: LossFn) -> LossFn:
-    """torch's own token means as (sum, count); any other function as it is."""
-    if type(loss_fn) is nn.CrossEntropyLoss and not _has_hooks(loss_fn):
-        options = {"ignore_index": loss_fn.ignore_index, "label_smoothing": loss_fn.label_smoothing}
-        return _tokens(functional.cross_entropy, loss_fn.weight, loss_fn, **options)
-    if type(loss_fn) is nn.NLLLoss and not _has_hooks(loss_fn):
-        return _tokens(functional.nll_loss, loss_fn.weight, loss_fn, ignore_index=loss_fn.ignore_index)
-    if _is_torchs(loss_fn):
-        return _tokens(loss_fn, None, loss_fn)
-    if isinstance(loss_fn, partial) and _is_torchs(loss_fn.func):
-        options = {key: value for key, value in loss_fn.keywords.items() if key not in ("weight", "reduction")}
-        if not loss_fn.args and options.keys() <= {"ignore_index", "label_smoothing"}:
-            return _tokens(loss_fn.func, loss_fn.keywords.get("weight"), loss_fn, **options)
-    return loss_fn
-
-
-def _is_torchs(function: LossFn) -> bool:
-    return function is functional.cross_entropy or function is functional.nll_loss
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _tokens(function: Callable[..., Tensor], weight: Tensor | None, whole: LossFn, **options: Any) -> LossFn:
-    ignore_index = options.get("ignore_index", -100)
-
-    def sum_and_count(output: Any, target: Any) -> Any:
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            return whole(output, target)  # class probabilities: a mean over rows
-        if isinstance(output, Tensor) and output.dtype in _HALF:  # a sum of float16 would overflow
-            total = function(output, target, weight=weight, reduction="none", **options).sum(dtype=torch.float32)
-        else:
-            total = function(output, target, weight=weight, reduction="sum", **options)
-        counts = target != ignore_index
-        if weight is None:
-            return total, counts.sum()
-        # What does not count weighs nothing. (By a mask, target[counts], the host would have to wait for a GPU.)
-        weights = weight[torch.where(counts, target, 0).long()]
-        return total, torch.where(counts, weights, 0.0).sum()
-
-    return sum_and_count

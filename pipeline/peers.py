@@ -43,12 +43,14 @@ class Verdict(NamedTuple):
         divisor: what the summed gradients are to be divided by. None: nothing.
         reached: whether any process has a gradient.
         hooks: whether any has hooks that the gradients are to pass: the step has not taken place until they have.
+        metrics: of the mini-batch, where the last stage is; then everyone has them.
     """
 
     loss: Tensor | None
     divisor: Tensor | None
     reached: bool
     hooks: bool = False
+    metrics: Mapping[str, Tensor] = {}
 
 
 class Peers(ABC):

@@ -47,6 +47,7 @@ from pipeline.edge import (
 from pipeline.gradstore import GradStore
 from pipeline.interrupts import firm
 from pipeline.loss import Loss, LossFn
+from pipeline.loss_key import LossCounts
 from pipeline.materialize import How
 from pipeline.microbatch import Batch, described, gather, scatter, scatter_like
 from pipeline.peers import Alone, Output, Peers, Verdict
@@ -173,7 +174,7 @@ class Pipe(Settled, Stateful):
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
         self._known = Known()
         self._probed: dict[tuple[tuple[bool, ...], int], int] = {}  # calls, by training flags and failures over ranks
-        self._losses: dict[str, int] = {}  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
+        self._losses = LossCounts()  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
         self._company: Company | None = None
@@ -369,7 +370,8 @@ class Pipe(Settled, Stateful):
         Args:
             x: the input, as for `forward`.
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
-            loss_fn: (output, target) -> a loss of one number, or (sum, count).
+            loss_fn: (output, target) -> a loss of one number, or (sum, count); either with a dict of metrics behind it,
+                {name: (sum, count)}, for `step.metrics`.
             optimizer: makes one step with the gradients, added to a `.grad` that is there already; every `.grad` is
                 None afterwards. An EagerUpdate updates each parameter while the backward still runs. None: the
                 gradients are added to `.grad`, as backward() would.
@@ -381,8 +383,8 @@ class Pipe(Settled, Stateful):
             grads: "param", or "store": the gradients stay in the returned `grads`, a GradStore.
 
         Raises:
-            ValueError: loss_fn is neither a mean nor a sum over rows (the first steps compare), or arguments that
-                exclude each other.
+            ValueError: loss_fn is neither a mean nor a sum over rows (the first steps compare, all see what it divides
+                by), or arguments that exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
         stepper = optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__
@@ -402,8 +404,9 @@ class Pipe(Settled, Stateful):
             call = self._call(batch, plan_step, True, False, peers, options, recorder, aim)
             if isinstance(optimizer, EagerUpdate):
                 new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
-                value, joined = self._eager_step(optimizer, call, new_loss, aim, outputs)
-                return Step(value, None, joined, None if recorder is None else self._timeline(recorder, peers))
+                value, joined, metrics = self._eager_step(optimizer, call, new_loss, aim, outputs)
+                timeline = None if recorder is None else self._timeline(recorder, peers)
+                return Step(value, None, joined, timeline, metrics)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
             self._run_with_loss(call, loss, aim, outputs, scaler)
             with without_autocast():
@@ -438,7 +441,8 @@ class Pipe(Settled, Stateful):
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
                     self._run_with_loss(call, loss, aim, outputs, None)
                     try:
-                        value = peers.agree(Verdict(None if call.last is None else loss.value, None, True)).loss
+                        verdict = Verdict(None if call.last is None else loss.value, None, True, False, loss.metrics)
+                        verdict = peers.agree(verdict)
                         joined = self._joined(call) if outputs else None
                     except BaseException:
                         call.abandon()
@@ -447,8 +451,9 @@ class Pipe(Settled, Stateful):
                 for module, training in flags:
                     module.training = training
             call.release()
-            assert value is not None  # the last stage's process has it
-            return Step(value, None, joined, None if recorder is None else self._timeline(recorder, peers))
+            assert verdict.loss is not None  # the last stage's process has it
+            timeline = None if recorder is None else self._timeline(recorder, peers)
+            return Step(verdict.loss, None, joined, timeline, verdict.metrics)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -529,7 +534,7 @@ class Pipe(Settled, Stateful):
         peers = call.peers
         try:
             firm()
-            pairs, value, hooks = step_door.collect(call, loss)
+            pairs, value, hooks, metrics = step_door.collect(call, loss)
             joined = self._joined(call) if outputs else None
             call.release()
             named = list(self.named_parameters())
@@ -547,7 +552,7 @@ class Pipe(Settled, Stateful):
             step_door.optimized(optimizer, scaler, named)
         if hooks or optimizer is not None or peers.averages:
             peers.close()
-        return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers))
+        return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers), metrics)
 
     def _clip_store(self, store: GradStore, max_norm: float, peers: Peers) -> None:
         if peers.is_alone:
@@ -695,21 +700,21 @@ class Pipe(Settled, Stateful):
 
     def _eager_step(
         self, update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], aim: Batch, outputs: bool
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss, and the joined outputs if they are wanted; the parameters are updated."""
+    ) -> tuple[torch.Tensor, Any, Mapping[str, torch.Tensor]]:
+        """The loss, the joined outputs if they are wanted, and metrics; the parameters are updated."""
 
         def play(call: Call, loss: Loss, begin: Callable[[LossEnd], None]) -> None:
             self._run_with_loss(call, loss, aim, outputs, None, begin)
 
         try:
-            call, value, _ = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
+            call, value, _, metrics = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
             joined = self._joined(call) if outputs else None
         except BaseException:
             call.abandon()
             raise
         call.release()
         call.peers.close()
-        return value, joined
+        return value, joined, metrics
 
     def _run_with_loss(
         self,
@@ -721,7 +726,7 @@ class Pipe(Settled, Stateful):
         begin: Callable[[LossEnd], None] | None = None,
     ) -> None:
         """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
-        number = self._losses.get(loss.key, 0) + (call.batch.chunks > 1)
+        number = self._losses.get(loss.loss_fn) + (call.batch.chunks > 1)
         compare = call.batch.chunks > 1 and number & (number - 1) == 0
         end = LossEnd(call, loss, aim, len(self), scaler, compare)
         if scaler is not None and call.last is None:
@@ -733,10 +738,12 @@ class Pipe(Settled, Stateful):
                 begin(end)
             call.run_forward()
             end.check()
-        except BaseException:  # not counted: the next call compares in its place
+        except BaseException:  # the next call compares
+            self._losses.set(loss.loss_fn, 0)
             call.abandon()
             raise
-        self._losses[loss.key] = number
+        # Under what it is now: one that counts its own calls is not new in each.
+        self._losses.set(loss.loss_fn, number if loss.is_proven else 0)
 
     def _joined(self, call: Call) -> Any:
         output = None

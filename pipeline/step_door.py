@@ -9,9 +9,9 @@ the buffers back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.gradstore import GradStore
-from pipeline.graph import MARK, Roots, explore, gradients, owned, roots_of
+from pipeline.graph import MARK, Roots, edge, explore, gradients, owned, roots_of
 from pipeline.hooks import accumulate, grads_kept, has_hooks, hooked, hooks_asleep
 from pipeline.loss import Loss
 from pipeline.loss_check import check_joined
 from pipeline.microbatch import Batch
 from pipeline.peers import Pair, Peers, Verdict
-from pipeline.trees import Grads, Tree
+from pipeline.trees import Grads, Tree, same_values
 from scheduler import Timeline
 
 
@@ -41,12 +41,14 @@ class Step:
         grads: the gradients, with grads="store"; else None.
         outputs: the joined outputs, with outputs=True; else None.
         timeline: when each action ran, with trace=True; else None.
+        metrics: what loss_fn reported beside its loss, over the mini-batch, by name: 0-d tensors without gradient.
     """
 
     loss: Tensor
     grads: GradStore | None = None
     outputs: Any = None
     timeline: Timeline | None = None
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class LossEnd:
@@ -76,22 +78,28 @@ class LossEnd:
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
         self._is_target_there: bool | None = None  # on the device of the output
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
+        self._writes = False  # loss_fn writes its output
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
         apart = self._call.keep_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
-        tensors = tree.tensors
+        tensors = given = tree.tensors
         if apart:
-            tensors = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
+            tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
+            if chunk == 0 or self._writes:  # chunk 0 shows whether loss_fn writes its output
+                given = tuple([tensor.clone() for tensor in tensors])
+        own = [tensor for tensor in tensors if tensor.requires_grad]
+        ends = [edge(tensor) for tensor in own]
         last = self._call.last
         assert last is not None  # it runs here
         last.seeder.seed(chunk, self._layers)
-        loss, weight = self._loss.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
+        loss, weight = self._loss.chunk(chunk, tree.build(given), self._target_of(chunk, tree))
+        if apart and chunk == 0:
+            self._writes = any(map(_is_written, given, tensors))
         if not loss.requires_grad:
             return Roots((), (), {})
-        own = [tensor for tensor in tensors if tensor.requires_grad]
         if self._scaler is not None:  # it may turn the loss into another type
             loss, weight = self._scaler.scale(loss * weight), 1.0
-        foreign = explore([loss], until=own).leaves
+        foreign = explore([loss], until=ends).leaves
         if foreign:
             self.reads.update(foreign)
             self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
@@ -135,11 +143,19 @@ class LossEnd:
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
     def check(self) -> None:
-        """Compare loss and gradient with the un-pipelined ones, on the joined output, once; if this call compares."""
+        """Raise if the chunks' losses do not combine to that of the mini-batch: all have been computed.
+
+        A call that compares computes it on the joined output; any other sees what the losses of the chunks divide by.
+        """
         call = self._call
-        if not self.compares or self._is_checked or call.last is None:
+        if self._is_checked or call.last is None:
             return
         self._is_checked = True
+        self._loss.check_counts()
+        if not self.compares:
+            if not self._loss.is_proven:
+                raise self._loss.unproven()
+            return
         with call.generators:
             call.seeder.seed(0, self._layers)
             scale = None if self._scaler is None else self._scaler.get_scale()
@@ -153,11 +169,13 @@ class Collected(NamedTuple):
         pairs: (owner, whole gradient) of the parameters and of the input's tensors, each once; hooks have run.
         loss: of the mini-batch.
         hooks: whether any process has hooks of its own on these.
+        metrics: that loss_fn reported.
     """
 
     pairs: list[Pair]
     loss: Tensor
     hooks: bool
+    metrics: Mapping[str, Tensor]
 
 
 def collect(call: Call, loss: Loss) -> Collected:
@@ -175,7 +193,8 @@ def collect(call: Call, loss: Loss) -> Collected:
     own = loss.divisor if has_loss else None
     pairs = call.peers.average(pairs, own)
     hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
-    value, divisor, reached, hooks = call.peers.agree(Verdict(loss.value if has_loss else None, own, reached, hooks))
+    verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
+    value, divisor, reached, hooks, metrics = call.peers.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)
     if divisor is not None:
@@ -187,7 +206,7 @@ def collect(call: Call, loss: Loss) -> Collected:
         if any(owner._backward_hooks for owner, _ in found):
             found = hooked(found)
         call.peers.agree(Verdict(None, None, True))
-    return Collected(found, value, hooks)
+    return Collected(found, value, hooks, metrics)
 
 
 def check_reached(reached: bool) -> None:
@@ -318,6 +337,10 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peer
         found[torch.device("cpu")] = torch.zeros((), device="cpu")
     for each in found.values():
         each.fill_(float(overflowed))
+
+
+def _is_written(clone: Tensor, tensor: Tensor) -> bool:
+    return not same_values(clone, tensor) if clone.is_inference() else clone._version > 0
 
 
 def _refuse_ours(leaf: Tensor) -> None:

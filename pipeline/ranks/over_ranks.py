@@ -312,9 +312,9 @@ class OverRanks(Peers):
         self._interrupts.begin()
         steps = self._door == "step"
         self._standing = _VOTED if steps else ""
-        loss, divisor, reached, hooks = verdict
+        loss, divisor, reached, hooks, metrics = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
-        mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor)]
+        mine = [_MAGIC + 1, reached, hooks, kind, _bits(loss), divisor is not None, _bits(divisor), len(metrics)]
         found = self._ranks.exchange([*mine, *self._to_compare()])
         self._compare([each[len(mine) :] for each in found])
         reached, hooks = any(each[1] for each in found), any(each[2] for each in found)
@@ -324,13 +324,25 @@ class OverRanks(Peers):
         if hooks:
             self._standing = ""
             self._interrupts.end()
-        _, _, _, kind, bits, divides, divisor_bits, *_ = found[self._hosting.last]
+        _, _, _, kind, bits, divides, divisor_bits, has_metrics, *_ = found[self._hosting.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
             loss = torch.tensor(_number(bits), dtype=_DTYPES[kind], device=device)
         if divisor is None and divides:
             divisor = torch.tensor(_number(divisor_bits), dtype=torch.float64, device=device)
-        return Verdict(loss, divisor, reached, hooks)
+        return Verdict(loss, divisor, reached, hooks, self._shared_metrics(metrics) if has_metrics else {})
+
+    def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the last rank, on its device there and on this rank's here."""
+        what = "the metrics"
+        if self._hosting.rank == self._hosting.last:
+            tree = flatten(dict(metrics), what)
+            self._to_all(what, Letter(tree.tensors, tree.skeleton))
+            return dict(metrics)
+        letter = self._from(self._hosting.last, what)
+        tree = Tree(tuple([tensor for tensor in letter.tensors if tensor is not None]), letter.skeleton)
+        found: dict[str, Tensor] = tree.build(tree.tensors)
+        return found
 
     def close(self) -> None:
         self._ranks.exchange([_MAGIC + 2])

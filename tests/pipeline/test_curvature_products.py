@@ -588,7 +588,7 @@ def test_an_output_may_be_several_tensors_of_which_the_loss_uses_some(energy):
 # --------------------------------------------------------------------------------------------------------------- losses
 
 
-WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+WEIGHTS = torch.tensor([2.0, 1.0, 5.0], dtype=torch.float64)  # a count is a whole number
 
 
 def counted(out, y):

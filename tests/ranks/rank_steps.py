@@ -161,11 +161,12 @@ def _detached(out: Any) -> Any:
 
 
 def everything(make: Make, stages: int, optimizer: str, schedule: str, checkpoint: str) -> Found:
-    """Steps with an optimizer, clipping, and a loss that counts what it adds up: cross entropy over some rows."""
+    """Steps with an optimizer, clipping, metrics, and a loss that counts what it adds up: that of some rows."""
 
-    def counted(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def counted(out: Tensor, target: Tensor) -> Any:
         kept = target != 3
-        return functional.cross_entropy(out[kept], target[kept], reduction="sum"), kept.sum()
+        metrics = {"accuracy": ((out.argmax(1) == target)[kept].sum(), kept.sum()), "rows": (len(out), 1)}
+        return functional.cross_entropy(out[kept], target[kept], reduction="sum"), kept.sum(), metrics
 
     settings = {"schedule": schedule, "checkpoint": checkpoint, "deferred_batch_norm": True}
     pipe = make(layered(8), even(8, stages), 8, **settings)
@@ -175,6 +176,9 @@ def everything(make: Make, stages: int, optimizer: str, schedule: str, checkpoin
         target = (torch.arange(17) + step) % 4
         result = pipe.step(rows(17, seed=step), target, loss_fn=counted, optimizer=stepper, clip_grad_norm=0.1)
         found |= {f"{step} loss": result.loss, **state_of(pipe, step)}
+        of_all = {"step": result, "evaluate": pipe.evaluate(rows(17), target, loss_fn=counted)}
+        found |= {f"{step} {door} {name}": value for door, one in of_all.items() for name, value in one.metrics.items()}
+        assert list(result.metrics) == ["accuracy", "rows"]
     return found
 
 

@@ -252,7 +252,7 @@ def captured() -> tuple[Found, Found]:
 
 
 def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return (output - target).square().sum(), target.abs().sum()
+    return (output - target).square().sum(), target.abs().ceil().sum()
 
 
 def refused() -> list[tuple[str, Told]]:

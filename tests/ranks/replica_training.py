@@ -133,7 +133,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """A weighted mean: the weights' sum is another one in each replica."""
-    weights = target[:, 0].abs() + 0.1
+    weights = target[:, 0].abs().mul(8).ceil() + 1  # a count is a whole number
     return ((output - target).square().sum(1) * weights).sum(), weights.sum()
 
 

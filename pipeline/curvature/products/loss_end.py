@@ -44,7 +44,7 @@ class LossEnd:
         seed: Callable[[int], None],
         compares: bool,
     ) -> None:
-        self.loss = Loss(loss_fn, reduction, target.rows)
+        self.loss = Loss(loss_fn, reduction, target.rows, True)
         self.compares = compares and target.chunks > 1
         self._loss_fn, self._reduction = loss_fn, reduction
         self._target = target
@@ -64,7 +64,7 @@ class LossEnd:
 
     def aside(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same at another point, which does not count."""
-        return self._computed(Loss(self._loss_fn, self._reduction, self._target.rows), chunk, tree, tensors)
+        return self._computed(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
 
     def _computed(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
@@ -108,6 +108,9 @@ class LossEnd:
 
     def check(self) -> None:
         """Raise ValueError if the chunks' losses do not combine to that of the mini-batch."""
+        self.loss.check_counts()
+        if not self.compares and not self.loss.is_proven:
+            raise self.loss.unproven()
         if self.compares and self._outputs and float(self.loss.weight[1]):  # where nothing counts it is 0 / 0
             self._seed(0)
             check_joined(self.loss, self._target, self._outputs, self._grads, True, None)
@@ -120,7 +123,7 @@ class LossEnd:
             per_row: how many rows the output has for one of the input.
         """
         cut = [tensor.detach()[:per_row].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
-        alone = Loss(self._loss_fn, self._reduction, [1])
+        alone = Loss(self._loss_fn, self._reduction, [1], True)
         self._seed(chunk)
         loss, _ = alone.chunk(0, tree.build(cut), self._first_row(chunk, tree))  # of per_row rows: their mean, or sum
         wanted = [tensor for tensor in cut if tensor.requires_grad]

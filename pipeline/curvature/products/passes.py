@@ -80,6 +80,7 @@ class Passes:
     ) -> None:
         self._verify = verify
         self._confirmed: set[tuple[Rule, int]] = set()
+        self._compares = False  # every product compares losses: the last one's was not seen to be right
         self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
         self.pipe, self._prefix, self.data = pipe, prefix, data
         self._loss_fn, self._reduction = loss_fn, reduction
@@ -199,10 +200,12 @@ class Passes:
         setup = setup._replace(seed=self._seed + number)
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossEnd:
-            return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, setup.compares)
+            compares = setup.compares or self._compares
+            return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, compares)
 
         call = ProductCall(setup, batch, task, new_loss, sums)
         verdict = call.run()
+        self._compares = self._compares or not call.loss.loss.is_proven
         self.captures = self.captures or call.captures
         found = torch.zeros(3, dtype=torch.float64)
         if call.weights is not None:  # the last stage is here

@@ -1,0 +1,123 @@
+"""What makes two loss functions the same: their code, and what they compute with.
+
+    lambda in the training loop     code, and what its closure holds     the same in every step
+    Crit("mse"), Crit("rmse")       class and attributes                 two
+    partial(f, beta=0.5)            f, and its arguments                 another than with 0.6
+
+Plain values, tuples, sets and dicts count by value, functions by what they are made of, everything else by identity
+(lists, which have none that can be kept, by type). A loss that is made anew
+from other things in every step (a counter, a tensor of the mini-batch) is new in the first steps alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+_MOST = 64  # different ones of one code or class; then all others of it are one
+
+
+class LossCounts:
+    """How many mini-batches each loss function has seen: number 1, 2, 4, 8 ... is compared."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, dict[Hashable, int]] = {}  # by code or class, by key
+
+    def __deepcopy__(self, memo: Any) -> LossCounts:
+        return LossCounts()
+
+    def __reduce__(self) -> tuple[type[LossCounts], tuple[()]]:
+        return LossCounts, ()
+
+    def get(self, loss_fn: Callable[..., Any]) -> int:
+        """How many."""
+        counts, key = self._place(loss_fn)
+        return counts.get(key, 0)
+
+    def set(self, loss_fn: Callable[..., Any], number: int) -> None:
+        """From now on so many."""
+        counts, key = self._place(loss_fn)
+        counts[key] = number
+
+    def _place(self, loss_fn: Callable[..., Any]) -> tuple[dict[Hashable, int], Hashable]:
+        counts = self._counts.setdefault(_kind(loss_fn), {})
+        key = key_of(loss_fn)
+        return counts, key if key in counts or len(counts) < _MOST else None
+
+
+def key_of(loss_fn: Callable[..., Any]) -> Hashable:
+    """Equal for two loss functions that are the same.
+
+    >>> def made(power):
+    ...     return lambda output, target: (output - target).abs().pow(power).mean()
+    >>> key_of(made(2)) == key_of(made(2)), key_of(made(2)) == key_of(made(3))
+    (True, False)
+    """
+    if isinstance(loss_fn, (partial, FunctionType, MethodType)) or not hasattr(loss_fn, "__dict__"):
+        return _key(loss_fn, 0)
+    return type(loss_fn), tuple([(name, _key(value, 0)) for name, value in vars(loss_fn).items()])
+
+
+def _kind(loss_fn: Any) -> Hashable:
+    while isinstance(loss_fn, (partial, MethodType)):
+        loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn.__func__
+    return (loss_fn.__code__ if isinstance(loss_fn, FunctionType) else type(loss_fn),)
+
+
+def _key(value: Any, depth: int) -> Hashable:
+    """Of something that a loss function is made of."""
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value  # nan is nan, -0.0 is not 0.0
+    if depth > 8:  # a function that holds itself
+        return (type(value),)
+    if isinstance(value, partial):
+        return partial, _key(value.func, depth + 1), _key(value.args, depth + 1), _key(value.keywords, depth + 1)
+    if isinstance(value, MethodType):
+        return MethodType, value.__func__.__code__, _Identity(value.__self__)
+    if isinstance(value, FunctionType):
+        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        held = (value.__defaults__, value.__kwdefaults__, tuple(cells))
+        return FunctionType, value.__code__, value.__module__, _key(held, depth + 1)
+    if isinstance(value, (tuple, set, frozenset)) and len(value) < 32:
+        return type(value), tuple([_key(item, depth + 1) for item in value])
+    if isinstance(value, dict) and len(value) < 32:
+        return type(value), tuple([(_key(name, depth + 1), _key(item, depth + 1)) for name, item in value.items()])
+    return _Identity(value)
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+class _Identity:
+    """Equal to that of the same object, as long as it lives; what cannot be referred to weakly counts by its type."""
+
+    __slots__ = ("_ref", "_hash")
+
+    def __init__(self, value: Any) -> None:
+        self._ref: Callable[[], Any] | None = None
+        try:
+            self._ref = weakref.ref(value)
+            self._hash = id(value)
+        except TypeError:
+            self._hash = hash(type(value))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Identity) or self._hash != other._hash:
+            return False
+        if self is other or self._ref is None or other._ref is None:
+            return self is other or self._ref is other._ref
+        value = self._ref()
+        return value is not None and value is other._ref()

@@ -1,0 +1,416 @@
+"""What a loss divides by: in every step the loss and the gradient of the whole mini-batch, or an error.
+
+The reference is the plain module on the whole batch. Mini-batches number 3, 5 and 6 have counts that differ by chunk,
+the first have not: these steps do not compare.
+"""
+
+import copy
+import gc
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from pipeline import EagerUpdate, Pipe
+from pipeline.curvature import GaussNewton, Hessian
+from pipeline.loss_key import LossCounts, key_of
+
+CLASSES, LENGTH = 5, 3
+WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def language_model(dtype=torch.float64):
+    torch.manual_seed(3)
+    head = nn.Linear(6, LENGTH * CLASSES)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), head, nn.Unflatten(1, (LENGTH, CLASSES))).to(dtype)
+
+
+def minibatch(number, rows, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(rows, 4, dtype=dtype, generator=generator)
+    target = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
+    if number in (3, 5, 6):
+        target[0] = -100
+        target[1, 1:] = -100
+    return x, target
+
+
+def flat(output, target, **options):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def forward(self, output, target):
+        return self.criterion(output.transpose(1, 2), target)
+
+
+def added_in_place(output, target):
+    loss = 0.0
+    for power in (1, 2):
+        loss += flat(output * power, target)
+    loss /= 2
+    return loss
+
+
+def of_dicts(output, target):
+    return {"loss": flat(output, target)}["loss"].squeeze().double()
+
+
+EXACT = {
+    "flattened": lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+    "by names": lambda o, t: F.cross_entropy(input=o.flatten(0, 1), target=t.flatten(), reduction="mean"),
+    "module": Wrapped(),
+    "class weights": lambda o, t: flat(o, t, weight=WEIGHT.to(o.dtype)),
+    "nll": lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t.flatten()),
+    "shifted": lambda o, t: flat(o[:, :-1], t[:, 1:]),
+    "temperature": lambda o, t: flat(o / 0.7, t),
+    "a share": lambda o, t: flat(o, t) / 4,
+    "negative": lambda o, t: -flat(o, t, label_smoothing=0.2),
+    "two heads": lambda o, t: flat(o, t) + 0.5 * flat(o.sin(), t, ignore_index=-100),
+    "in place": added_in_place,
+    "sum of a list": lambda o, t: sum([flat(o, t), flat(2 * o, t)]),
+    "casts": of_dicts,
+    "checkpointed": lambda o, t: checkpoint(flat, o, t, use_reentrant=False),
+    "partial": partial(lambda scale, o, t: scale * flat(o, t), 2.0),
+    "own sum and count": lambda o, t: (flat(o, t, reduction="sum"), (t != -100).sum()),
+}
+
+
+def run(door, pipe, x, target, loss_fn):
+    """The loss by a door, and the gradients there are."""
+    pipe.zero_grad()
+    if door == "evaluate":
+        return pipe.evaluate(x, target, loss_fn=loss_fn).loss, None
+    if door == "eager":
+        grads = {}
+        update = EagerUpdate(lambda parameter, grad: grads.__setitem__(id(parameter), grad.clone()))
+        loss = pipe.step(x, target, loss_fn=loss_fn, optimizer=update).loss
+        return loss, [grads[id(parameter)] for parameter in pipe.parameters()]
+    loss = pipe.step(x, target, loss_fn=loss_fn, outputs=door == "outputs").loss
+    return loss, [parameter.grad for parameter in pipe.parameters()]
+
+
+def whole(module, x, target, loss_fn):
+    module = copy.deepcopy(module)
+    value = loss_fn(module(x), target)
+    loss = value[0] / value[1] if isinstance(value, tuple) else value
+    return loss.detach(), torch.autograd.grad(loss, list(module.parameters()))
+
+
+def assert_near(found, expected, tolerance=1e-12):
+    torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
+    for grad, wanted in zip(found[1] or (), expected[1], strict=bool(found[1])):
+        torch.testing.assert_close(grad, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("door", ["step", "outputs", "eager", "evaluate"])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_mean_over_tokens_within_a_loss_is_exact_in_every_step(name, door):
+    module, loss_fn = language_model(), EXACT[name]
+    pipe = Pipe(module, [1, 3], chunks=3)
+    for number in (1, 2, 3):
+        x, target = minibatch(number, 6 + number % 2)
+        assert_near(run(door, pipe, x, target, loss_fn), whole(module, x, target, loss_fn))
+
+
+def masked(output, target):
+    losses, mask = flat(output, target, reduction="none"), target.flatten() != -100
+    return (losses * mask).sum() / mask.sum()
+
+
+def selected(output, target):
+    return flat(output, target, reduction="none")[target.flatten() != -100].mean()
+
+
+def by_item(output, target):
+    return flat(output, target, reduction="sum") / max(1, (target != -100).sum().item())
+
+
+def weighted(output, target):
+    mask = (target.flatten() != -100).double()
+    return (flat(output, target, reduction="none") * (mask / mask.sum())).sum()
+
+
+def by_inverse(output, target):
+    return flat(output, target, reduction="sum") * (1 / (target != -100).sum().double())
+
+
+def without_nan(output, target):
+    return flat(output, target, reduction="none").where(target.flatten() != -100, float("nan")).nanmean()
+
+
+class Opaque(torch.autograd.Function):
+    """A fused cross entropy."""
+
+    @staticmethod
+    def forward(ctx, output, target):
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            loss = flat(leaf, target)
+            ctx.save_for_backward(torch.autograd.grad(loss, leaf)[0])
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # deprecated, and still in use
+    scripted = torch.jit.script(nn.CrossEntropyLoss())
+UNEVEN = {
+    "masked": masked,
+    "selected": selected,
+    "by item": by_item,
+    "weighted": weighted,
+    "by inverse": by_inverse,
+    "without nan": without_nan,
+    "and more": lambda o, t: flat(o, t) + 0.1 * o.square().mean(),
+    "two counts": lambda o, t: flat(o, t) + flat(o, t.clamp(min=0)),
+    "positions": lambda o, t: F.mse_loss(o[t != -100], torch.ones_like(o[t != -100])),
+    "fused": Opaque.apply,
+    "scripted": lambda o, t: scripted(o.flatten(0, 1), t.flatten()),
+}
+
+
+@pytest.mark.parametrize("door", ["step", "eager", "evaluate"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(name, door):
+    module, loss_fn = language_model(), UNEVEN[name]
+    pipe = Pipe(module, [1, 3], chunks=3)
+    refused = []
+    for number in range(1, 6):
+        x, target = minibatch(number, 6)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        try:
+            found = run(door, pipe, x, target, loss_fn)
+        except ValueError as error:
+            assert "is not a mean over rows" in str(error) and "Return (sum, count)" in str(error)
+            refused.append(number)
+            assert all(map(torch.equal, module.parameters(), before))
+        else:
+            assert_near(found, whole(module, x, target, loss_fn))
+    assert refused == [3, 5]
+
+
+def per_row(output, target):
+    losses, mask = flat(output, target, reduction="none").view(target.shape), target != -100
+    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def scaled_out(output, target):
+    largest = output.detach().abs().max()  # that of the chunk; it cancels
+    return (output / largest).square().mean() * largest * largest
+
+
+def with_accuracy(output, target):
+    accuracy = (output.argmax(-1) == target)[target != -100].double().mean()  # reported, not part of the loss
+    with_accuracy.seen.append(accuracy)
+    return per_row(output, target)
+
+
+with_accuracy.seen = []
+LEGAL = {
+    "rows of unlike lengths": per_row,
+    "a scale that cancels": scaled_out,
+    "a metric beside": with_accuracy,
+    "by rows": lambda o, t: o.square().sum() / len(o),
+    "by one over rows": lambda o, t: o.square().sum() * (1 / o.shape[0]),
+    "vmap": lambda o, t: torch.vmap(lambda row: row.logsumexp(-1).mean())(o).mean(),
+    "probabilities": lambda o, t: F.cross_entropy(o.transpose(1, 2), o.detach().transpose(1, 2).softmax(1)) / LENGTH,
+    "batchmean": lambda o, t: F.kl_div(o.log_softmax(-1), o.detach().softmax(-1), reduction="batchmean"),
+    "a temperature": lambda o, t: (o.square().mean() * TEMPERATURE).sum(),
+    "old names": lambda o, t: F.mse_loss(o, o.detach() + 1, size_average=True),
+}
+TEMPERATURE = torch.tensor(0.3, dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+@pytest.mark.parametrize("rows", [7, 3])
+@pytest.mark.parametrize("door", ["step", "evaluate"])
+@pytest.mark.parametrize("name", LEGAL)
+def test_means_over_rows_go_on_working_whatever_else_a_loss_divides_by(name, door, rows):
+    module, loss_fn = language_model(), LEGAL[name]
+    pipe = Pipe(module, [1, 3], chunks=3)
+    for number in (1, 2, 3):
+        x, target = minibatch(number, rows)
+        assert_near(run(door, pipe, x, target, loss_fn), whole(module, x, target, loss_fn), 1e-10)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_where_no_token_of_a_chunk_or_of_any_counts_it_is_as_in_torch(wrapped):
+    loss_fn = EXACT["flattened"] if wrapped else lambda o, t: F.cross_entropy(o.transpose(1, 2), t)
+    module = language_model()
+    pipe = Pipe(module, [1, 1, 2], chunks=3)
+    for number in (1, 2, 3):
+        x, target = minibatch(number, 6)
+        target[2:4] = -100
+        if number == 3:
+            target[:] = -100
+        loss, grads = run("step", pipe, x, target, loss_fn)
+        expected, wanted = whole(module, x, target, loss_fn)
+        assert loss.isnan() == expected.isnan() == (number == 3)
+        assert_near((loss.nan_to_num(), grads), (expected.nan_to_num(), wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_tokens_in_half_precision_stay_in_range(dtype):
+    logits = torch.zeros(2000, 1, CLASSES, dtype=dtype)
+    logits[..., 0] = 50.0
+    target = torch.ones(2000, 1, dtype=torch.int64)
+    pipe = Pipe(nn.Sequential(nn.Identity()), [1], chunks=2)
+    x = logits.requires_grad_()
+    assert pipe.step(x, target, loss_fn=EXACT["flattened"]).loss == 50.0
+    exact = x.detach().double().requires_grad_()
+    flat(exact, target).backward()
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-2, atol=1e-6)
+
+
+def test_a_mode_of_the_users_sees_its_calls_and_nothing_of_ours():
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    module = language_model()
+    pipe = Pipe(module, [1, 1, 2], chunks=2)
+    x, target = minibatch(3, 6)
+    with Calls():
+        loss = pipe.step(x, target, loss_fn=EXACT["flattened"]).loss
+    torch.testing.assert_close(loss, whole(module, x, target, EXACT["flattened"])[0], rtol=1e-12, atol=0)
+    assert names.count("cross_entropy") == 3 and "where" not in names and "ne" not in names
+
+
+@pytest.mark.parametrize("operator", [Hessian, GaussNewton])
+def test_curvature_of_a_wrapped_mean_over_tokens_is_that_of_sum_and_count(operator):
+    module = language_model()
+    batches = [minibatch(3, 6), minibatch(5, 4)]
+    own, wanted = (
+        operator(Pipe(module, [1, 1, 2], chunks=chunks), batches, EXACT[name])
+        for chunks, name in ((3, "flattened"), (1, "own sum and count"))
+    )
+    vector = torch.randn(wanted.shape[0], dtype=torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(own @ vector, wanted @ vector, rtol=1e-11, atol=1e-13)
+    refused = operator(Pipe(module, [1, 1, 2], chunks=3), batches, masked)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="masked is not a mean over rows"):
+            refused @ vector
+
+
+# ---------------------------------------------------------------------------------------------- who is compared when
+
+
+class Crit:
+    """Two losses of one class."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, output, target):
+        loss = output.square().mean()
+        return loss if self.kind == "mse" else loss.sqrt()
+
+    def method(self, output, target):
+        return self(output, target)
+
+
+def made(kind):
+    criterion = Crit(kind)
+    return lambda output, target: criterion(output, target)
+
+
+def raised(power, output, target):
+    return output.square().mean().pow(power)
+
+
+PAIRS = {
+    "objects": lambda: (Crit("mse"), Crit("rmse")),
+    "closures": lambda: (made("mse"), made("rmse")),
+    "partials": lambda: (partial(raised, 1.0), partial(raised, 0.5)),
+    "methods": lambda: (Crit("mse").method, Crit("rmse").method),
+    "defaults": lambda: tuple((lambda o, t, power=power: raised(power, o, t)) for power in (1.0, 0.5)),
+    "closures in closures": lambda: tuple(partial(made(kind)) for kind in ("mse", "rmse")),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_of_one_code_have_a_comparison_each(name):
+    good, bad = PAIRS[name]()
+    pipe = Pipe(language_model(), [1, 1, 2], chunks=3)
+    x, target = minibatch(1, 6)
+    for _ in range(2):
+        pipe.step(x, target, loss_fn=good)
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        pipe.step(x, target, loss_fn=bad)
+
+
+def test_an_attribute_that_is_changed_makes_another_loss():
+    criterion, pipe = Crit("mse"), Pipe(language_model(), [1, 1, 2], chunks=3)
+    x, target = minibatch(1, 6)
+    for _ in range(2):
+        pipe.step(x, target, loss_fn=criterion)
+    criterion.kind = "rmse"
+    with pytest.raises(ValueError, match="Crit is not a mean over rows"):
+        pipe.step(x, target, loss_fn=criterion)
+
+
+ANEW = {
+    "lambda": lambda held: lambda o, t: held(o, t),
+    "module": lambda held: nn.CrossEntropyLoss(label_smoothing=0.1),
+    "object": lambda held: Crit("mse"),
+    "partial": lambda held: partial(raised, 1.0),
+    "method": lambda held: held.method,
+    "closure": lambda held: made_of(held, {"scale": 2.0}, (1, "a")),
+}
+
+
+def made_of(*held):
+    return lambda output, target: held[0](output, target)
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_a_loss_made_anew_from_the_same_in_every_step_is_the_same(name):
+    held, counts = Crit("mse"), LossCounts()
+    for number in range(5):
+        assert counts.get(ANEW[name](held)) == number
+        counts.set(ANEW[name](held), number + 1)
+
+
+def test_a_loss_made_anew_from_other_things_in_every_step_leaves_nothing_behind():
+    counts, size = LossCounts(), []
+    for number in range(300):
+        loss_fn = partial(raised, torch.tensor(float(number)))  # an id may come again
+        if number < 60:
+            assert counts.get(loss_fn) == 0
+        counts.set(loss_fn, counts.get(loss_fn) + 1)
+        size.append(sum(map(len, counts._counts.values())))
+    assert size[-1] == size[100] < 70 and counts.get(partial(raised, torch.tensor(0.0))) > 200
+    assert copy.deepcopy(counts).get(loss_fn) == 0
+
+
+def test_what_a_key_holds_does_not_live_longer_for_it():
+    held = [torch.zeros(3)]
+    key = key_of(partial(raised, held[0]))
+    assert key == key_of(partial(raised, held[0]))
+    before = hash(key)
+    held.clear()
+    gc.collect()
+    assert hash(key) == before and key == key and key != key_of(partial(raised, torch.zeros(3)))
+
+
+def test_a_function_that_holds_itself_has_a_key():
+    def loop(output, target):
+        return loop(output, target)
+
+    assert key_of(loop) == key_of(loop)
