@@ -172,7 +172,10 @@ class Aliases:
                 raise CheckpointError(
                     f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "
                     f"in place between the forward and the recomputation of chunk {chunk}: it is at version "
-                    f"{version}, expected version {slot.version}. Step the optimizer after backward()."
+                    f"{version}, expected version {slot.version}. Step the optimizer after backward(). "
+                    "If a layer writes it within its forward (nn.Embedding(max_norm=...), an initialisation from the "
+                    "first data), use checkpoint='never', or let it write before: torch.no_grad() around "
+                    "pipe.to_sequential()(x)."
                 )
 
     def check_memory(self) -> None:
