@@ -77,7 +77,7 @@ def check(model: nn.Sequential, x: Any, pieces: list[Any], policy: str, door: st
     params = list(model.parameters())
     out = torch.cat([model(piece) for piece in pieces])
     expected = torch.autograd.grad(out.square().sum(), params)
-    pipe = Pipe(model, [2, 1, 1], len(pieces), checkpoint=policy, schedule=schedule)
+    pipe = Pipe(model, [2, 1, 1], len(pieces), checkpoint=policy, schedule=schedule, mixes_rows=True)
     for _ in range(3):
         pipe.zero_grad()
         found: tuple[Any, ...] = ()
