@@ -37,6 +37,7 @@ from pipeline.randomness import generators_kept
 from pipeline.reachable import Generators, Reachable
 from pipeline.recall import Known
 from pipeline.stage import StageRun
+from pipeline.tables import buffers_of
 from pipeline.trees import Message, Tree, flatten, same_values
 from scheduler import Action
 
@@ -378,7 +379,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()}
 
 
 def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
@@ -412,7 +413,7 @@ def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: buffers are copies. Written back to, they would seem written to a graph that has saved them."""
-    found = [(module._buffers, dict(module._buffers)) for module in modules]
+    found = [(place, place.copy()) for place in map(buffers_of, modules)]
     copies: dict[int, Tensor] = {}
     try:
         for place, buffers in found:
