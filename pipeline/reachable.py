@@ -123,6 +123,8 @@ class Reachable:
 
 
 def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.SystemRandom):  # it has no state
+        return False
     return isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState))
 
 

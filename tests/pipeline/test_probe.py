@@ -326,6 +326,7 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "a coin": lambda: calls(lambda h: h if random.random() < 0.5 else 2 * h),
     "numpy's random numbers": lambda: calls(lambda h: h * numpy.random.rand()),
     "a generator of Python's own": lambda: calls(lambda h: h * PYTHONS.random()),
+    "the system's random numbers": lambda: Calls(lambda self, h: h * self.rng.random(), rng=random.SystemRandom()),
     "a generator of numpy's own": lambda: calls(lambda h: h * NUMPYS.random()),
     "a coin of numpy's own": lambda: Calls(lambda self, h: h * self.rng.integers(2), rng=numpy.random.default_rng(1)),
     "a generator of torch's own": lambda: Calls(
