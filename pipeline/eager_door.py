@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pipeline.ambient import without_autocast
 from pipeline.call import Call
 from pipeline.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.final_sums import FinalSums
+from pipeline.graph import saved
 from pipeline.hooks import accumulate, grads_kept, hooked
 from pipeline.loss import Loss
 from pipeline.peers import Pair, Verdict, joined
@@ -162,12 +164,32 @@ class _Run:
             if not by_threads:  # whose stages' buffers are swapped while they recompute
                 call.check_forwards(memory=False)
             end.check()
+            if compares:
+                self._refuse_later_weights(call)
 
         def late() -> set[int]:
             """What others than stages have a part in."""
             return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
         return FinalSums(call, self._take_divided, ready, late, waits=by_threads and compares)
+
+    def _refuse_later_weights(self, call: Call) -> None:
+        """Raise where a stage still needs a weight, past autograd, that will be updated before it goes backward."""
+        later: dict[int, str] = {}  # parameters of later stages: their names by where they lie
+        for stage in reversed(call.stages):
+            own = {_memory(param): param for param, _ in stage.aliases.trained}
+            for tensor in saved(stage.kept_graphs) if later else ():
+                name = later.get(_memory(tensor))
+                if name is not None and _memory(tensor) not in own:
+                    raise RuntimeError(
+                        f"{stage.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
+                        "detach()). It is updated before this stage has gone backward, whose gradients would be "
+                        "computed from the new values. Use a copy (.detach().clone()), pass the value on through the "
+                        "stages, or step with the optimizer itself."
+                    )
+            later.update({
+                where: self._names.get(id(param), "") for where, param in own.items() if self._update.holds(param)
+            })  # fmt: skip
 
     def _take_divided(self, owner: Tensor, grad: Tensor) -> None:
         if not self._divided:  # all losses are known by now
@@ -223,3 +245,8 @@ class _Run:
             for _, grad in pairs:
                 grad.div_(divisor.to(grad.device))
         return pairs
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's values lie. 0: nowhere in particular."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -107,6 +107,24 @@ def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
             kept = vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
             found.extend([(name, repr(value)) for name, value in kept.items() if type(value) is float])
     return found
+
+
+def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
+    """The tensors that a graph has saved for its backward."""
+    seen: set[Any] = {None}
+    stack = [_node(root) for root in roots]
+    names: dict[type, list[str]] = {}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.extend([nearer for nearer, _ in node.next_functions])
+        if type(node) not in names:
+            names[type(node)] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for name in names[type(node)]:
+            value = getattr(node, name)
+            yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))
 
 
 def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:

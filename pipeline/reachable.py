@@ -102,6 +102,8 @@ class Reachable:
             return (value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
             return (value.__self__, value.__func__)
+        if isinstance(value, types.BuiltinFunctionType):  # such as log.append
+            return (value.__self__,)
         if isinstance(value, nn.Module):
             held: list[Any] = [each for each in vars(type(value)).values() if isinstance(each, _CONTAINERS)]
             forward = getattr(type(value), "forward", None)

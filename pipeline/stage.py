@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.aliases import Aliases, Swap
@@ -517,6 +518,13 @@ class StageRun:
         self._foreign_versions.setdefault(key, leaf._version)
 
     # ------------------------------------------------------------------------------------------------------- B
+
+    @property
+    def kept_graphs(self) -> Iterator[Tensor | GradientEdge]:
+        """Where the graphs begin that chunks keep for their backward."""
+        for record in self._records.values():
+            exits = None if isinstance(record, Again) else record.exits
+            yield from [root for root in (exits.edges if exits is not None else ()) if root is not None]
 
     def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
         """B, or I: add to the sums, and return the gradients of each value that was read (empty: none comes or goes).

@@ -144,7 +144,7 @@ def test_statistics_of_data_are_refused_where_no_graph_shows_them(at: int) -> No
     layers[0] = nn.Sequential(Layer(normed), layers[0]) if at == 0 else layers[0]
     layers[1] = nn.Sequential(Layer(lambda x: normed(x.detach()) + x), layers[1]) if at == 1 else layers[1]
     model = nn.Sequential(*layers).double()
-    pipe = Pipe(model, [1, 1, 1], 3, devices=["cpu"] * 3)
+    pipe = Pipe(model, [1, 1, 1], 3, devices=["cpu"] * 3, mixes_rows=True)
     op = Hessian(pipe, data(), functional.cross_entropy)
     with pytest.raises(ValueError, match="statistics of the rows that it sees: cut into chunks"):
         op.gradient()

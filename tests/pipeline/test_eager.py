@@ -167,7 +167,7 @@ def test_an_eager_step_is_the_ordinary_step_to_the_bit(case, name, loss, clip, t
     def run(is_eager):
         x = nn.Parameter(batch(12, seed)[0])
         module = sequential(*kinds, x=x, seed=seed).train(training)
-        pipe = Pipe(module, **settings)
+        pipe = Pipe(module, mixes_rows="sometimes" in kinds, **settings)  # that looks at its first row
         loss_fn = {"mean": nn.MSELoss(), "count": sum_and_count, "scaled": Scaled()}[loss]
         of_loss = [loss_fn.scale] if loss == "scaled" else []
         params = [*pipe.parameters(), x, *of_loss]
@@ -1177,3 +1177,63 @@ def test_a_forward_that_writes_a_weight_unseen_is_refused_before_anything_is_upd
         pipe.step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
     assert not update.is_torn
     assert same(everything(*others), before)
+
+
+# -------------------------------------------------------------------------- weights that a stage reads past autograd
+
+
+class Peeks(nn.Module):
+    """Computes with another layer's weight, of which autograd knows nothing."""
+
+    def __init__(self, layer, how):
+        super().__init__()
+        self.layer, self.how = [layer], how
+
+    def forward(self, x):
+        return x @ self.how(self.layer[0].weight)
+
+
+PEEKS = {
+    "data": lambda weight: weight.data,
+    "detached": lambda weight: weight.detach(),
+    "a view": lambda weight: weight.data.t(),
+}
+
+
+def peeking(how, places):
+    torch.manual_seed(5)
+    last = nn.Linear(WIDTH, WIDTH)
+    peeks = Peeks(last, how)
+    layers = [nn.Linear(WIDTH, WIDTH), Tanh(), last] if places == "early" else [last, Tanh(), nn.Linear(WIDTH, WIDTH)]
+    layers.insert(1 if places == "early" else 2, peeks)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "gpipe"])
+@pytest.mark.parametrize("how", PEEKS)
+def test_a_stage_that_reads_a_later_weight_past_autograd_is_refused_before_any_update(how, schedule):
+    model = peeking(PEEKS[how], "early")
+    update = EagerUpdate(torch.optim.SGD(model.parameters(), 0.5))
+    pipe = Pipe(model, [1, 1, 1, 1], 2, schedule=schedule, checkpoint="never")
+    before = everything(model)
+    x = torch.randn(4, WIDTH).double()
+    words = r"stage 1 .* computes with parameter '3.weight' of a later stage, past autograd .*Use a copy"
+    with pytest.raises(RuntimeError, match=words):
+        pipe.step(x, x, loss_fn=nn.functional.mse_loss, optimizer=update)
+    assert same(before, everything(model)) and not update.is_torn
+
+
+@pytest.mark.parametrize(
+    "places, how", [("late", PEEKS["data"]), ("early", lambda weight: weight.detach().clone())], ids=["earlier", "copy"]
+)
+def test_a_stage_that_reads_an_earlier_weight_or_a_copy_gives_the_ordinary_step(places, how):
+    found = []
+    for kind in (EagerUpdate, lambda optimizer: optimizer):
+        model = peeking(how, places)
+        pipe = Pipe(model, [1, 1, 1, 1], 2, checkpoint="never")
+        optimizer = kind(torch.optim.SGD(model.parameters(), 0.5))
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 16).double().reshape(4, WIDTH)
+            pipe.step(x, x.sin(), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
+        found.append([param.detach() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
