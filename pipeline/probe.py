@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from pipeline.ambient import weights_cast_anew, without_counting_modes, without_function_modes
@@ -89,6 +90,7 @@ class Probe:
             stack.enter_context(repeating())
             stack.enter_context(_uncompiled())
             stack.enter_context(without_counting_modes())
+            stack.enter_context(_without_cached_weights())
             stack.callback(self._reachable.put_back)
             stack.callback(Attributes(self._modules).roll_back)  # arrays and objects of any class on modules
             stack.enter_context(_on_copies_of_buffers(self._modules))
@@ -433,3 +435,15 @@ def _uncompiled() -> AbstractContextManager[None]:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def _without_cached_weights() -> Iterator[None]:
+    """Within: `parametrize.cached()` keeps nothing. What is computed here has no graph, and is for nobody else."""
+    module: Any = parametrize
+    found = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = found

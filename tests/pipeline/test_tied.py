@@ -277,6 +277,7 @@ def piped(model: nn.Sequential, config: dict[str, Any]) -> Pipe:
         workers=config.get("workers", "inline"),
         checkpoint=CHECKPOINTS[config.get("checkpoint", "always")],
         schedule=config.get("schedule", "1f1b"),
+        mixes_rows=config.get("kind") == "in_some_chunks",
     )
 
 
@@ -904,6 +905,19 @@ def test_a_weight_that_two_stages_cache_is_refused(places):
     pipe = piped(nn.Sequential(shared, nn.Tanh(), shared), {"places": places})
     with pytest.raises(RuntimeError, match="stage 2 .* depends on a parameter of stage 0"), parametrize.cached():
         pipe(normal(7, 4))
+
+
+def test_a_weight_that_is_cached_gets_its_gradient():
+    """What the probe computes without gradients does not stay in the cache."""
+    found = []
+    for cut in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(symmetric(linear()), nn.Tanh(), linear())
+        net = Pipe(model, [2, 1], chunks=2, checkpoint="never") if cut else model
+        with parametrize.cached():
+            net(normal(4, 4)).sum().backward()
+        found.append(taken(model))
+    assert_close(*found)
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
