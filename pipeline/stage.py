@@ -149,6 +149,8 @@ class StageRun:
         self._first = True  # no chunk has run yet
         self._is_usual = False  # see `_forward_one`
         self._swap = self.aliases.stand_in()
+        # Without gradients nobody looks whether a later chunk is written through `.data`: the caller's own tensors.
+        self._spares_caller = index == 0 and not grad and not self._is_quiet
         self.writes_input = True  # until chunk 0 has shown that it does not, in this call or another
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
         self._saves_input = not compares and self.recall.key in known.saves_input
@@ -200,6 +202,7 @@ class StageRun:
         if first:
             self._is_usual = self._passes_one and not (
                 self.writes_input
+                or self._spares_caller
                 or self.index in self._known.detaches_input
                 or self.recall.compares
                 or self._deferred
@@ -374,7 +377,7 @@ class StageRun:
     ) -> tuple[Cut, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get. `recompute`: the input is kept beside the graph."""
         tensors = read.tensors
-        if self.writes_input:
+        if self.writes_input or self._spares_caller:
             tensors = tuple([tensor.clone() for tensor in tensors])
         if len(tensors) == len(read.trees) == 1:  # as a rule
             (tensor,) = tensors

@@ -734,3 +734,31 @@ def test_a_mode_that_draws_in_the_backward_alone_draws_the_same_again() -> None:
         with NoisyBackward():
             found.append(torch.autograd.grad(out, list(model[0].parameters()), retain_graph=True))
     assert all(map(torch.equal, *found))
+
+
+# ------------------------------------------------------------------------------------- what belongs to the caller
+
+
+class WritesLateChunks(nn.Module):
+    """Writes its input past autograd, but not that of the first chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] >= 2:
+            x.data.mul_(3)
+        return x * 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("door", ["forward", "evaluate"])
+def test_without_gradients_no_chunk_of_the_callers_input_is_written(mode: type, door: str) -> None:
+    pipe = Pipe(nn.Sequential(WritesLateChunks(), nn.Identity()), [1, 1], 4, mixes_rows=True)
+    x = torch.arange(8.0)[:, None].repeat(1, 3)
+    before = x.clone()
+    for _ in range(3):
+        if door == "forward":
+            with mode():
+                out = pipe(x)
+        else:
+            out = pipe.evaluate(x, loss_fn=lambda output, _: output.mean()).outputs
+        assert torch.equal(x, before)
+        assert torch.equal(out, torch.where(torch.arange(8)[:, None] // 2 * 2 >= 2, 6 * x, 2 * x))
