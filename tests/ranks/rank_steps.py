@@ -36,7 +36,7 @@ class Sequences(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x) + x.mean(1, keepdim=True).flip(0))
+        return torch.tanh(self.layer(x) + x.mean(1, keepdim=True) + x.flip(1))
 
 
 def lengths_change(make: Make, stages: int, door: str) -> Found:
