@@ -173,7 +173,7 @@ def shapes_from_data(make: Make, stages: int, door: str, checkpoint: str) -> Fou
     """Between stages the number of rows is what the data make it, none among them, another for each chunk and step."""
     torch.manual_seed(5)
     model = nn.Sequential(Choose(), *[Pass() for _ in range(stages - 2)], Join()).double()
-    pipe = make(model, [1] * stages, 4, checkpoint=checkpoint)
+    pipe = make(model, [1] * stages, 4, checkpoint=checkpoint, mixes_rows=True)
     found: Found = {}
     for step in range(6):
         x, y = rows(8 + step % 3, seed=step), rows(8 + step % 3, seed=9)
@@ -230,7 +230,7 @@ def kinds(make: Make, stages: int, door: str) -> Found:
     torch.manual_seed(5)
     between = [nn.Identity() for _ in range(stages - 2)]
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Kinds()), *between, nn.Sequential(Gather(), nn.Linear(4, 4)))
-    pipe = make(model.double(), [1] * stages, 3)
+    pipe = make(model.double(), [1] * stages, 3, mixes_rows=True)
     found: Found = {}
     for step in range(2):
         if door == "step":

@@ -94,7 +94,7 @@ class Real(nn.Module):
 def lazy_values(make: Make, stages: int, door: str, checkpoint: str) -> Found:
     torch.manual_seed(3)
     model = nn.Sequential(*[Turned() for _ in range(stages)], Real())
-    pipe = make(model, [1] * (stages - 1) + [2], 3, checkpoint=checkpoint)
+    pipe = make(model, [1] * (stages - 1) + [2], 3, checkpoint=checkpoint, mixes_rows=True)
     base = rows(6).to(torch.complex128).requires_grad_()
     found: Found = {}
     for step in range(3):

@@ -170,7 +170,7 @@ def hooked() -> tuple[Found, list[str]]:
 def stored() -> list[str]:
     """The order in which a store has its gradients, one of which this replica did not compute."""
     mesh = mesh_of(dist.get_world_size())
-    pipe = Pipe(choosing(), [2, 2], 3, devices=["cpu"] * 2, replicas=mesh["dp"])
+    pipe = Pipe(choosing(), [2, 2], 3, devices=["cpu"] * 2, replicas=mesh["dp"], mixes_rows=True)
     x, y = batch(0, 0, 6)
     x[::2] = 1.0 - 2 * mesh["dp"].get_local_rank()
     with travelling_alone(True):

@@ -300,6 +300,7 @@ def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[t
         build, balance, door = MODELS[case["model"]], case["balance"], case["door"]
         counts, loss = case.get("counts", [7] * mesh["dp"].size()), case.get("loss", "mean")
         settings = {name: case[name] for name in ("schedule", "checkpoint", "workers") if name in case}
+        settings["mixes_rows"] = case["model"] == "choosing"  # by the first number of a chunk
         where = {"devices": ["cpu"] * len(balance)} if in_process else {"group": mesh["pp"]}
         expected = by_hand(build, balance, door, counts, loss, **settings)[replica]
         with travelling_alone(case.get("alone", False)):
