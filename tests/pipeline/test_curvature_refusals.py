@@ -49,11 +49,13 @@ def model_of(middle, *shape):
     return nn.Sequential(first, middle, last).double()
 
 
-def product(kind, middle, cut=(2, 1), shape=(8,), loss_fn=F.cross_entropy, chunks=3, training=False):
+def product(
+    kind, middle, cut=(2, 1), shape=(8,), loss_fn=F.cross_entropy, chunks=3, training=False, mixes_rows=False
+):
     torch.manual_seed(1)
     model = model_of(middle, *shape)
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
-    operator = kind(Pipe(model, list(cut), chunks), (x, y), loss_fn, training=training)
+    operator = kind(Pipe(model, list(cut), chunks, mixes_rows=mixes_rows), (x, y), loss_fn, training=training)
     return operator @ torch.randn(operator.shape[0], dtype=torch.float64)
 
 
@@ -120,10 +122,12 @@ def test_what_is_harmless_is_not_refused():
 @every_cut
 @pytest.mark.parametrize("shape, chunks", [((8,), 2), ((2, 3, 3), 3), ((2, 3, 3), ROWS)], ids=str)
 def test_a_batch_norm_function_over_several_chunks_is_refused(shape, chunks, cut, kind):
-    """Also where a chunk has one row, and it looks like an instance norm."""
+    """Also where a chunk has one row, and it looks like an instance norm; also where a Pipe lets layers mix rows."""
     middle = Apply(lambda x: F.batch_norm(x, None, None, training=True))
     stage = 1 if cut[0] == 1 else 0
     with pytest.raises(ValueError, match=f"a batch norm of stage {stage} .* normalises with.*use chunks=1"):
+        product(kind, middle, cut, shape, chunks=chunks, mixes_rows=True)
+    with pytest.raises(ValueError, match="layer 1 .*mixes the rows of the mini-batch.*chunks=1"):
         product(kind, middle, cut, shape, chunks=chunks)
 
 
@@ -135,12 +139,12 @@ def test_an_instance_norm_is_no_batch_norm(affine, chunks):
     torch.testing.assert_close(found, once)
 
 
-def on_data(layer, chunks):
+def on_data(layer, chunks, mixes_rows=False):
     """A normalisation of what the mini-batch is made of, which needs no gradient."""
     torch.manual_seed(1)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(18, 3)).double()
     data = torch.randn(ROWS, 2, 3, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
-    operator = Hessian(Pipe(model, [1, 2], chunks), data, F.cross_entropy)
+    operator = Hessian(Pipe(model, [1, 2], chunks, mixes_rows=mixes_rows), data, F.cross_entropy)
     return operator @ torch.randn(operator.shape[0], dtype=torch.float64)
 
 
@@ -149,9 +153,9 @@ def test_on_data_too_an_instance_norm_is_no_batch_norm():
     torch.testing.assert_close(found, once)
     normed = Apply(lambda x, w: F.batch_norm(x, None, None, w, training=True), (2,))
     with pytest.raises(ValueError, match="a batch norm of stage 0 .*use chunks=1"):
-        on_data(normed, 3)
+        on_data(normed, 3, mixes_rows=True)
     with pytest.raises(ValueError, match="a batch norm of stage 0 .*use chunks=1"):
-        on_data(normed, ROWS)
+        on_data(normed, ROWS, mixes_rows=True)
 
 
 # ------------------------------------------------------------------------------------------- what a stage's graph shows
@@ -187,7 +191,7 @@ OPERATIONS = {
     ),
     "CrossMapLRN2d": (lambda: nn.CrossMapLRN2d(2), (2, 3, 3), "out=.*nn.LocalResponseNorm for nn.CrossMapLRN2d"),
     "segment_reduce": (
-        lambda: Apply(lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([len(x)])).expand(len(x), -1)),
+        lambda: Apply(lambda x: x * torch.segment_reduce(x.T.contiguous(), "sum", lengths=torch.tensor([8])).T),
         (8,), "segment_reduce.*Write it out in other operations",
     ),
     "checkpoint, reentrant": (
