@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
+from pipeline_probes import outside
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -320,6 +321,7 @@ class Hangs(nn.Module):
     def __init__(self, where):
         super().__init__()
         self.where, self.hangs = where, False
+        self.turns = outside([])
 
     def forward(self, x):
         self.hang("forward")
@@ -328,6 +330,7 @@ class Hangs(nn.Module):
 
     def hang(self, where):
         while self.hangs and self.where == where:
+            self.turns().append(1)
             time.sleep(0.001)
 
 
@@ -351,19 +354,24 @@ def test_what_hangs_is_left_at_once_in_the_users_code_and_at_the_third_interrupt
 
     def send():
         for _ in range(3 if where == "optimizer" else 1):
-            time.sleep(0.05)
+            turns = len(hangs.turns())
+            while len(hangs.turns()) < turns + 3:  # it hangs, and what was sent before has been handled
+                if over.wait(0.001):
+                    return
             os.kill(os.getpid(), signal.SIGINT)
-        if not over.wait(20):
+        if not over.wait(60):
             hangs.hangs = False
 
     thread = threading.Thread(target=send)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        pipe.step(*data(), loss_fn=loss_fn, optimizer=optimizer)
-    assert hangs.hangs, "late"
-    hangs.hangs = False
-    over.set()
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(*data(), loss_fn=loss_fn, optimizer=optimizer)
+        assert hangs.hangs, "late"
+    finally:
+        hangs.hangs = False
+        over.set()
+        thread.join()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(param.grad is None for param in module.parameters())
     pipe.step(*data(), loss_fn=loss_fn, optimizer=optimizer)
