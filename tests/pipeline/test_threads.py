@@ -695,6 +695,7 @@ import signal, sys, threading, time
 from itertools import product
 import torch
 from torch import nn
+from pipeline import is_recomputing
 from test_threads import all_equal, calling, piped, state, through
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
@@ -704,6 +705,8 @@ for stage, when, door in product((0, 1), ("forward", "backward"), ("forward", "s
 
     def alarm():
         global left, sent
+        if is_recomputing():  # the probe's forwards, which no thread runs
+            return
         left -= 1
         if left == 0:
             sent = time.perf_counter()
@@ -744,7 +747,7 @@ def test_an_interrupt_ends_the_call_at_once_and_the_next_call_works(calls_before
         patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent.parent)]))
         try:
             done = subprocess.run(
-                [sys.executable, "-c", INTERRUPTS, str(calls_before)], capture_output=True, text=True, timeout=8
+                [sys.executable, "-c", INTERRUPTS, str(calls_before)], capture_output=True, text=True, timeout=60
             )
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"it hangs after {error.stdout!r}")
