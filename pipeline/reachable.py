@@ -144,7 +144,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
-        tensor.resize_(values.shape).copy_(values)
+        (tensor if tensor.shape == values.shape else tensor.resize_(values.shape)).copy_(values)
 
 
 def _refill(container: Any, content: Any) -> None:
