@@ -155,7 +155,9 @@ class Attributes:
         for tensor, version, copy in self._tensors.values():
             if copy is not None and tensor._version != version:
                 with torch.no_grad():
-                    tensor.resize_(copy.shape).copy_(copy)
+                    if tensor.shape != copy.shape:  # torch resizes none with gradients, not even to the same shape
+                        tensor.resize_(copy.shape)
+                    tensor.copy_(copy)
 
 
 class _OfModule(NamedTuple):

@@ -344,6 +344,9 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "zeros": lambda: calls(lambda h: h * 0),
     "nan": lambda: calls(lambda h: (h - 10).log()),
     "an attribute that grows": lambda: Calls(lambda self, h: grown(self, h), seen=0),
+    "a tensor that is written and has a history": lambda: Calls(
+        lambda self, h: written(self, h), kept=torch.zeros(4, WIDTH, dtype=torch.float64)
+    ),
     "an error in eval mode": lambda: Calls(lambda self, h: h if self.training else 1 / 0),
 }
 
@@ -351,6 +354,11 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
 def grown(self: Any, h: Tensor) -> Tensor:
     self.seen += not is_recomputing()
     return h * WORD["scale"]
+
+
+def written(self: Any, h: Tensor) -> Tensor:
+    self.kept = self.kept.detach()
+    return h if len(h) != 4 else h * self.kept.copy_(h).clone()
 
 
 @pytest.mark.parametrize("name", LEGAL)
