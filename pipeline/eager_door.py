@@ -158,20 +158,22 @@ class _Run:
     def _listening(self, call: Call, end: LossEnd) -> FinalSums:
         """Take gradients from now on while the backward runs."""
         by_threads = call.is_driven_by_threads
-        compares = call.compares or end.compares
+        waits = by_threads and (call.compares or end.compares)
 
         def ready() -> None:
+            if call.compares:  # one thread drives all lanes then
+                self._refuse_later_weights(call)
+            if waits:
+                return
             if not by_threads:  # whose stages' buffers are swapped while they recompute
                 call.check_forwards(memory=False)
             end.check()
-            if compares:
-                self._refuse_later_weights(call)
 
         def late() -> set[int]:
             """What others than stages have a part in."""
             return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
-        return FinalSums(call, self._take_divided, ready, late, waits=by_threads and compares)
+        return FinalSums(call, self._take_divided, ready, late, waits)
 
     def _refuse_later_weights(self, call: Call) -> None:
         """Raise where a stage still needs a weight, past autograd, that will be updated before it goes backward."""

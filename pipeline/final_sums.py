@@ -25,7 +25,7 @@ class FinalSums:
     Args:
         call: whose sums.
         take: gets (parameter, whole gradient), once for each.
-        ready: called once, before the first: all forwards have run.
+        ready: called once, before the first could be given: all forwards have run.
         late: parameters that something else than stages has a part in; they wait for the end.
         waits: give nothing away before the end.
     """
@@ -74,8 +74,7 @@ class FinalSums:
             for key in stage.reads:
                 self._open.setdefault(key, set()).add(stage.index)
         self._held = frozenset(self._late())
-        if not self._waits:
-            self._ready()
+        self._ready()
 
     def _give(self, key: int) -> None:
         parts = self._parts.pop(key, None)
