@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from one_and_many import SEED, Compared, Found, Make, differences, guarded, in_one_process, over_ranks
+from pipeline_probes import outside
 from rank_eager import CHECKPOINTS, MODELS
 from rank_models import even, padded, rows, square
 from replica_faults import Told, told
@@ -442,12 +443,12 @@ def _step_of(path: Path) -> int:
 
 
 class Breaking(nn.Module):
-    """A layer that raises in its forward, or as the gradient of its output comes by for the `countdown`-th time."""
+    """A layer that raises in its forward, or as the last gradient that is `left` to its output comes by."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.breaks, self.countdown = False, 0
+        self.breaks, self.left = False, outside([0])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.breaks:
@@ -458,8 +459,8 @@ class Breaking(nn.Module):
         return output
 
     def _count(self, grad: Tensor) -> None:
-        self.countdown -= 1
-        if self.countdown == 0:
+        self.left()[0] -= 1
+        if self.left()[0] == 0:
             raise ZeroDivisionError("this backward breaks")
 
 
@@ -503,11 +504,11 @@ def broken(cases: list[tuple[int, str, int, str]]) -> list[tuple[Told, bool]]:
         layer = [each for each in pipe if isinstance(each, Breaking)][-1]
         if dist.get_rank() == where:
             layer.breaks = what == "forward"
-            layer.countdown = countdown if what == "backward" else 0
+            layer.left()[0] = countdown if what == "backward" else 0
             loss_fn.countdown = countdown if what == "loss" else 0
         with Untouched(pipe):
             error = told(lambda: A @ vector)
-        layer.breaks, layer.countdown, loss_fn.countdown = False, 0, 0
+        layer.breaks, layer.left()[0], loss_fn.countdown = False, 0, 0
         dist.barrier()
         found.append((error, right(A, pipe)))
     return found
