@@ -47,7 +47,7 @@ def test_every_schedule_has_a_section_a_grid_a_figure_and_a_row():
 
 
 def test_the_commands_of_the_page_run(capsys):
-    commands = re.findall(r"^python -m scheduler (.*)$", PAGE, re.MULTILINE)
+    commands = re.findall(r"^penstock schedules (.*)$", PAGE, re.MULTILINE)
     assert len(commands) >= 3
     for command in commands:
         assert main(command.split()) == 0
