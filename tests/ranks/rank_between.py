@@ -29,6 +29,11 @@ TIES = {
 }
 
 
+def mixing(kind: str) -> dict[str, Any]:
+    """A layer that looks at the rows of its chunk to choose what it computes says so."""
+    return {"mixes_rows": kind == "in_some_chunks"}
+
+
 def tied_in_any_way(size: int) -> tuple[list[tuple[Any, ...]], list[Compared]]:
     """Every kind of tying of test_tied.py whose layers suffice for the ranks, with every pair of settings."""
     words = [config for config in pairwise(TIES) if len(made(config["kind"])) >= size]
@@ -40,7 +45,7 @@ def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint:
     """Some steps; clipped by the norm of all gradients, in which a tied one counts once."""
     model, size = made(kind), torch.distributed.get_world_size()
     stages = size if how == "few" else min(2 * size, len(model))
-    pipe = make(model, even(len(model), stages), 3, checkpoint=checkpoint, schedule=schedule)
+    pipe = make(model, even(len(model), stages), 3, checkpoint=checkpoint, schedule=schedule, **mixing(kind))
     stepper = OPTIMIZERS[optimizer](pipe.parameters())
     x, y, loss_fn = input_of(kind, 7), target_of(7), row_loss("mean")
     found: Found = {}
@@ -65,7 +70,7 @@ def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint:
 def asked(make: Make, kind: str) -> Found:
     """torch.autograd.grad of what this rank has, on ranks too that have a tied parameter and do not use it."""
     model, size = made(kind), torch.distributed.get_world_size()
-    pipe = make(model, even(len(model), size), 3)
+    pipe = make(model, even(len(model), size), 3, **mixing(kind))
     found = dict(pipe.named_parameters())
     grads = torch.autograd.grad(pipe(input_of(kind, 7)).square().sum(), list(found.values()), allow_unused=True)
     return dict(zip(found, grads, strict=True))
@@ -74,7 +79,7 @@ def asked(make: Make, kind: str) -> Found:
 def named(make: Make, kind: str) -> Found:
     """What this rank's parameters are called, and in which order; in stores of gradients too, and with a prefix."""
     model, size = made(kind), torch.distributed.get_world_size()
-    pipe = make(model, even(len(model), size), 3)
+    pipe = make(model, even(len(model), size), 3, **mixing(kind))
     optimizer = OPTIMIZERS["adamw"](pipe.parameters())
     found: Found = {}
     for what, is_once in (("each once", True), ("all", False)):

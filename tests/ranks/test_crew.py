@@ -77,8 +77,8 @@ def test_an_exception_comes_back_with_type_words_notes_stack_and_rank(crew: Crew
 def test_a_hang_ends_with_the_stacks_of_who_hangs_and_the_next_job_works(crew: Crew, job: str) -> None:
     begun = time.monotonic()
     with pytest.raises(CrewFailed) as caught:
-        crew.run(f"crew_jobs:{job}", 0, timeout=1.0)
-    assert time.monotonic() - begun < 10
+        crew.run(f"crew_jobs:{job}", 0, timeout=4.0)
+    assert time.monotonic() - begun < 20
     words = str(caught.value)
     assert f"job crew_jobs:{job} on 2 ranks failed\nrank 0 gave no answer: running\nrank 1 returned\n" in words
     assert f"in {job}" in words.partition("rank 0, its stacks")[2]
