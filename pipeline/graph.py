@@ -12,7 +12,6 @@ way round the stage boundary, and is refused by name: its gradient would be lost
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from pipeline.interrupts import calls_users_code
 _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
-_OURS = -1  # among a tensor's hooks, where torch counts from 0
 
 
 class Reached(NamedTuple):
@@ -266,39 +264,6 @@ class Entry(torch.autograd.Function):
 
 
 enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
-
-
-class _Unlike:
-    """Keeps a gradient that its leaf would copy into its own layout, as Entry keeps all."""
-
-    __slots__ = ("_stride", "_found")
-
-    def __init__(self, stride: tuple[int, ...], found: list[Tensor | None]) -> None:
-        self._stride = stride
-        self._found = found
-
-    def __call__(self, grad: Tensor | None) -> None:
-        if grad is not None and (grad.layout is not torch.strided or grad.stride() != self._stride):
-            self._found[0] = grad
-
-
-def attend(leaf: Tensor, watch: Watch | None, found: list[Tensor | None]) -> None:
-    """From now on a gradient may come to a leaf that layers have computed with: to `.grad`, or unlike it to `found`.
-
-    After they have computed, so that hooks of theirs on this tensor come before ours. `watch` None: nobody else has it.
-    """
-    unlike = _Unlike(leaf.stride(), found)
-    if watch is None:
-        leaf._backward_hooks = {_OURS: unlike}
-        return
-    if leaf.grad is not None:
-        watch()
-    if leaf._backward_hooks is None and leaf._post_accumulate_grad_hooks is None:  # as a rule; this way is faster
-        leaf._backward_hooks = OrderedDict(((_OURS, unlike),))
-        leaf._post_accumulate_grad_hooks = OrderedDict(((_OURS, watch),))
-    else:
-        leaf.register_hook(unlike)
-        leaf.register_post_accumulate_grad_hook(watch)
 
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:

@@ -39,10 +39,8 @@ class Known:
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
-    detaches_input: set[int] = field(default_factory=set)  # in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
-    saves_input: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # to the end of its backward
 
 
 class Recall:

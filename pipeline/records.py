@@ -25,20 +25,15 @@ class Cut(NamedTuple):
     leaves: tuple[Tensor | None, ...]
     arrived: list[Tensor | None]  # one for each leaf
     sizes: Sequence[int]  # how many inputs each value has that was read
-    is_bare: bool = False  # the leaf is the one input itself, and its gradient arrives there: see `StageRun._is_bare`
 
-    def grads(self, again: bool) -> list[Grads]:
-        """What arrived, for each value that was read; taken out. `again`: more may come."""
+    def grads(self) -> list[Grads]:
+        """What arrived, for each value that was read; taken out."""
         if len(self.leaves) == len(self.sizes) == 1:  # as a rule
             (leaf,) = self.leaves
             if leaf is None:
                 return [(None,)]
             (grad,) = self.arrived
             self.arrived[0] = None
-            if self.is_bare:
-                grad = leaf.grad if grad is None else grad
-                if again:  # else it stays, for a layer that has asked for it (retain_grad)
-                    leaf.grad = None
             return [(grad,)]
         found = iter(self.arrived.copy())
         self.arrived[:] = [None] * len(self.arrived)
@@ -83,36 +78,15 @@ class Record(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What stays between F and B of one chunk that is recomputed, where one tensor came and it is the leaf itself."""
+    """What stays between F and B of one chunk that is recomputed, where one tensor came and all is known."""
 
     read: Tensor
     needs_grad: bool
     version: int  # of it, at F
 
 
-class Kept:
-    """What stays between F and B of one chunk that is kept, where one tensor came and it is the leaf itself."""
+class Kept(NamedTuple):
+    """What stays between F and B of one chunk that is kept, where one tensor came and all is known."""
 
-    __slots__ = ("leaf", "arrived", "exits")
-
-    def __init__(self, leaf: Tensor | None, exits: Exits, arrived: list[Tensor | None]) -> None:
-        self.leaf = leaf  # None: no gradient is wanted there
-        self.exits = exits
-        self.arrived = arrived  # see `attend`
-
-    def grads(self, again: bool) -> list[Grads]:
-        """As `Cut.grads`."""
-        leaf = self.leaf
-        if leaf is None:
-            return [(None,)]
-        (grad,) = self.arrived
-        if grad is None:
-            grad = leaf.grad
-        if again:  # else it stays, for a layer that has asked for it (retain_grad)
-            leaf.grad = self.arrived[0] = None
-        return [(grad,)]
-
-    @property
-    def cut(self) -> Cut:
-        """The same, as the long way has it."""
-        return Cut((self.leaf,), self.arrived, (1,), is_bare=self.leaf is not None)
+    cut: Cut
+    exits: Exits

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.aliases import Aliases, Swap
 from pipeline.ambient import Ambient, without_autocast
@@ -32,7 +31,6 @@ from pipeline.graph import (
     OF_SCRIPTS,
     Roots,
     Watch,
-    attend,
     constants,
     enter,
     explore,
@@ -56,9 +54,7 @@ from pipeline.values import Values
 Begin: TypeAlias = Callable[[Exits], Roots]
 _NOTHING = nullcontext()
 _NO_SITES: Sequence[Site] = ()
-_UNSAVED = 2  # who holds an input that no graph has saved: we, and the node that adds to its gradient
 _REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint(use_reentrant=True)
-_LEAF_WRITTEN = "leaf Variable that requires grad"  # in what torch says of one that is written in place
 BACKWARD = 0xFFFF  # what a backward draws (a noisy hook) is seeded as by the layer BACKWARD - last layer
 
 
@@ -153,8 +149,6 @@ class StageRun:
         self._spares_caller = index == 0 and not grad and not self._is_quiet
         self.writes_input = True  # until chunk 0 has shown that it does not, in this call or another
         self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
-        self._saves_input = not compares and self.recall.key in known.saves_input
-        self._probe: StorageWeakRef | None = None  # what chunk 0 computed with: does its graph hold it?
 
     @property
     def layers(self) -> StageLayers:
@@ -182,7 +176,7 @@ class StageRun:
             recompute: keep the input rather than the graph.
             keep: a recomputation may come, of a kept chunk too (second order).
         """
-        if self._is_usual and self._is_leaf(inbox[0], recompute):
+        if self._is_usual and _is_one_tensor(inbox[0]):
             return self._forward_one(chunk, inbox[0], recompute, keep)
         first, self._first = self._first, False
         read, needs_grad = _read(inbox)
@@ -195,15 +189,14 @@ class StageRun:
         cut, given, given_before, made = self._attempt(chunk, read, needs_grad, recompute, first)
         self.seeder.settle()
         if first and self.writes_input:
-            self._learn_mutation(given, given_before, read, needs_grad)
+            self._learn_mutation(given, given_before, read)
         elif versions(read.tensors) != before:
-            raise self._new_habit("wrote")
+            raise self._new_habit()
         buffers = self.recall.buffers
         if first:
             self._is_usual = self._passes_one and not (
                 self.writes_input
                 or self._spares_caller
-                or self.index in self._known.detaches_input
                 or self.recall.compares
                 or self._deferred
                 or buffers
@@ -223,12 +216,11 @@ class StageRun:
                 fixed = constants(roots) if self.recall.compares else ()
                 self._records[chunk] = Record(read, needs_grad, None, None, before, nodes, constants=fixed)
             else:
-                self._learn_saving(cut, given, first)
                 self._records[chunk] = Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
         return self._messages(chunk, inbox, given, made, tensors, need)
 
     def _forward_one(self, chunk: int, message: Message, recompute: bool, keep: bool) -> list[Message]:
-        """F as it is as a rule: one tensor comes, it is the leaf itself, and there is nothing more to find out.
+        """F as it is as a rule: one tensor comes, and there is nothing more to find out.
 
         The same as above with less in between: after each large kernel the processor's caches hold none of it.
         """
@@ -238,7 +230,7 @@ class StageRun:
             self.recall.before_forward(chunk)
         try:
             saving = self._saving_nothing() if recompute else None
-            leaf, arrived, made = self._run_one(chunk, read, needs_grad, saving)
+            cut, made = self._run_one(chunk, read, needs_grad, saving)
         except DroppedError:
             if self._saves_until_the_end:
                 raise
@@ -248,50 +240,38 @@ class StageRun:
         if self._learns_draws:
             self.seeder.settle()
         if read._version != before:
-            raise self._new_habit("wrote")
+            raise self._new_habit()
         tensors = detached(made.tensors)
         if keep:
             self.recall.after_forward(chunk, keep, tensors)
         need = self._need(made.tensors)
         if True in need:
             if not self._is_quiet:
-                self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], [leaf], False)
+                self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], cut.leaves, False)
             if recompute:
                 self._records[chunk] = Again(read, needs_grad, before)
             else:
-                if needs_grad:
-                    self._learn_unsaved(leaf)
-                exits = Exits.of(Bundle((made,), made.tensors), self.ends_in_loss)
-                self._records[chunk] = Kept(leaf if needs_grad else None, exits, arrived)
+                self._records[chunk] = Kept(cut, Exits.of(Bundle((made,), made.tensors), self.ends_in_loss))
         if len(tensors) == 1:
             return [Message(Tree(tensors, made.skeleton), need)]
-        return self._messages(chunk, [message], (leaf,), Bundle((made,), made.tensors), tensors, need)
+        return self._messages(chunk, [message], (read,), Bundle((made,), made.tensors), tensors, need)
 
     def _run_one(
         self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None] | None
-    ) -> tuple[Tensor, list[Tensor | None], Tree]:
-        """The layers on the one tensor that came: the leaf, where else its gradient may arrive, and the output."""
-        leaf = read.detach()
-        if needs_grad:
-            mark(leaf.requires_grad_(), self._input_name)
-        try:
-            with self._swap:
-                if around is None:
-                    value = self._layers.run_on(chunk, leaf, self.seeder.seed)
-                else:
-                    with around:
-                        value = self._layers.run_on(chunk, leaf, self.seeder.seed)
-        except RuntimeError as error:
-            if needs_grad and _LEAF_WRITTEN in str(error):
-                raise self._new_habit("wrote") from error
-            raise
+    ) -> tuple[Cut, Tree]:
+        """The layers on the one tensor that came: the cut, and the output."""
+        with self._swap:
+            if around is None:
+                cut, (given,) = self._enter_one(read, needs_grad)
+                value = self._layers.run_on(chunk, given, self.seeder.seed)
+            else:
+                with around:
+                    cut, (given,) = self._enter_one(read, needs_grad)
+                    value = self._layers.run_on(chunk, given, self.seeder.seed)
         made = Tree((value,), None) if type(value) is Tensor else self._layers.taken_apart(value)
         if self._looks_for_tangents:
             refuse_tangents(made.tensors)
-        arrived: list[Tensor | None] = [None]
-        if needs_grad:
-            self._attend(leaf, arrived)
-        return leaf, arrived, made
+        return cut, made
 
     def _messages(
         self,
@@ -323,14 +303,14 @@ class StageRun:
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
     ) -> tuple[Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
         """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
-        cut, given = self._enter(read, needs_grad, recompute)
+        cut, given = self._enter(read, needs_grad)
         given_before = versions(given) if self.writes_input else ()
         with self.aliases.stand_in():
             if not recompute:
-                return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
+                return cut, given, given_before, self._outputs(chunk, read.build(given), is_first=True)
             try:
                 with self._saving_nothing():
-                    return cut, given, given_before, self._computed_with(chunk, read, cut, given, is_first=True)
+                    return cut, given, given_before, self._outputs(chunk, read.build(given), is_first=True)
             except DroppedError:
                 if self._saves_until_the_end:
                     raise
@@ -342,26 +322,6 @@ class StageRun:
         """Within: F of a chunk that will be recomputed. What a layer's own call of autograd needs goes at its end."""
         return checkpointing(True) if self._saves_until_the_end else SavingNothing()
 
-    def _computed_with(
-        self, chunk: int, read: Bundle, cut: Cut, given: Sequence[Tensor], is_first: bool = False
-    ) -> Bundle:
-        """The outputs; a leaf that is the input itself may get its gradient from then on."""
-        if not cut.is_bare:
-            return self._outputs(chunk, read.build(given), is_first)
-        try:
-            made = self._outputs(chunk, read.build(given), is_first)
-        except RuntimeError as error:
-            if _LEAF_WRITTEN in str(error):
-                raise self._new_habit("wrote") from error
-            raise
-        self._attend(given[0], cut.arrived)
-        return made
-
-    def _attend(self, leaf: Tensor, arrived: list[Tensor | None]) -> None:
-        if not (self._is_quiet or leaf.requires_grad):
-            raise self._new_habit("detached")
-        attend(leaf, None if self._is_quiet else self._watch, arrived)
-
     def _outputs(self, chunk: int, values: Sequence[Any], is_first: bool = False) -> Bundle:
         """Run the layers on what the stage reads: the value before them, then the skips that they pop.
 
@@ -372,26 +332,14 @@ class StageRun:
         refuse_tangents(made.tensors)
         return made
 
-    def _enter(
-        self, read: Bundle, needs_grad: Sequence[bool], recompute: bool
-    ) -> tuple[Cut, tuple[Tensor, ...]]:
-        """Cut: the leaves of this chunk, and what the layers get. `recompute`: the input is kept beside the graph."""
+    def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[Cut, tuple[Tensor, ...]]:
+        """Cut: the leaves of this chunk, and what the layers get."""
         tensors = read.tensors
         if self.writes_input or self._spares_caller:
             tensors = tuple([tensor.clone() for tensor in tensors])
         if len(tensors) == len(read.trees) == 1:  # as a rule
-            (tensor,) = tensors
-            if not needs_grad[0]:
-                return Cut((None,), [], (1,)), (tensor.detach(),)
-            box: list[Tensor | None] = [None]
-            if self._is_bare(tensor, recompute):
-                leaf = mark(tensor.detach().requires_grad_(), self._input_name)
-                return Cut((leaf,), box, (1,), is_bare=True), (leaf,)
-            leaf = mark(_empty_leaf(tensor), self._input_name)
-            return Cut((leaf,), box, (1,)), enter(self._watch, box, tensors, leaf)
-        leaves: list[Tensor | None] = []
-        for tensor, needs in zip(tensors, needs_grad, strict=True):
-            leaves.append(mark(_empty_leaf(tensor), self._input_name) if needs else None)
+            return self._enter_one(tensors[0], needs_grad[0])
+        leaves = [self._leaf(tensor) if needs else None for tensor, needs in zip(tensors, needs_grad, strict=True)]
         wanted = [leaf for leaf in leaves if leaf is not None]
         values = [tensor for tensor, needs in zip(tensors, needs_grad, strict=True) if needs]
         arrived: list[Tensor | None] = [None] * len(wanted)
@@ -399,59 +347,27 @@ class StageRun:
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
         return Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
-    def _is_leaf(self, message: Message, recompute: bool) -> bool:
-        """Whether a message is one tensor that may be the leaf itself, by what F of chunk 0 has left open."""
-        if message.tree.skeleton is not None or not (recompute or self._saves_input or not message.needs_grad[0]):
-            return False
-        (tensor,) = message.tree.tensors
-        return _is_laid_out_as_a_leaf(tensor) and not tensor.is_inference()
+    def _enter_one(self, tensor: Tensor, needs_grad: bool) -> tuple[Cut, tuple[Tensor, ...]]:
+        if not needs_grad:
+            return Cut((None,), [], (1,)), (tensor.detach(),)
+        leaf = self._leaf(tensor)
+        arrived: list[Tensor | None] = [None]
+        return Cut((leaf,), arrived, (1,)), enter(self._watch, arrived, (tensor,), leaf)
 
-    def _is_bare(self, tensor: Tensor, recompute: bool) -> bool:
-        """Whether the input itself may be the leaf: no layer writes it, and something else keeps it alive to the end.
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        """Where the graph of a chunk ends at this input: one number, which keeps nothing alive."""
+        return mark(torch.empty((), device=tensor.device, requires_grad=True), self._input_name)
 
-        Its gradient is not copied where it is laid out as the leaf is: here in rows. What is looked at in full shows
-        what a stage does; so there it never is.
-        """
-        return (
-            (recompute or self._saves_input)
-            and not self.writes_input
-            and self.index not in self._known.detaches_input
-            and not self.recall.compares
-            and _is_laid_out_as_a_leaf(tensor)
-        )
-
-    def _learn_saving(self, cut: Cut, given: Sequence[Tensor], first: bool) -> None:
-        """Does the graph of a kept chunk hold its input? In F of chunk 0 it is noted, at its backward seen."""
-        if cut.is_bare:
-            self._learn_unsaved(given[0])
-        elif first and self.recall.compares and len(given) == 1 and given[0].requires_grad:
-            if given[0].layout is torch.strided:
-                self._probe = StorageWeakRef(given[0].untyped_storage())
-
-    def _learn_unsaved(self, leaf: Tensor) -> None:
-        if _holders(leaf) <= _UNSAVED:
-            self._saves_input = False
-            self._known.saves_input.discard(self.recall.key)
-
-    def _note_saving(self, probe: StorageWeakRef) -> None:
-        (self._known.saves_input.discard if probe.expired() else self._known.saves_input.add)(self.recall.key)
-        self._probe = None
-
-    def _new_habit(self, what: str) -> CheckpointError:
-        instead = "x = x + 1 instead of x += 1" if what == "wrote" else "y = x.detach() instead of x.detach_()"
+    def _new_habit(self) -> CheckpointError:
         return CheckpointError(
-            f"{self.name} {what} its input in place, which it did not do before: for the first chunk, or in earlier "
-            f"calls. Do that for every chunk or for none (for example {instead})."
+            f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in earlier "
+            "calls. Do that for every chunk or for none (for example x = x + 1 instead of x += 1)."
         )
 
-    def _learn_mutation(
-        self, given: Sequence[Tensor], given_before: Sequence[int], read: Bundle, needs_grad: Sequence[bool]
-    ) -> None:
+    def _learn_mutation(self, given: Sequence[Tensor], given_before: Sequence[int], read: Bundle) -> None:
         """After F of chunk 0, which got a clone: does this stage write its input? From then on it is known."""
         if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
             self._known.writes_unseen.add(self.index)
-        if any([needs and not tensor.requires_grad for needs, tensor in zip(needs_grad, given, strict=True)]):
-            self._known.detaches_input.add(self.index)
         unseen = self.index in self._known.writes_unseen
         self.writes_input = unseen or versions(given) != given_before
         if not self.writes_input:
@@ -546,8 +462,6 @@ class StageRun:
         if not isinstance(record, Record):
             kept = record if isinstance(record, Kept) else self._recompute_one(chunk, record)
             return self._backward_one(chunk, kept, begin, retain)
-        if self._probe is not None:
-            self._note_saving(self._probe)
         if record.cut is None or record.exits is None:
             cut, outputs = self._recompute(chunk, record)
             roots = begin(Exits.of(outputs, whole=True))
@@ -568,7 +482,7 @@ class StageRun:
         self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
-        return cut.grads(again=retain)
+        return cut.grads()
 
     def _backward_one(self, chunk: int, kept: Kept, begin: Begin, retain: bool) -> list[Grads]:
         """B of a chunk that went the short way."""
@@ -577,7 +491,7 @@ class StageRun:
             if self._seeds_backward or self.ends_in_loss:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
             if self._is_quiet and not roots.foreign:
-                with self._modes_of_backward():
+                with self._watch, self._modes_of_backward():
                     run_backward(roots.tensors, roots.grads, retain)
             else:
                 with self._watch, self._differentiating(), self._modes_of_backward():
@@ -586,7 +500,7 @@ class StageRun:
             self.seeder.settle()
         if not retain:
             self.recall.forget(chunk)
-        return kept.grads(again=retain)
+        return kept.cut.grads()
 
     def _differentiating(self) -> AbstractContextManager[None]:
         """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
@@ -640,8 +554,6 @@ class StageRun:
             return
         with self._foreign_lock, hooks_asleep(foreign):
             found = gradients(roots.tensors, own + aliases + foreign, roots.grads, retain=True)
-        if cut.is_bare:  # it comes to nobody but who asks by name
-            cut.arrived[:] = found[: len(own)]
         for alias, grad in zip(aliases, found[len(own) :], strict=False):
             if grad is not None:
                 self.aliases.add(alias, grad)
@@ -659,8 +571,8 @@ class StageRun:
         self.check_unchanged(chunk)
         self._check_input(chunk, record.inbox.tensors, record.input_versions)
         with self.recall.as_at_forward(chunk), self.aliases.stand_in():
-            cut, given = self._enter(record.inbox, record.needs_grad, recompute=True)
-            outputs = self._computed_with(chunk, record.inbox, cut, given)
+            cut, given = self._enter(record.inbox, record.needs_grad)
+            outputs = self._outputs(chunk, record.inbox.build(given))
         if self.recall.compares:
             self._check_path(chunk, outputs, record)
         self.recall.check_same(chunk, outputs.tensors)
@@ -671,10 +583,9 @@ class StageRun:
         self.check_unchanged(chunk)
         if then.read._version != then.version:
             self._check_input(chunk, (then.read,), (then.version,))
-        leaf, arrived, made = self._run_one(chunk, then.read, then.needs_grad, self.recall.as_at_forward(chunk))
+        cut, made = self._run_one(chunk, then.read, then.needs_grad, self.recall.as_at_forward(chunk))
         self.recall.check_same(chunk, made.tensors)
-        exits = Exits.of(Bundle((made,), made.tensors), whole=True)
-        return Kept(leaf if then.needs_grad else None, exits, arrived)
+        return Kept(cut, Exits.of(Bundle((made,), made.tensors), whole=True))
 
     def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
@@ -777,21 +688,12 @@ def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Non
         yield
 
 
-def _empty_leaf(tensor: Tensor) -> Tensor:
-    """A leaf of this shape that holds one number: kept to the end of the backward, it must not keep the input alive."""
-    if tensor.layout is not torch.strided:
-        return tensor.detach().requires_grad_()
-    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
-
-
-def _is_laid_out_as_a_leaf(tensor: Tensor) -> bool:
-    """Whether autograd lays a gradient out as it lays this tensor out, whatever it is given."""
-    return type(tensor) is Tensor and tensor.is_contiguous() and tensor.is_floating_point()
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many hold a tensor: autograd's nodes each, all of Python once."""
-    return int(tensor._use_count())  # type: ignore[attr-defined]
+def _is_one_tensor(message: Message) -> bool:
+    """Whether a message is one plain tensor, which counts how often it is written."""
+    if message.tree.skeleton is not None:
+        return False
+    (tensor,) = message.tree.tensors
+    return type(tensor) is Tensor and not tensor.is_inference()
 
 
 def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
