@@ -23,7 +23,7 @@ from pipeline import gradstore_grads, gradstore_ranks
 from pipeline.arguments import check_factor, check_limit, check_norm_type, shown
 from pipeline.gradstore_keys import Key, Keys, Params
 from pipeline.gradstore_slot import Index, Slot, check_grad, parts, values
-from pipeline.ranks.parts import refuse_norm
+from pipeline.ranks.parts import refuse_norm, refuse_verdict
 
 _CHOICES = {"order": ("arrival", "index"), "sparse": ("densify", "error")}
 
@@ -250,8 +250,13 @@ class GradStore:
         return total
 
     def is_finite(self) -> bool:
-        """Whether no gradient holds an inf or a nan."""
+        """Whether no gradient holds an inf or a nan.
+
+        Raises:
+            RuntimeError: these are a rank's part of a Pipe's gradients.
+        """
         self._check_alive()
+        refuse_verdict(self.keys())
         return all(bool(torch.isfinite(values(grad)).all()) for _, grad in self.items())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:

@@ -36,6 +36,30 @@ def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm
         gradients: whose norm is wanted, `.grad` of parameters; or the parameters, where a store has their gradients.
         instead: what sees all ranks' gradients.
     """
+    names = _part_among(gradients)
+    if names:
+        raise RuntimeError(
+            f"the norm of the gradients of {_few(names)} is not that of all gradients: other ranks have the other "
+            f"layers of the Pipe, and each would clip by another norm. Call {instead} on every rank: it takes the "
+            "norm over all of them. (For the norm of one layer's own gradients, where a rank has no other layer: "
+            "torch.linalg.vector_norm and torch.nn.utils.clip_grads_with_norm_.)"
+        )
+
+
+def refuse_verdict(params: Iterable[Tensor]) -> None:
+    """Raise if what is asked about the gradients of these parameters is decided by one rank's part of a Pipe's."""
+    names = _part_among(params)
+    if names:
+        raise RuntimeError(
+            f"is_finite() of the gradients of {_few(names)} does not see those of the layers that other ranks have: "
+            "one rank would skip the step, and another would make it. Use step(..., scaler=GradScaler(...)), which "
+            "asks all ranks; or ask each rank's own gradients (torch.isfinite), and let torch.distributed.all_reduce "
+            "with ReduceOp.MIN decide for all."
+        )
+
+
+def _part_among(gradients: Iterable[Tensor]) -> list[str]:
+    """The names of the parameters of a Pipe over ranks that these are, or whose gradients; but for one layer alone."""
     given = {id(each) for each in gradients} if _parts else ()
     for pipe in _parts if given else ():
         own = [(name, param) for name, param in pipe.named_parameters() if param.requires_grad]
@@ -47,12 +71,8 @@ def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm
             if not here and (in_store or param.grad is not None)
         ]  # fmt: skip
         if names and (not others or len({name.partition(".")[0] for name in names}) > 1):
-            raise RuntimeError(
-                f"the norm of the gradients of {_few(names)} is not that of all gradients: other ranks have the other "
-                f"layers of the Pipe, and each would clip by another norm. Call {instead} on every rank: it takes the "
-                "norm over all of them. (For the norm of one layer's own gradients, where a rank has no other layer: "
-                "torch.linalg.vector_norm and torch.nn.utils.clip_grads_with_norm_.)"
-            )
+            return names
+    return []
 
 
 def _few(names: list[str]) -> str:

@@ -255,6 +255,12 @@ def _stored_norm(pipe: Pipe) -> None:
     store.clip_(1e-3)
 
 
+def _stored_verdict(pipe: Pipe) -> None:
+    store = pipe.step(rows(7), rows(7), loss_fn=square, grads="store").grads
+    assert store is not None
+    store.is_finite()
+
+
 WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
     "torch's": lambda pipe: torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3),
     "imported before": lambda pipe: clip_grad_norm_(pipe.parameters(), 1e-3, norm_type=torch.inf),
@@ -264,6 +270,7 @@ WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
     "of a module around": lambda pipe: clip_grad_norm_(nn.ModuleList([pipe]).parameters(), 1e-3, foreach=False),
     "the norm alone": lambda pipe: torch.nn.utils.get_total_norm([each.grad for each in pipe.parameters()]),
     "of a store": _stored_norm,
+    "whether a store is finite": _stored_verdict,
     "LBFGS": _lbfgs,
 }
 
