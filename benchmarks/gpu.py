@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 MODES = ("never", "except_last", "always")
 STAGES, CHUNKS = 4, 8

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.plan import Plan, plan_forward, plan_step
+from pipeline.execution.plan import Plan, plan_forward, plan_step
 from scheduler import Kind, by_name
 
 STAGES, BLOCKS, WIDTH, ROWS, CHUNKS = 3, 4, 256, 64, 8

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.plan import plan_forward, plan_step
+from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
 
 STAGES = 2

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import Pipe
-from pipeline.stage import StageRun
+from pipeline.stage.stage import StageRun
 from scheduler import Kind, Schedule
 
 CHUNKS = 8

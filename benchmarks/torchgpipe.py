@@ -52,7 +52,7 @@ from torch.nn import functional
 import pipeline.skip
 from partition import balance_by_size
 from pipeline import Pipe
-from pipeline.plan import plan_forward
+from pipeline.execution.plan import plan_forward
 from scheduler import by_name
 
 MODES = ("never", "except_last", "always")

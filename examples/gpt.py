@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from pipeline import Pipe
-from pipeline.places import Place
+from pipeline import Pipe, Place
 
 # B sequences, T tokens of each, D features, V different tokens
 VOCABULARY = 512

@@ -6,18 +6,24 @@
 
 __version__ = "0.1.0"
 
-from pipeline.blocks import CheckpointedBlocks, checkpoint_blocks
-from pipeline.checkpoint import is_checkpointing, is_recomputing
-from pipeline.eager import EagerUpdate
-from pipeline.eager_backward import eager_backward
-from pipeline.errors import CheckpointError, StuckError
-from pipeline.gradstore import GradStore
-from pipeline.microbatch import NoChunk
+import sys
+
+from pipeline.common.errors import CheckpointError, StuckError
+from pipeline.common.places import Place
+from pipeline.data.microbatch import NoChunk
+from pipeline.distributed.agreement import MismatchError
+from pipeline.distributed.failure.errors import RankError
+from pipeline.entry.eager_backward import eager_backward
+from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.meta_init import reset_parameters
+from pipeline.entry.step import Step
+from pipeline.gradients.eager import EagerUpdate
+from pipeline.gradients.store import GradStore
 from pipeline.pipe import Pipe
-from pipeline.randomness import layer_seed
-from pipeline.ranks.agreement import MismatchError
-from pipeline.ranks.failure import RankError
-from pipeline.step_door import Step
+from pipeline.recompute import blocks, randomness
+from pipeline.recompute.blocks import CheckpointedBlocks, checkpoint_blocks
+from pipeline.recompute.policy import is_checkpointing, is_recomputing
+from pipeline.recompute.randomness import layer_seed
 
 __all__ = [
     "CheckpointError",
@@ -27,7 +33,9 @@ __all__ = [
     "MismatchError",
     "NoChunk",
     "Pipe",
+    "Place",
     "RankError",
+    "Saved",
     "Step",
     "StuckError",
     "checkpoint_blocks",
@@ -35,4 +43,8 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "layer_seed",
+    "reset_parameters",
 ]
+
+for _module in (blocks, randomness):  # paths that are documented
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

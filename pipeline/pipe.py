@@ -1,8 +1,8 @@
 """The public class: a module like the plain one, cut into stages and fed in chunks.
 
     Pipe(module, balance, chunks)            stages on devices, layers under the plain module's names
-    pipe(x)                                  the forward door: autograd does the rest      forward_door.py
-    pipe.step(x, y, loss_fn=f)               the schedule's order, F and B interleaved     step_door.py
+    pipe(x)                                  the forward door: autograd does the rest      entry/forward.py
+    pipe.step(x, y, loss_fn=f)               the schedule's order, F and B interleaved     entry/step.py
     pipe.evaluate(x, y, loss_fn=f)           eval mode, no gradients
 
 Everything about one call lives in a `Call` and goes with it; a Pipe holds settings and the plain module's layers.
@@ -21,15 +21,33 @@ from torch import nn
 from partition import split
 from partition.contiguous import whole
 from partition.splitting import check_module
-from pipeline import eager_door, forward_door, step_door
-from pipeline.ambient import eagerly, without_autocast
-from pipeline.arguments import check_flag, check_flags, check_limit, check_norm_type, shown
-from pipeline.batchnorm import check_deferrable
-from pipeline.call import Call, Setup
-from pipeline.checkpoint import Policy, check_policy
-from pipeline.driver import check_workers, in_turns
-from pipeline.eager import EagerUpdate
-from pipeline.edge import (
+from pipeline.common.arguments import check_flag, check_flags, check_limit, check_norm_type, shown
+from pipeline.common.call_lock import turn
+from pipeline.common.interrupts import firm
+from pipeline.common.places import Place, places_of
+from pipeline.common.torch_modes import eagerly, without_autocast
+from pipeline.data.loss import Loss, LossFn
+from pipeline.data.loss_key import LossCounts
+from pipeline.data.microbatch import Batch, described, gather, scatter, scatter_like
+from pipeline.data.values import chain
+from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
+from pipeline.distributed.communicator import OverRanks
+from pipeline.distributed.data_parallel.communicator import Replicated
+from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
+from pipeline.distributed.data_parallel.shards import layout_of
+from pipeline.distributed.group import Ranks
+from pipeline.distributed.topology import Company, company_of
+from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
+from pipeline.entry import eager_step as eager_door
+from pipeline.entry import forward as forward_door
+from pipeline.entry import step as step_door
+from pipeline.entry.plans import Planner, Plans
+from pipeline.entry.probe import Probe
+from pipeline.entry.settled import Settled, refuse_recording
+from pipeline.entry.state.meta_init import How
+from pipeline.entry.state.state_dict import Stateful
+from pipeline.entry.step import LossEnd, Step
+from pipeline.entry.validation import (
     StageView,
     check_batch_dim,
     check_holds,
@@ -44,36 +62,20 @@ from pipeline.edge import (
     parameters_of,
     settle,
 )
-from pipeline.gradstore import GradStore
-from pipeline.interrupts import firm
-from pipeline.loss import Loss, LossFn
-from pipeline.loss_key import LossCounts
-from pipeline.materialize import How
-from pipeline.microbatch import Batch, described, gather, scatter, scatter_like
-from pipeline.peers import Alone, Output, Peers, Verdict
-from pipeline.places import Place, places_of
-from pipeline.plan import plan_forward, plan_step
-from pipeline.plans import Planner, Plans
-from pipeline.probe import Probe
-from pipeline.randomness import draw_seed
-from pipeline.ranks.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
-from pipeline.ranks.company import Company, company_of
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.over_ranks import OverRanks
-from pipeline.ranks.parts import is_part
-from pipeline.ranks.replica_shares import layout_of
-from pipeline.ranks.replicas import Replicas, check_where, find_replicas
-from pipeline.ranks.replicated import Replicated
-from pipeline.ranks.wrapped import check_over_ranks, check_wrapped
-from pipeline.recall import Known
-from pipeline.settled import Settled, refuse_recording
+from pipeline.execution.call import Call, Setup
+from pipeline.execution.communicator import Alone, Output, Peers, Verdict
+from pipeline.execution.drivers import check_workers, in_turns
+from pipeline.execution.plan import plan_forward, plan_step
+from pipeline.execution.trace import Trace
+from pipeline.gradients.eager import EagerUpdate
+from pipeline.gradients.partial import is_part
+from pipeline.gradients.store import GradStore
+from pipeline.recompute.policy import Policy, check_policy
+from pipeline.recompute.randomness import draw_seed
+from pipeline.recompute.snapshot import Known
 from pipeline.skip import routes, verify_skippables
-from pipeline.stateful import Stateful
-from pipeline.step_door import LossEnd, Step
-from pipeline.trace import Trace
+from pipeline.stage.batchnorm import check_deferrable
 from pipeline.transports.local import Local
-from pipeline.turns import turn
-from pipeline.values import chain
 from scheduler import Schedule, Timeline, verify
 
 

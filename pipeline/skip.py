@@ -3,7 +3,7 @@
     layer --yield stash("x", t)--> Skips --t = yield pop("x")--> layer
                                      |
     plain module: one a thread.      A Pipe: one for each stage and chunk; what another stage pops is a row in the
-                                     table of values.py, and goes straight from the one to the other
+                                     table of data/values.py, and goes straight from the one to the other
 
 The interface is torchgpipe's (Kim et al. 2020, arXiv 2004.09910, section 3.3), so its models run unchanged.
 """

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,44 @@ def test_packages_import_only_downward(package: str, forbidden: set[str]) -> Non
 def test_the_scheduler_needs_no_torch() -> None:
     code = "import sys, scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# ------------------------------------------------------------------------------------------------ the rooms of pipeline
+
+LEVELS = (  # each imports only what stands above it
+    "common", "skip", "data", "transports", "recompute", "gradients", "stage", "execution", "distributed", "entry",
+    "pipe", "curvature",
+)  # fmt: skip
+
+
+def test_pipeline_has_few_rooms_and_each_says_what_it_is_and_imports() -> None:
+    inside = [path for path in (ROOT / "pipeline").iterdir() if path.is_dir() or path.suffix == ".py"]
+    entries = {path.stem for path in inside if not path.name.startswith("__")}
+    assert entries == set(LEVELS) and len(entries) <= 12
+    for room in (ROOT / "pipeline").rglob("__init__.py"):
+        words = ast.get_docstring(ast.parse(room.read_text()))
+        assert words, room
+        if room.parent.parent.name == "pipeline" and room.parent.name != "curvature":
+            assert re.search(r"\n\nImports .+\.", words), room
+
+
+def _imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(room, name) of what a file of pipeline imports from pipeline."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pipeline":
+            for alias in node.names:
+                parts = f"{node.module}.{alias.name}".split(".")
+                yield parts[1], parts[-1]
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "pipeline" for alias in node.names), path
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)), ids=LEVELS)
+def test_a_room_imports_only_rooms_below_it_and_no_private_names(level: int) -> None:
+    room = ROOT / "pipeline" / LEVELS[level]
+    files = list(room.rglob("*.py")) or [room.with_suffix(".py")]
+    assert files[0].exists()
+    for path in files:
+        for other, name in _imports(path):
+            assert other in LEVELS[: level + 1], f"{path.relative_to(ROOT)} imports {other}"
+            assert other == LEVELS[level] or not name.startswith("_"), f"{path.relative_to(ROOT)} imports {name}"

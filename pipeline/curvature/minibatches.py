@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeline.microbatch import NoChunk
-from pipeline.ranks.agreement import digest, values_in_words
+from pipeline.data.microbatch import NoChunk
+from pipeline.distributed.agreement import digest, values_in_words
 
 
 class MiniBatch(NamedTuple):

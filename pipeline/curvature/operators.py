@@ -31,10 +31,10 @@ from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.space import Vec
-from pipeline.loss import LossFn
+from pipeline.data.loss import LossFn
+from pipeline.distributed.agreement import digest, values_in_words
 from pipeline.pipe import Pipe
-from pipeline.randomness import draw_seed
-from pipeline.ranks.agreement import digest, values_in_words
+from pipeline.recompute.randomness import draw_seed
 
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 

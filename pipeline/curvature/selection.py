@@ -15,10 +15,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.call_lock import turn
 from pipeline.curvature.products.sharded import Member, ParameterSpace
+from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.pipe import Pipe
-from pipeline.ranks.agreement import MismatchError, digest, values_in_words
-from pipeline.turns import turn
 
 Params: TypeAlias = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
 

@@ -1,1 +1,4 @@
-"""How do values get from one place to another? A file for each answer."""
+"""Ways to move bytes and tensors from one place to another: a file for each, and the suite that all of them pass.
+
+Imports common and data.
+"""

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from pipeline.data.pytrees import Skeleton, Slot
 from pipeline.transports.plain import Json, decode_plain, encode_plain, qualified, write_float
-from pipeline.trees import Skeleton, Slot
 
 _LEAF = "*"
 _LEAF_SPEC = pytree.tree_structure(0)
@@ -33,7 +33,7 @@ def encode(skeleton: Skeleton | None) -> Json:
 
     Example:
         >>> import torch
-        >>> from pipeline.trees import flatten
+        >>> from pipeline.data.pytrees import flatten
         >>> encode(flatten((torch.ones(2), 7), "it").skeleton)["leaves"]
         [{'slot': 0}, 7]
 

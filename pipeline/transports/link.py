@@ -35,10 +35,10 @@ import torch
 from torch import Tensor
 
 from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing
-from pipeline.transports.course import ANNOUNCED, ANNOUNCED_IN_PART, HEADER, Course, Courses
-from pipeline.transports.kinds import settle
-from pipeline.transports.letter import Form, Letter, describe
+from pipeline.transports.message import Form, Letter, describe
 from pipeline.transports.packing import ALIGNMENT, Packing
+from pipeline.transports.spec_cache import ANNOUNCED, ANNOUNCED_IN_PART, HEADER, Course, Courses
+from pipeline.transports.tensor_spec import settle
 
 __all__ = ["Letter", "Receiver", "Sender"]
 

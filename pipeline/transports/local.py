@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 
 class Parcel(NamedTuple):

@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.transports.kinds import Kind, Strided, built, fits, from_plain, kind_of, memories, parts_of, plain_of
+from pipeline.transports.tensor_spec import (
+    Kind,
+    Strided,
+    built,
+    fits,
+    from_plain,
+    kind_of,
+    memories,
+    parts_of,
+    plain_of,
+)
 
 ALIGNMENT = 64
 _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)

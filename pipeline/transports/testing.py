@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.data.pytrees import flatten, same_values, storage_of
 from pipeline.transports.channel import ChannelError, Expected, Handle, PayloadsIn, PayloadsOut
 from pipeline.transports.in_process import MakePair, Pair, apart_pair, local_pair, rendezvous_pair
-from pipeline.transports.kinds import settle
 from pipeline.transports.link import Letter, Receiver, Sender
 from pipeline.transports.packing import Packing
-from pipeline.trees import flatten, same_values, storage_of
+from pipeline.transports.tensor_spec import settle
 
 __all__ = ["MakePair", "Pair", "apart_pair", "check_transport", "local_pair", "rendezvous_pair"]
 

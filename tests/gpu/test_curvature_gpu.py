@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline import Pipe
+from pipeline.common.places import Place
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.places import Place
 
 pytestmark = pytest.mark.gpu
 

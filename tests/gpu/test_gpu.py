@@ -3,7 +3,7 @@
     make test-gpu
 
 References are the plain module on the same device, chunk by chunk. On one GPU several stages share a place; that values
-are copied between GPUs is tried on one, too, by places of other names (pipeline.places).
+are copied between GPUs is tried on one, too, by places of other names (pipeline.common.places).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
-from pipeline.places import Place
+from pipeline.common.places import Place
 from pipeline.transports.local import Local
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import copy
 import torch
 from law_reference import sum_in_float32
 
-from pipeline.randomness import layer_seed
+from pipeline.recompute.randomness import layer_seed
 
 CHECKPOINTS = ("always", "except_last", "never")
 

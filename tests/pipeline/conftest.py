@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pipeline import Pipe
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipeline.randomness import layer_seed
+from pipeline.recompute.randomness import layer_seed
 
 NAMES = ("Hessian", "GaussNewton", "EmpiricalFisher")
 

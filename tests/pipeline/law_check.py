@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 SEED = 17
 

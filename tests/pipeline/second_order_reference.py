@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
-from pipeline.randomness import layer_seed
+from pipeline.recompute.randomness import layer_seed
 
 MODES: dict[str, Any] = {
     "always": "always",

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ranks.agreement import difference, digest, encoded, values_in_words
+from pipeline.distributed.agreement import difference, digest, encoded, values_in_words
 
 
 @given(st.text(), st.text())
@@ -20,7 +20,7 @@ def test_digests_are_equal_for_equal_texts_only(one: str, other: str) -> None:
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    code = "from pipeline.ranks.agreement import digest; print(digest('balance [1, 2]'))"
+    code = "from pipeline.distributed.agreement import digest; print(digest('balance [1, 2]'))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(found.stdout) == digest("balance [1, 2]")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline import EagerUpdate, GradStore, Pipe, checkpoint_blocks
-from pipeline.places import Place
+from pipeline.common.places import Place
 from scheduler import by_name
 
 mse = nn.functional.mse_loss

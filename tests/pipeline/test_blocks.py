@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pipeline import Pipe, is_checkpointing, is_recomputing
-from pipeline.blocks import checkpoint_blocks
-from pipeline.errors import CheckpointError
+from pipeline.common.errors import CheckpointError
+from pipeline.recompute.blocks import checkpoint_blocks
 
 TINY = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}

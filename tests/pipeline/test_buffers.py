@@ -8,7 +8,7 @@ from pipeline_probes import outside
 from torch import Tensor, nn
 
 from pipeline import CheckpointError, Pipe, is_recomputing
-from pipeline.buffers import Buffers
+from pipeline.recompute.buffers import Buffers
 
 DOUBLE = torch.float64
 DOORS = ("forward", "step", "create_graph")

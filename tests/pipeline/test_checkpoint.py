@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import pipeline
 from pipeline import CheckpointError, Pipe, is_checkpointing, is_recomputing, layer_seed
-from pipeline.checkpoint import recomputed
-from pipeline.engine import merged_order
-from pipeline.places import Place
-from pipeline.plan import Plan, plan_forward, plan_step
-from pipeline.randomness import draw_seed
-from pipeline.trees import same_values
+from pipeline.common.places import Place
+from pipeline.data.pytrees import same_values
+from pipeline.execution.engine import merged_order
+from pipeline.execution.plan import Plan, plan_forward, plan_step
+from pipeline.recompute.policy import recomputed
+from pipeline.recompute.randomness import draw_seed
 from scheduler import Action, Kind, Schedule, by_name
 
 DOORS = ("forward", "step")

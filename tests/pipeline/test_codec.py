@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from tree_strategies import Pair
 
+from pipeline.data.pytrees import flatten
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.plain import decode_plain, encode_plain
-from pipeline.trees import flatten
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.plan import plan_step
+from pipeline.execution.plan import plan_step
 from scheduler import Kind, by_name
 
 pytestmark = pytest.mark.inline

@@ -27,8 +27,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline import Pipe, is_recomputing
-from pipeline.errors import CheckpointError
-from pipeline.places import Place
+from pipeline.common.errors import CheckpointError
+from pipeline.common.places import Place
 
 DOUBLE = torch.float64
 CHECKPOINTS = ("always", "except_last", "never")

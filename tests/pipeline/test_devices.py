@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.ambient import Ambient
-from pipeline.driver import Driver
-from pipeline.mailbox import Mailbox
-from pipeline.peers import Alone
-from pipeline.places import Place
-from pipeline.plan import plan_step
-from pipeline.ranks.rank_mailbox import RankMailbox
+from pipeline.common.places import Place
+from pipeline.common.torch_modes import Ambient
+from pipeline.data.pytrees import Grads, Message, Tree
+from pipeline.data.values import CALLER, chain
+from pipeline.distributed.mailbox import RankMailbox
+from pipeline.execution.communicator import Alone
+from pipeline.execution.drivers import Driver
+from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.plan import plan_step
 from pipeline.transports.local import Local
-from pipeline.trees import Grads, Message, Tree
-from pipeline.values import CALLER, chain
 from scheduler import Action, by_name
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -10,7 +10,7 @@ import torch
 from by_chunks import same
 from torch import nn
 
-from pipeline.ranks.elsewhere import Elsewhere
+from pipeline.distributed.remote_layer import Elsewhere
 
 
 class Counted(nn.Module):

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import StuckError
-from pipeline.engine import drive_inline, lane, merged_order, needs_of
-from pipeline.mailbox import Mailbox
-from pipeline.plan import plan_forward, plan_step
-from pipeline.trace import Trace
+from pipeline.data.pytrees import Message, Tree
+from pipeline.data.values import CALLER, Value, Values, chain
+from pipeline.execution.engine import drive_inline, lane, merged_order, needs_of
+from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.plan import plan_forward, plan_step
+from pipeline.execution.trace import Trace
 from pipeline.transports.local import Local
-from pipeline.trees import Message, Tree
-from pipeline.values import CALLER, Value, Values, chain
 from scheduler import Action, Kind, Schedule, by_name, draw, requires
 
 SCHEDULES = ("gpipe", "1f1b")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.entries import COUNT, entries, positions, same_entries
+from pipeline.recompute.fingerprints import COUNT, entries, positions, same_entries
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

@@ -11,7 +11,7 @@ from pipeline_probes import outside
 from torch import nn
 
 from pipeline import CheckpointError, Pipe, StuckError, is_recomputing
-from pipeline.engine import drive_inline, needs_of
+from pipeline.execution.engine import drive_inline, needs_of
 from scheduler import Action, Kind
 
 ROWS, WIDE, CHUNKS = 7, 4, 3

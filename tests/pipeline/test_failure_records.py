@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.ranks.failure import (
+from pipeline.distributed.failure.errors import (
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
     Failure,

@@ -78,7 +78,7 @@ from torch import Tensor, nn
 
 from partition import PartitionError, balance_by_size, balance_by_time, balance_costs
 from pipeline import Pipe, is_recomputing
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 F64 = torch.float64
 every_mode = pytest.mark.parametrize("checkpoint", CHECKPOINTS)

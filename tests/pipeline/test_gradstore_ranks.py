@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from two_processes import two_processes
 
-from pipeline import GradStore, gradstore_ranks
+from pipeline import GradStore
+from pipeline.gradients import reduce as gradstore_ranks
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (), "d": (0, 2), "e": (6, 2)}
 # What each of the ranks has, by name: d dense, s sparse.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import scheduler
 from pipeline import Pipe, is_recomputing, layer_seed
-from pipeline.eager import EagerUpdate
-from pipeline.randomness import draw_seed
+from pipeline.gradients.eager import EagerUpdate
+from pipeline.recompute.randomness import draw_seed
 
 ROWS, WIDTH, CHUNKS = 16, 5, 8
 POLICIES = ("always", "except_last", "never")

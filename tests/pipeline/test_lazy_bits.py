@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import NoChunk, Pipe
-from pipeline.entries import entries, same_entries
+from pipeline.data.pytrees import checksums, same_checksums
+from pipeline.recompute.fingerprints import entries, same_entries
 from pipeline.skip import pop, skippable, stash
-from pipeline.trees import checksums, same_checksums
 
 ROWS, WIDTH = 6, 3
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from tree_strategies import PLAIN, containers, same, tensors
 
+from pipeline.data.pytrees import Tree, flatten
 from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
-from pipeline.transports.course import SERIES_REMEMBERED
 from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.spec_cache import SERIES_REMEMBERED
 from pipeline.transports.testing import local_pair, rendezvous_pair
-from pipeline.trees import Tree, flatten
 
 
 class Counting(Outgoing):

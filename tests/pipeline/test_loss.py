@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pipeline import GradStore, NoChunk, Pipe
-from pipeline.loss import Loss
+from pipeline.data.loss import Loss
 
 CLASSES = 5
 few = settings(max_examples=40)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline import EagerUpdate, Pipe
 from pipeline.curvature import GaussNewton, Hessian
-from pipeline.loss_key import LossCounts, key_of
+from pipeline.data.loss_key import LossCounts, key_of
 
 CLASSES, LENGTH = 5, 3
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from pipeline import layer_seed
-from pipeline.materialize import materialize, reset_parameters
+from pipeline.entry.state.meta_init import materialize, reset_parameters
 
 CPU = torch.device("cpu")
 

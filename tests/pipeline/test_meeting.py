@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline.ranks.meeting import LONGEST, Meeting
+from pipeline.distributed.rendezvous import LONGEST, Meeting
 from pipeline.transports.channel import ChannelError
 
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import EagerUpdate, Pipe, eager_backward, is_recomputing
 from pipeline.curvature import Hessian
-from pipeline.plan import plan_forward, plan_step
+from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
 
 DOORS = ("forward", "step")

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from tree_strategies import PLAIN, Pair, containers, leaves_of, same, tensors
 
 from pipeline import NoChunk
-from pipeline.microbatch import gather, scatter, scatter_like
-from pipeline.trees import flatten
+from pipeline.data.microbatch import gather, scatter, scatter_like
+from pipeline.data.pytrees import flatten
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 10))  # rows, chunks
 
@@ -110,7 +110,7 @@ def test_a_message_says_which_tensors_want_a_gradient_and_has_no_graph():
         (None, ValueError, "nothing to cut"),
         ((torch.ones(2), object()), TypeError, "the input holds a builtins.object"),
         ((torch.ones(2), NoChunk(object())), TypeError, "the input holds a builtins.object"),
-        ((torch.ones(2), NoChunk(NoChunk(2))), TypeError, "holds a pipeline.microbatch.NoChunk"),
+        ((torch.ones(2), NoChunk(NoChunk(2))), TypeError, "holds a pipeline.data.microbatch.NoChunk"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_words(value, error, words):

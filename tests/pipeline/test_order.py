@@ -8,8 +8,8 @@ from pipeline_probes import Seen, labelled, pairs, probes, run, sum_of
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.places import Place
-from pipeline.plan import plan_forward, plan_step
+from pipeline.common.places import Place
+from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Kind, Schedule, by_name, draw, requires, simulate
 
 DOORS = ("forward", "step")

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.transports.kinds import Strided, settle
+from pipeline.data.pytrees import storage_of
 from pipeline.transports.packing import Packing
 from pipeline.transports.plain import decode_plain, encode_plain
-from pipeline.trees import storage_of
+from pipeline.transports.tensor_spec import Strided, settle
 
 pytestmark = [  # what torch says of the tensors that are made here
     pytest.mark.filterwarnings("ignore:Sparse (... tensor support|invariant checks):UserWarning"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from payloads_over_gloo import OverGloo, Work
 
-from pipeline.ranks.group import Ranks
+from pipeline.distributed.group import Ranks
 from pipeline.transports import nccl
 from pipeline.transports.channel import ChannelError, Outgoing, PayloadsIn, PayloadsOut
 from pipeline.transports.distributed import LAST_WORDS, Channels

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe, is_recomputing, layer_seed
-from pipeline.randomness import _QUIET, draw_seed, quiet_layers
+from pipeline.recompute.randomness import _QUIET, draw_seed, quiet_layers
 
 DOORS = ("forward", "step")
 ROWS, WIDTH = 7, 6

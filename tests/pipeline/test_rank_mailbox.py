@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from pipeline import Pipe
-from pipeline.mailbox import Mailbox
-from pipeline.places import Place
-from pipeline.ranks.rank_mailbox import RankMailbox
-from pipeline.ranks.traffic import Traffic
+from pipeline.common.places import Place
+from pipeline.data.pytrees import Memory, Message, Tree
+from pipeline.data.values import CALLER, chain
+from pipeline.distributed.mailbox import RankMailbox
+from pipeline.distributed.p2p_plan import Traffic
+from pipeline.execution.mailbox import Mailbox
 from pipeline.skip import Key, pop, skippable, stash
 from pipeline.transports.link import Letter
 from pipeline.transports.local import Local
-from pipeline.trees import Memory, Message, Tree
-from pipeline.values import CALLER, chain
 from scheduler import by_name
 
 SKIPS = ((Key(None, "near"), 0, 1), (Key(None, "far"), 0, 3), (Key(None, "late"), 1, 3))

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from by_chunks import same
 from torch import nn
 
-from pipeline.saved import Saved
+from pipeline.entry.state.dcp import Saved
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from by_chunks import CHECKPOINTS, call_seed, step_by_chunks
 from torch import nn
 
 from pipeline import EagerUpdate, Pipe, checkpoint_blocks
-from pipeline.places import Place
+from pipeline.common.places import Place
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 ROWS, WIDE, CHUNKS = 11, 6, 3

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
-from pipeline.stage import StageRun
+from pipeline.stage.stage import StageRun
 from scheduler import Schedule, by_name
 
 SPLIT = "zb-h1"  # W of the later lanes wait for several I

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pipeline.randomness
-import pipeline.stage
+import pipeline.recompute.randomness
+import pipeline.stage.stage
 from pipeline import CheckpointError, EagerUpdate, Pipe
-from pipeline.stage import StageRun
+from pipeline.stage.stage import StageRun
 
 CALLS = 6
 MODES = [*product(["forward", "step"], ["gpipe", "1f1b", "zb-h1"], ["always", "except_last", "never"])]
@@ -120,8 +120,8 @@ def model_with(stage: Callable[[], nn.Module]) -> nn.Sequential:
 def the_long_way() -> Iterator[None]:
     """Every layer seeded, every graph walked."""
     with (
-        mock.patch.object(pipeline.stage, "_is_one_tensor", lambda _: False),
-        mock.patch.dict(pipeline.randomness._QUIET, clear=True),
+        mock.patch.object(pipeline.stage.stage, "_is_one_tensor", lambda _: False),
+        mock.patch.dict(pipeline.recompute.randomness._QUIET, clear=True),
     ):
         yield
 

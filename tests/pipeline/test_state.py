@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline.ranks.elsewhere import Elsewhere
-from pipeline.saved import Saved
-from pipeline.state import load_optimizer_state, optimizer_state, own_part
+from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 PAIRS = [(one, other) for saving in CUTS for loading in CUTS for one in CUTS[saving] for other in CUTS[loading]]

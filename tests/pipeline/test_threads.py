@@ -34,12 +34,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import CheckpointError, Pipe, StuckError, is_checkpointing, is_recomputing
-from pipeline.call import Call
-from pipeline.driver import uses_threads
-from pipeline.engine import drive_inline, needs_of
-from pipeline.places import Place
+from pipeline.common.places import Place
+from pipeline.execution.call import Call
+from pipeline.execution.drivers import uses_threads
+from pipeline.execution.engine import drive_inline, needs_of
+from pipeline.execution.threads import drive_threads
 from pipeline.skip import pop, skippable, stash
-from pipeline.threads import drive_threads
 from scheduler import Action, Timeline, by_name, requires
 
 CPU = torch.device("cpu")

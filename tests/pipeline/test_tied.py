@@ -28,8 +28,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from partition import split
 from pipeline import GradStore, Pipe
-from pipeline.errors import CheckpointError
-from pipeline.places import Place
+from pipeline.common.errors import CheckpointError
+from pipeline.common.places import Place
 
 CPU = torch.device("cpu")
 SEED = 23

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.ranks.hosting import on_ranks, schedule_over
-from pipeline.ranks.traffic import Traffic
+from pipeline.data.values import chain
+from pipeline.distributed.assignment import on_ranks, schedule_over
+from pipeline.distributed.p2p_plan import Traffic
 from pipeline.skip import Key
-from pipeline.values import chain
 from scheduler import Kind, Schedule, ScheduleError, by_name, lower, names, verify
 
 SENT = {Kind.SEND_F: False, Kind.SEND_B: True}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tree_strategies import PLAIN, Pair, containers, leaves_of, same, tensors
 
-from pipeline.trees import Tree, add_grads, detached, flatten, same_structure, versions
+from pipeline.data.pytrees import Tree, add_grads, detached, flatten, same_structure, versions
 
 values = containers(st.one_of(PLAIN, tensors(2)))
 

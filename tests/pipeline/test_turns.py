@@ -13,8 +13,8 @@ from law_models import Apply, normal
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.places import Place
-from pipeline.turns import Turn, turn
+from pipeline.common.call_lock import Turn, turn
+from pipeline.common.places import Place
 
 CPU = torch.device("cpu")
 WORKERS = ("inline", "threads")

@@ -17,15 +17,15 @@ import torch.distributed as dist
 import watch_scripts
 from watch_scripts import Nursery, Remote, every
 
-from pipeline.ranks import watch_thread
-from pipeline.ranks.failure import Failure, silence
-from pipeline.ranks.watch import Watch
-from pipeline.ranks.watch_beat import Beat
-from pipeline.ranks.watch_board import KEPT, Board
-from pipeline.ranks.watch_guard import Guard
-from pipeline.ranks.watch_judge import Judge
-from pipeline.ranks.watch_standing import Standing
-from pipeline.ranks.watch_thread import Watcher
+from pipeline.distributed.failure import thread as watch_thread
+from pipeline.distributed.failure.detector import Judge
+from pipeline.distributed.failure.errors import Failure, silence
+from pipeline.distributed.failure.heartbeat import Beat
+from pipeline.distributed.failure.local_status import Standing
+from pipeline.distributed.failure.monitor import Watch
+from pipeline.distributed.failure.store_keys import KEPT, Board
+from pipeline.distributed.failure.store_watchdog import Guard
+from pipeline.distributed.failure.thread import Watcher
 
 QUICK = 3.0  # seconds in which all must know, on a machine that does other things too
 

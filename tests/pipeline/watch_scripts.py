@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.ranks.failure import RankError, exception_of, of_exception
-from pipeline.ranks.watch import Watch
+from pipeline.distributed.failure.errors import RankError, exception_of, of_exception
+from pipeline.distributed.failure.monitor import Watch
 
 PATIENCE = 30.0  # seconds for anything that a test waits for
 

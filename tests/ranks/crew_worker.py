@@ -140,8 +140,8 @@ def _as_rank(rank: int, job: Job) -> Iterator[None]:
 def _clean(asides: list[str]) -> tuple[list[str], list[str]]:
     """Leave nothing to the next job: (what only hooks saw, threads that would not end)."""
     gc.collect()
-    if "pipeline.ranks.group" in sys.modules:
-        sys.modules["pipeline.ranks.group"]._farewell()  # as at the end of a script
+    if "pipeline.distributed.group" in sys.modules:
+        sys.modules["pipeline.distributed.group"]._farewell()  # as at the end of a script
     if dist.is_initialized():
         dist.destroy_process_group()
     _freeze()

@@ -15,7 +15,7 @@ from typing import Any
 
 from fault_injection import EXCEPTIONS, Fault
 
-from pipeline.ranks.hosting import schedule_over
+from pipeline.distributed.assignment import schedule_over
 from scheduler import Action, Kind
 
 HEARTBEAT, TIMEOUT = 1.5, 2.0  # seconds, where a rank goes silent, or is late

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import pipeline.call
+import pipeline.execution.call
 from pipeline import is_recomputing
-from pipeline.ranks.group import Ranks
-from pipeline.ranks.over_ranks import OverRanks
+from pipeline.distributed.communicator import OverRanks
+from pipeline.distributed.group import Ranks
 from scheduler import Action, Kind
 
 
@@ -177,7 +177,7 @@ def watch_actions() -> None:
     """Make every action pass two points, by the table of what actions do; and calls some, over ranks."""
     Ranks.connect = _connecting(Ranks.connect)  # type: ignore[method-assign]
     OverRanks.open = _opening(OverRanks.open)  # type: ignore[method-assign]
-    table: dict[Kind, Callable[..., None]] = pipeline.call._WORK
+    table: dict[Kind, Callable[..., None]] = pipeline.execution.call._WORK
     for kind, work in list(table.items()):
         table[kind] = _watched(kind, work)
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from pipeline import EagerUpdate, Pipe
 
 PLACES = (
-    "/pipeline/ranks/", "/pipeline/pipe.py", "/pipeline/engine.py", "/pipeline/forward_door.py", "/pipeline/hooks.py",
-    "/pipeline/step_door.py", "/pipeline/eager", "/pipeline/loss.py", "/torch/optim/",
+    "/pipeline/distributed/", "/pipeline/pipe.py", "/pipeline/execution/engine.py", "/pipeline/entry/forward.py",
+    "/pipeline/stage/hooks.py", "/pipeline/entry/step.py", "/pipeline/entry/eager", "/pipeline/gradients/eager",
+    "/pipeline/data/loss.py", "/torch/optim/",
 )  # fmt: skip
 BEFORE, AFTER = "none", "all"
 

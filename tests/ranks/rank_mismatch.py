@@ -16,7 +16,7 @@ from rank_models import even, layered, rows, square
 from torch import nn
 
 from pipeline import EagerUpdate, NoChunk, Pipe
-from pipeline.ranks import fingerprints
+from pipeline.distributed import digests as fingerprints
 
 Script = Callable[[int, int], object]  # rank, size
 

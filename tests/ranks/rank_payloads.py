@@ -14,7 +14,7 @@ from payloads_over_gloo import OverGloo
 from rank_models import even, layered, rows, square
 from torch import nn
 
-from pipeline.ranks import group as rank_group
+from pipeline.distributed import group as rank_group
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from state_training import CUTS, FRESH, make, names_of, net, train
 from torch import nn
 
 from pipeline import Pipe
-from pipeline.materialize import materialize, reset_parameters
-from pipeline.ranks.elsewhere import Elsewhere
-from pipeline.saved import Saved
-from pipeline.state import load_optimizer_state, optimizer_state, own_part
+from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.meta_init import materialize, reset_parameters
+from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 
 TIED = ("0.weight", "5.weight")
 

@@ -14,7 +14,7 @@ from rank_models import rows, square
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.eager import EagerUpdate
+from pipeline.gradients.eager import EagerUpdate
 
 
 class Depth(nn.Linear):

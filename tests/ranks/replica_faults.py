@@ -17,7 +17,7 @@ from replica_training import Weighted, batch, mean_loss, mesh_of, mixed, plain, 
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.ranks import replica_means
+from pipeline.distributed.data_parallel import gradient_means as replica_means
 
 Told = tuple[str, str, list[str], float]  # type, words, notes, seconds
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Pipe
-from pipeline.ranks.replica_means import Means
-from pipeline.ranks.wrapped import check_over_ranks, check_wrapped
+from pipeline.distributed.data_parallel.gradient_means import Means
+from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 
 
 def build(mesh: Any, seed: int = 4, model: Any = plain, balance: tuple[int, int] = (2, 3), **settings: Any) -> Pipe:

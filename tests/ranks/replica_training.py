@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline import Pipe
-from pipeline.ranks import replica_shares
-from pipeline.ranks.elsewhere import Elsewhere
+from pipeline.distributed.data_parallel import shards as replica_shares
+from pipeline.distributed.remote_layer import Elsewhere
 
 Found = dict[str, Any]
 Sequential = Callable[[], nn.Sequential]

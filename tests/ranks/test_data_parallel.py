@@ -10,8 +10,8 @@ import torch
 from crew import Crew
 from one_and_many import differences
 
-from pipeline.ranks.replica_means import _mean
-from pipeline.ranks.replica_shares import Piece, Slot, shares
+from pipeline.distributed.data_parallel.gradient_means import _mean
+from pipeline.distributed.data_parallel.shards import Piece, Slot, shares
 
 
 def check(crew: Crew, cases: list[dict[str, Any]], in_process: bool = False) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.ranks.fingerprints import Fingerprint, Sketches
+from pipeline.distributed.digests import Fingerprint, Sketches
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
           torch.uint8, torch.bool, torch.complex64, torch.complex128)  # fmt: skip

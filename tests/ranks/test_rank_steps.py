@@ -85,7 +85,7 @@ REFUSED = {
     "torch's": WHOLE, "imported before": WHOLE, "of a list": WHOLE, "of groups": WHOLE, "of some": WHOLE,
     "of a module around": WHOLE, "the norm alone": r"\.weight, .*Call pipe\.clip_grad_norm_\(max_norm\) on every",
     "of a store": r"Call store\.assign\(\) and pipe\.clip_grad_norm_\(max_norm\), or step\(.*clip_grad_norm=\), on",
-    "whether a store is finite": r"one rank would skip the step.*scaler=.*ReduceOp\.MIN to decide for all",
+    "whether a store is finite": r"one rank would skip the step.*scaler=.*ReduceOp\.MIN decide for all",
     "LBFGS": r"LBFGS takes inner products over all parameters, and this rank has only its own.*devices=\[\.\.\.\]",
 }
 

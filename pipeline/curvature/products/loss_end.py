@@ -1,7 +1,7 @@
 """The loss behind the last stage, to be differentiated twice; and is it what it is on the whole mini-batch?
 
     output of a chunk --loss_fn--> its part of the loss, and where the gradient begins
-    all chunks --loss_check.py--> the un-pipelined loss and gradient, or an error
+    all chunks --entry/loss_check.py--> the un-pipelined loss and gradient, or an error
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pipeline.ambient import without_autocast
-from pipeline.graph import explore
-from pipeline.loss import Loss, LossFn, scale_of
-from pipeline.loss_check import check_joined
-from pipeline.microbatch import Batch
-from pipeline.trees import Grads, Message, Tree
+from pipeline.common.graph import explore
+from pipeline.common.torch_modes import without_autocast
+from pipeline.data.loss import Loss, LossFn, scale_of
+from pipeline.data.microbatch import Batch
+from pipeline.data.pytrees import Grads, Message, Tree
+from pipeline.entry.loss_check import check_joined
 
 
 class LossEnd:

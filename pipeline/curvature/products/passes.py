@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from pipeline.common.call_lock import turn
+from pipeline.common.interrupts import calls_users_code
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossEnd
@@ -26,15 +28,13 @@ from pipeline.curvature.products.sharded import ParameterSpace, Slot
 from pipeline.curvature.products.stage_rule import Graph, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.space import Vec
-from pipeline.interrupts import calls_users_code
-from pipeline.loss import LossFn
-from pipeline.microbatch import Batch, scatter, scatter_like
-from pipeline.peers import Alone, Peers
+from pipeline.data.loss import LossFn
+from pipeline.data.microbatch import Batch, scatter, scatter_like
+from pipeline.distributed.agreement import MINI_BATCHES
+from pipeline.execution.communicator import Alone, Peers
+from pipeline.execution.plan import plan_step
 from pipeline.pipe import Pipe
-from pipeline.plan import plan_step
-from pipeline.randomness import generators_at, private_generators
-from pipeline.ranks.agreement import MINI_BATCHES
-from pipeline.turns import turn
+from pipeline.recompute.randomness import generators_at, private_generators
 
 
 class Outcome(NamedTuple):

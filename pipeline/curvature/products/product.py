@@ -19,29 +19,29 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.aliases import Aliases
-from pipeline.ambient import Ambient, weights_cast_anew, without_autocast
-from pipeline.call import Setup
+from pipeline.common.graph import Watch
+from pipeline.common.interrupts import deliver
+from pipeline.common.places import Place
+from pipeline.common.torch_modes import Ambient, weights_cast_anew, without_autocast
 from pipeline.curvature.known_bad import explained
 from pipeline.curvature.products.loss_end import LossEnd
 from pipeline.curvature.products.rules import Rule, row_by_row
 from pipeline.curvature.products.stage_check import At, error_along, of_gradient, of_output
 from pipeline.curvature.products.stage_rule import Back, Graph, Inbox, Record, StageRule, gradients_of
 from pipeline.curvature.products.sums import Sums
-from pipeline.driver import Driver
-from pipeline.graph import Watch
-from pipeline.homes import Homes
-from pipeline.interrupts import deliver
-from pipeline.layers import StageLayers
-from pipeline.mailbox import check_alone
-from pipeline.microbatch import Batch
-from pipeline.peers import Verdict
-from pipeline.places import Place
-from pipeline.randomness import KeptGenerators, Seeder
-from pipeline.recall import Recall, check_shared, generators_elsewhere
+from pipeline.data.microbatch import Batch
+from pipeline.data.pytrees import Grads, Message, Tree, sum_grads
+from pipeline.data.values import CALLER
+from pipeline.execution.call import Setup
+from pipeline.execution.communicator import Verdict
+from pipeline.execution.drivers import Driver
+from pipeline.execution.mailbox import check_alone
+from pipeline.execution.placement import Homes
+from pipeline.recompute.randomness import KeptGenerators, Seeder
+from pipeline.recompute.snapshot import Recall, check_shared, generators_elsewhere
+from pipeline.stage.layers import StageLayers
+from pipeline.stage.parameters import Aliases
 from pipeline.transports.local import Local
-from pipeline.trees import Grads, Message, Tree, sum_grads
-from pipeline.values import CALLER
 from scheduler import Action, Kind
 
 Inspect: TypeAlias = Callable[[StageRule, int, Graph], None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.products.stage_rule import Graph, Inbox, StageRule, gradients_of
-from pipeline.trees import Bundle, Grads, Tree
+from pipeline.data.pytrees import Bundle, Grads, Tree
 
 At: TypeAlias = Callable[[Graph, Sequence[Tensor], float], Sequence[Tensor | None]]
 LIMITS = {torch.float64: 1e-4}

@@ -7,7 +7,7 @@
     last stage, Hessian: G is the gradient of the loss itself; F waits for B, so nothing is computed twice
 
 Pearlmutter's R operator (1994), cut at the stages: F sends (h, h'), B sends (l, l'). Everything is autograd's reverse
-mode, on the aliases of pipeline/aliases.py, so it means what `torch.autograd.grad` of the gradient means: forward mode
+mode, on the aliases of stage/parameters.py, so it means what `torch.autograd.grad` of the gradient means: forward mode
 sees other functions than reverse mode where a layer computes under no_grad, and backward over forward mode is wrong for
 layer norm in torch 2.13 (pytorch/pytorch#196700).
 """
@@ -21,16 +21,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.aliases import Aliases
-from pipeline.ambient import without_autocast
-from pipeline.checkpoint import checkpointing
+from pipeline.common.graph import MARK, explore, gradients, mark, refuse_tangents
+from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
-from pipeline.graph import MARK, explore, gradients, mark, refuse_tangents
-from pipeline.hooks import hooks_asleep as asleep
-from pipeline.layers import StageLayers
-from pipeline.randomness import Seeder
-from pipeline.recall import Recall
-from pipeline.trees import Bundle, Grads, Memory, Message, Tree, memory_of, storage_of, versions
+from pipeline.data.pytrees import Bundle, Grads, Memory, Message, Tree, memory_of, storage_of, versions
+from pipeline.recompute.policy import checkpointing
+from pipeline.recompute.randomness import Seeder
+from pipeline.recompute.snapshot import Recall
+from pipeline.stage.hooks import hooks_asleep as asleep
+from pipeline.stage.layers import StageLayers
+from pipeline.stage.parameters import Aliases
 
 Along: TypeAlias = Callable[[Tensor], list[Tensor]]  # a parameter -> its part of each direction, where the stage is
 Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from pipeline.curvature.products.sharded import ParameterSpace, Slot
-from pipeline.peers import Part, Peers
+from pipeline.execution.communicator import Part, Peers
 
 
 class Sums:

@@ -1,0 +1,81 @@
+"""Whose turn is it? One call of a Pipe runs at a time in a process.
+
+    thread A: pipe(x) .......... done
+    thread B:        waits ....      pipe.step(x, y) ...
+
+Calls share what belongs to the process: the default random generators, and, where two Pipes have a layer in common, the
+places where aliases stand in for its parameters. A call within a call (a Pipe as a layer of a Pipe) is part of it, in
+whatever thread it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from pipeline.common.interrupts import held
+
+
+class Turn:
+    """One call's turn."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+
+_lock = threading.RLock()  # of the process, as the default generators are
+_current: ContextVar[Turn | None] = ContextVar("turn", default=None)
+
+
+@contextmanager
+def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
+    """Within: no other thread's call runs, and signals are held back (common/interrupts.py).
+
+    Args:
+        earlier: the turn in which the forward ran whose backward this is; if that is still on, this is part of it.
+        may_wait: whether this thread may wait for others. A thread in which autograd works for a device may not: the
+            other call may itself be waiting for that thread.
+
+    Raises:
+        RuntimeError: another thread's call runs, and this one may not wait.
+    """
+    found = _current.get() or earlier
+    if found is not None and found.is_on:
+        with held():
+            token = _current.set(found)
+            try:
+                yield found
+            finally:
+                _current.reset(token)
+        return
+    if may_wait:
+        with _lock, _fresh() as fresh:
+            yield fresh
+        return
+    with held():
+        if not _lock.acquire(blocking=False):
+            raise RuntimeError(
+                "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. "
+                "Take turns: hold one threading.Lock around forward, loss and backward in each of your threads."
+            )
+        try:
+            with _fresh() as fresh:
+                yield fresh
+        finally:
+            _lock.release()
+
+
+@contextmanager
+def _fresh() -> Iterator[Turn]:
+    with held():
+        fresh = Turn()
+        token = _current.set(fresh)
+        try:
+            yield fresh
+        finally:
+            fresh.is_on = False
+            _current.reset(token)

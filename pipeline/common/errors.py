@@ -1,0 +1,23 @@
+"""What can go wrong in a call, each with a type of its own.
+
+    ValueError, TypeError   an argument is wrong: seen at the edge, before anything ran
+    CheckpointError         a chunk cannot be recomputed as it was computed
+    StuckError              no lane can go on
+    MismatchError           the ranks do not make the same call (distributed/agreement.py)
+    RankError               another rank failed in a way that has no type here, or went silent (distributed/failure)
+
+Whatever a layer or a loss raises keeps its own type; a note names the action it was raised in."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A recomputation would not repeat its forward: something that it reads has changed in between."""
+
+
+class DroppedError(CheckpointError):
+    """A layer called autograd within its forward, where nothing is saved. The stage then runs it again, saving."""
+
+
+class StuckError(RuntimeError):
+    """Every lane that still has actions waits for an action that nobody runs."""

@@ -1,0 +1,335 @@
+"""What does a stage's autograd graph reach?
+
+        entry leaf --Entry--> layers --> outputs          [1] the stage's inputs, cut off from the stage before
+    alias of a parameter ----^   ^                        [2] the parameters, as leaves of this call
+                foreign leaf ----'                        [3] anything else: captured in a list, a closure, a cache
+
+`explore` walks the graph of one chunk after F. [1] and [2] are known. A leaf [3] that belongs to the user becomes an
+input of the call like a parameter; one that belongs to another stage or to an earlier call means that a value took a
+way round the stage boundary, and is refused by name: its gradient would be lost without an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeline.common.interrupts import calls_users_code
+
+_engine = torch.autograd.Variable._execution_engine
+OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
+MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
+
+
+class Reached(NamedTuple):
+    """The leaves of a graph whose gradients somebody can ask for, and how many nodes it has."""
+
+    leaves: dict[int, Tensor]  # by id
+    nodes: int
+
+
+def mark(leaf: Tensor, what: str) -> Tensor:
+    """Say what a leaf of ours stands for, so that another stage that reaches it can name it."""
+    setattr(leaf, MARK, what)
+    return leaf
+
+
+class Roots(NamedTuple):
+    """Where a backward begins, with what gradients, and what the graph reaches beyond the stage.
+
+    At tensors; or, where the tensors themselves are not needed any more, at their edges in the graph.
+    """
+
+    tensors: Sequence[Tensor | GradientEdge]
+    grads: Sequence[Tensor]
+    foreign: dict[int, Tensor]  # by id
+
+
+def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | GradientEdge | None]) -> Roots:
+    """Begin at the outputs that have a gradient; None stands for one that needs none."""
+    if len(grads) == len(outputs) == 1:  # as a rule
+        (grad,), (out,) = grads, outputs
+        return Roots((), (), {}) if out is None or grad is None else Roots((out,), (grad,), {})
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out is not None and grad is not None]
+    return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
+
+
+def explore(roots: Sequence[Tensor], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
+    """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors or edges of `until`."""
+    seen: set[Any] = {None}  # no gradient is wanted there
+    for tensor in until:
+        seen.add(_node(tensor))
+    stack = []
+    for root in roots:
+        node = _node(root)
+        if node not in seen:
+            seen.add(node)
+            stack.append(node)
+    leaves: dict[int, Tensor] = {}
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        if following:
+            for nearer, _ in following:
+                if nearer not in seen:
+                    seen.add(nearer)
+                    stack.append(nearer)
+        else:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+            leaf = None
+    return Reached(asked_for(leaves), len(seen) - 1)
+
+
+def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
+    """The numbers that autograd.Functions behind some tensors keep for their backward: no output shows them.
+
+    Of whole numbers it cannot be said whether they are factors or names.
+    """
+    seen: set[Any] = {None}
+    stack = [_node(root) for root in roots]
+    found: list[tuple[str, str]] = []
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend([nearer for nearer, _ in node.next_functions])
+            kept = vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
+            found.extend([(name, repr(value)) for name, value in kept.items() if type(value) is float])
+    return found
+
+
+def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
+    """The tensors that a graph has saved for its backward."""
+    seen: set[Any] = {None}
+    stack = [_node(root) for root in roots]
+    names: dict[type, list[str]] = {}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.extend([nearer for nearer, _ in node.next_functions])
+        if type(node) not in names:
+            names[type(node)] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for name in names[type(node)]:
+            value = getattr(node, name)
+            yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))
+
+
+def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Those leaves that somebody beside their graph holds. Of the others nobody can ask for the gradient.
+
+    They are what a forward made for itself: `pos.detach().requires_grad_()`, to differentiate an energy by it.
+    """
+    return {key: leaves[key] for key in leaves if _references(leaves, key) > _ALONE}
+
+
+def _references(leaves: dict[int, Tensor], key: int) -> int:
+    return sys.getrefcount(leaves[key])
+
+
+def _references_alone() -> int:
+    """What `_references` says of a leaf that only its graph holds."""
+    with torch.inference_mode(False), torch.enable_grad():
+        root: Any = torch.ones((), requires_grad=True, device="cpu") * 2
+    return _references({0: root.grad_fn.next_functions[0][0].variable}, 0)
+
+
+_ALONE = _references_alone()
+
+
+def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
+    """Whether a graph has a node in whose name this stands."""
+    stack = [_node(root) for root in roots]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            if name in node.name():
+                return True
+            seen.add(node)
+            stack.extend([nearer for nearer, _ in node.next_functions])
+    return False
+
+
+def _node(tensor: Tensor | GradientEdge) -> Any:
+    if isinstance(tensor, GradientEdge):
+        return tensor.node
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor).node if node is None else node
+
+
+def edge(tensor: Tensor) -> GradientEdge:
+    """Where a tensor hangs in the graph."""
+    return GradientEdge(_node(tensor), tensor.output_nr)
+
+
+@calls_users_code
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge],
+    grads: Sequence[Tensor],
+    retain: bool,
+    ends: Sequence[Tensor | GradientEdge] = (),
+) -> None:
+    """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it.
+
+    `ends`: where it is to lead, if not to all leaves.
+    """
+    _engine.run_backward(
+        tuple(roots), tuple(grads), retain, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def finish_backward(root: Tensor) -> None:
+    """The same from one root, for what is to be finished though a signal comes (common/interrupts.py)."""
+    _engine.run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@calls_users_code
+def gradients(
+    roots: Sequence[Tensor | GradientEdge],
+    targets: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    retain: bool,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(..., allow_unused=True)` without its checks, as above."""
+    found: tuple[Tensor | None, ...] = _engine.run_backward(
+        tuple(roots), tuple(grads), retain, create_graph, tuple(targets), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+class Watch:
+    """Whether a stage's own backward is under way: at any other time a gradient that arrives here would be lost."""
+
+    __slots__ = ("_stage", "_is_on")
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._is_on = False
+
+    def __enter__(self) -> None:
+        """Within: the stage's own backward runs."""
+        self._is_on = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_on = False
+
+    def __call__(self, _: Tensor | None = None) -> None:
+        """A gradient arrives, at an alias or at the cut.
+
+        Raises:
+            RuntimeError: it comes from outside.
+        """
+        if not self._is_on:
+            raise RuntimeError(
+                f"a backward from outside reached {self._stage}: a tensor that a layer computed there was used "
+                "without passing through the output of the Pipe (an auxiliary loss kept on a module, an activity "
+                "penalty, a backward() within a forward). Its gradient would be lost. Return it as part of the "
+                "output."
+            )
+
+
+class Entry(torch.autograd.Function):
+    """From a stage's leaves to what its layers see: the values, no view of the leaves, so a layer may write them.
+
+    Its backward puts the gradients into `found` as they come. Through the leaves' `.grad` they would be copied into the
+    leaves' layout, and sums over another layout round differently.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, watch: Watch, found: list[Tensor | None], given: Sequence[Tensor], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.watch = watch
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in given])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        ctx.watch()
+        ctx.found[:] = grads
+        return (None,) * (len(grads) + 3)
+
+
+enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
+
+
+def owned(grad: Tensor, owner: Tensor) -> Tensor:
+    """A gradient that shares memory with nothing, in its owner's layout: autograd may hand one tensor to several."""
+    if grad.is_sparse:
+        return grad.clone()
+    return torch.empty_like(owner, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+
+class Gate:
+    """Lets gradients through from a recomputation to what it was computed from, except while it is closed.
+
+    While the gradient of a captured leaf is asked for, paths that lead to it round the Pipe, through the input or
+    through another owner, are closed: whoever asked for the Pipe's gradients adds those. Derivatives of the result
+    pass.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """A view behind the gate. It has no hooks: those of `tensor` act later, once, on what is returned."""
+        return _through(self, tensor)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Within: nothing passes."""
+        self.is_open = False
+        try:
+            yield
+        finally:
+            self.is_open = True
+
+
+class Through(torch.autograd.Function):
+    """Identity that a gate opens and closes."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, tensor: Tensor) -> Tensor:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        return None, grad if ctx.gate.is_open else None
+
+
+_through: Callable[..., Tensor] = Through.apply
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode AD is on: tensors may carry tangents."""
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    """Raise where a forward-mode tangent would be lost.
+
+    Raises:
+        RuntimeError: a tensor carries one.
+    """
+    if has_tangents():
+        if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
+            raise RuntimeError(
+                "forward-mode AD cannot go through a Pipe: an input, a parameter, a buffer or a captured tensor "
+                "carries a tangent, which would be lost. Use torch.autograd.grad with create_graph=True, or "
+                "pipe.to_sequential() for the plain module."
+            )

@@ -1,0 +1,219 @@
+"""Interrupts that wait: signal handlers which must not raise within a section run when it is over.
+
+    begin    a signal comes: noted, not handled        end    every noted signal comes again, to its own handler
+
+    with held():    around a call                          [1] a layer, a loss, autograd: handled, as an error of theirs
+                                                           [2] our own code: noted
+        deliver()   between two actions                    noted signals are handled
+        firm()      the call can only be finished          [1] noted, too
+
+Python runs the handler of a signal (Ctrl-C, an alarm, the death of a DataLoader's worker) in the main thread, between
+any two instructions, and what it raises ends what runs there. Where half of something would be left (a stand-in in a
+module, a mode, a hook), it has to wait.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # what signal wraps, without its enums: a microsecond a signal
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+
+LATE = "this interrupt waited until {} had ended: that has taken place, on all ranks"
+_NUMBERS = sorted(int(number) for number in signal.valid_signals())
+MOST = 3  # the third that comes while others wait is handled at once: something hangs
+_PACKAGE = __name__.partition(".")[0]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_callers: set[CodeType] = set()  # functions of ours that do nothing but call the user's code
+_calls: list[held] = []  # around the call that runs in the main thread
+
+
+class Deferral:
+    """A section within which no handler of a signal runs. Sections may lie within each other, or overlap.
+
+    Handlers run in the main thread alone; in any other a section changes nothing.
+
+    Attributes:
+        is_on: whether signals wait.
+
+    Example:
+        >>> earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
+        >>> deferral = Deferral()
+        >>> deferral.begin()
+        >>> signal.raise_signal(signal.SIGINT)
+        >>> try:
+        ...     deferral.end("the section was over")
+        ... except KeyboardInterrupt as error:
+        ...     print("now:", error.__notes__)
+        now: ['the section was over']
+        >>> was = signal.signal(signal.SIGINT, earlier)
+    """
+
+    def __init__(self) -> None:
+        self._handlers: list[_Handler] = []  # that stand in the place of others
+        self.is_on = False
+        self._came: list[int] = []  # the signals that came
+
+    def begin(self) -> None:
+        """From now on signals wait. Nothing happens where they wait already."""
+        if self.is_on or threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
+                if callable(handler) and callable(earlier := _standing(number)):
+                    self._handlers.append(_Handler(self, number, earlier))
+                    _signal.signal(number, self._handlers[-1])
+        except BaseException:
+            self.end()
+            raise
+        self.is_on = True  # in one instruction; until then, and after `end`, what stands there passes signals on
+
+    def end(self, note: str = "") -> None:
+        """From now on signals come at once. First those come that have waited: their handlers may raise.
+
+        Args:
+            note: for what they raise.
+        """
+        self.is_on = False
+        handlers, self._handlers = self._handlers, []
+        came, self._came = self._came, []
+        try:
+            for handler in handlers:
+                standing = _standing(handler.number)
+                if standing is not _signal.getsignal(handler.number):  # else someone has set another one since
+                    _signal.signal(handler.number, standing)
+        finally:
+            try:
+                _raise(came)
+            except BaseException as error:
+                if note:
+                    error.add_note(note)
+                raise
+
+    def end_with_backward(self) -> None:
+        """End when the backward under way does: if it goes well, gradients have become `.grad` then."""
+        if self.is_on:
+            torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+
+    def note(self, number: int, frame: FrameType | None) -> bool:
+        """Whether a signal that comes now, while `frame` runs, has to wait; then it does."""
+        if self.is_on and number not in self._came:
+            self._came.append(number)
+        return self.is_on
+
+
+class held(Deferral):
+    """Around a call: signals wait where our code runs, until the next action or the end. Within another: nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_firm = False
+        self._waiting = 0
+
+    def __enter__(self) -> None:
+        if not _calls:
+            self.begin()
+            if self.is_on:
+                _calls.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_on:
+            _calls.clear()
+            self.end()
+
+    def note(self, number: int, frame: FrameType | None) -> bool:
+        self._waiting += 1
+        if self._waiting >= MOST or not (self.is_firm or _is_ours(frame)):
+            return False
+        return super().note(number, frame)
+
+    def handle(self) -> None:
+        """Handle the signals that wait, each though the handler of another raises."""
+        self._waiting = 0
+        if self._came:
+            number = self._came.pop(0)
+            earlier = {handler.number: handler.earlier for handler in self._handlers}[number]
+            try:
+                earlier(number, sys._getframe())
+            finally:
+                self.handle()
+
+
+def calls_users_code(function: _Function) -> _Function:
+    """Of a function that has nothing half done while it runs: signals are handled in what it calls."""
+    _callers.add(function.__code__)
+    return function
+
+
+def deliver() -> None:
+    """Between two actions: handle the signals that wait. Raises what their handlers raise."""
+    if _calls and threading.current_thread() is threading.main_thread() and not _calls[0].is_firm:
+        _calls[0].handle()
+
+
+def firm() -> None:
+    """From here on the call is finished, whatever comes: what it does now cannot be taken back."""
+    for call in _calls:
+        call.is_firm = True
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether code of ours was interrupted, or what it called for itself: not the user's."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
+            return frame.f_code not in _callers
+        frame = frame.f_back
+    return False
+
+
+class _End:
+    """Ends a section when it is called; or when autograd drops it, since the backward failed."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        self._deferral = deferral
+
+    def __call__(self) -> None:
+        self._deferral.end()
+
+    def __del__(self) -> None:
+        self._deferral.end()
+
+
+class _Handler:
+    """Stands in the place of another handler."""
+
+    def __init__(self, deferral: Deferral, number: int, earlier: Callable[[int, Any], Any]) -> None:
+        self._deferral = deferral
+        self.number = number
+        self.earlier = earlier
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it passes every signal on."""
+        return not self._deferral.is_on
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if not self._deferral.note(number, frame):
+            self.earlier(number, frame)
+
+
+def _standing(number: int) -> Any:
+    """The handler of a signal, behind those that only pass it on."""
+    handler = _signal.getsignal(number)
+    while isinstance(handler, _Handler) and handler.is_over:
+        handler = handler.earlier
+    return handler
+
+
+def _raise(numbers: list[int]) -> None:
+    """Let signals come, each though the handler of another has raised."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers.pop(0))
+        finally:
+            _raise(numbers)

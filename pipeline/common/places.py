@@ -1,0 +1,83 @@
+"""Where does a stage compute?
+
+    Pipe(..., devices=["cuda:0", "cuda:1"])    a place is a device: what shares a device shares a place
+
+What several places need (copies, a thread each, weights that are read far from home) can be had on the CPU alone:
+places of other names count as other devices, which happen to share the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeline.common.arguments import shown
+
+
+class Place(NamedTuple):
+    """A device; with a name, one of several that share a device.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipeline import Pipe
+        >>> from pipeline.common.places import Place
+        >>> cpu = torch.device("cpu")
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> pipe = Pipe(model, [1, 1], devices=[Place(cpu, "a"), Place(cpu, "b")])
+        >>> pipe.devices
+        [device(type='cpu'), device(type='cpu')]
+    """
+
+    device: torch.device
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.name})" if self.name else str(self.device)
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
+
+def places_of(devices: Any) -> list[Place] | None:
+    """What is given as the devices of the stages; None: nothing is.
+
+    Raises:
+        TypeError, ValueError: no list of devices.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str | bytes | Mapping | torch.Tensor | type) or not isinstance(devices, Iterable):
+        raise TypeError(
+            f"devices is {shown(devices)}. Give a list with the device of each stage, such as devices=['cpu', 'cpu']."
+        )
+    return [place_of(device) for device in devices]
+
+
+def place_of(device: Place | torch.device | str | int) -> Place:
+    """A device as tensors name theirs: with an index on CUDA, without on the CPU.
+
+    Raises:
+        TypeError, ValueError: it is none, or the meta device.
+    """
+    if isinstance(device, Place):
+        found = device.device
+    elif isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(f"a device is {shown(device)}. Give torch.device(...), or its name, such as 'cpu' or 'cuda:0'.")
+    else:
+        try:
+            found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"a device is {device!r}, which torch does not know: {error}") from error
+    if found.type == "meta":
+        raise ValueError(
+            "a stage cannot compute on the meta device, where tensors have no values. Give devices that have memory; "
+            "layers on the meta device get theirs there by Pipe(..., materialize=...)."
+        )
+    if isinstance(device, Place):
+        return device
+    if found.type == "cuda" and found.index is None:
+        return Place(torch.device("cuda", torch.cuda.current_device()))
+    return Place(torch.device("cpu")) if found.type == "cpu" else Place(found)

@@ -1,0 +1,333 @@
+"""What is the loss of a mini-batch whose chunks have losses of their own? The un-pipelined one.
+
+    "mean"         loss = sum_i loss_i * rows_i / rows          each chunk's loss is a mean over its rows
+    "sum"          loss = sum_i loss_i
+    (sum, count)   loss = sum_i sum_i / sum_i count_i           token masks: exact
+    {name: (sum, count)} beside one of these: metrics, combined in the same way
+
+Where the third kind is used the gradients of the sums are added first and divided by the whole count at the end, since
+the counts of later chunks are not known when the first goes backward. Meanwhile they are scaled by a power of two near
+1 / rows, which is exact in binary floating point and keeps half precision in range.
+
+torch's cross entropy and negative log likelihood, with reduction "mean" and class indices, are means over the tokens
+that count, not over rows. Wherever loss_fn calls them, loss_means sees their sums and counts. Counts are added
+in float64: in their own type a few hundred tokens are too many for bfloat16 or uint8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from math import ceil, log2
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pipeline.common.interrupts import calls_users_code
+from pipeline.common.torch_modes import without_function_modes
+from pipeline.data.loss_means import Divisor, Seeing, alone, is_proven
+from pipeline.data.metrics import Metrics, without_metrics
+
+LossFn: TypeAlias = Callable[[Any, Any], Any]
+REDUCTIONS = ("mean", "sum")
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOOSE = 2e-2  # half precision
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Loss:
+    """Adds the chunk losses of one call up.
+
+    Args:
+        loss_fn: (output, target) -> loss, or (sum, count); either with a dict of metrics behind it.
+        reduction: "mean" or "sum"; None: what `loss_fn.reduction` says, else "mean".
+        rows: the rows of each chunk.
+        is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
+
+    Raises:
+        TypeError: loss_fn is not callable.
+        ValueError: an unknown reduction, or another one than loss_fn's own.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int], is_part: bool = False
+    ) -> None:
+        if isinstance(loss_fn, type):
+            raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
+        self._name = _name(loss_fn)
+        self._asked = reduction
+        self._reduction = _reduction(loss_fn, reduction)
+        self.loss_fn = loss_fn
+        self._rows = rows
+        self._all_rows = sum(rows)
+        self._scale = scale_of(self._all_rows)
+        self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
+        self._counts: dict[int, Tensor] = {}
+        self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: nobody can say
+        self._is_single = len(rows) == 1 and not is_part
+        self._is_counted = False  # not by loss_fn, which returned single losses
+        self._has_fractions = False  # loss_fn returned counts that may not be whole
+        self._metrics = Metrics(self._name)
+
+    def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
+        """Compute the loss of a chunk.
+
+        Returns:
+            What is to be differentiated, and what it is to be multiplied by to be its part of the whole.
+        """
+        value, seeing = self._computed(output, target, self._rows[chunk], self._is_single)
+        value = self._metrics.taken(chunk, value)
+        if isinstance(value, tuple):
+            pair = self._checked_pair(value)
+            if len(self._found) != len(self._counts) or self._is_counted:
+                raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
+            self._found[chunk], self._counts[chunk] = map(alone, pair)
+            return pair[0], self._scale
+        return self._single(chunk, value, seeing)
+
+    def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, Seeing | None]:
+        """What loss_fn returns, and what was seen of it. Of a whole mini-batch nothing needs to be seen."""
+        outputs = _tensors(output)
+        if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
+            return _call(self.loss_fn, output, target), None
+        seeing = Seeing(rows, outputs, _tensors(target), self._reduction == "mean")
+        with seeing:  # on the CPU torch's own mean over tokens of float16 overflows
+            return _call(self.loss_fn, output, target), seeing
+
+    def _single(self, chunk: int, value: Any, seeing: Seeing | None) -> tuple[Tensor, float]:
+        """The same where loss_fn returned one number: a mean over tokens, or something else."""
+        loss = self._checked(value, "a loss")
+        origin = None if seeing is None else seeing.origin(value)
+        total = None if origin is None or self._is_single else origin.total_of(loss)
+        if self._found and (total is not None) != bool(self._counts):
+            what = "(sum, count)" if self._counts and not self._is_counted else "a mean over tokens"
+            raise ValueError(f"{self._name} returned {what} for one chunk and a single loss for another.")
+        self._divisors[chunk] = None if origin is None else origin.divisors
+        self._is_counted = total is not None
+        if origin is None or total is None:
+            self._found[chunk] = alone(loss)
+            return loss, self._share(chunk)
+        counts = [divisor.amount for divisor in origin.divisors if divisor.is_count]
+        summed, self._counts[chunk] = self._checked_pair((total, counts[0]))
+        self._found[chunk] = alone(summed)
+        return summed, self._scale
+
+    def _share(self, chunk: int) -> float:
+        return 1.0 if self._reduction == "sum" else self._rows[chunk] / self._all_rows
+
+    @property
+    def _parts(self) -> dict[int, Tensor]:
+        """By chunk, what is added up."""
+        if self._counts or self._reduction == "sum":
+            return self._found
+        with without_function_modes():
+            return {chunk: loss * self._share(chunk) for chunk, loss in self._found.items()}
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
+        if not self._counts:
+            return None
+        count = self._count()
+        if self._is_counted:  # as torch does: where no token counts the loss is nan, its gradient zero
+            with without_function_modes():
+                count = torch.where(count == 0, 1.0, count)
+        return count * self._scale
+
+    @property
+    def row_share(self) -> float:
+        """What one row's own gradient is multiplied by among those that are summed: see `divisor` for what follows."""
+        return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self._all_rows
+
+    @property
+    def weight(self) -> tuple[str, Tensor]:
+        """How much this mini-batch counts among several: its rows, its count, or 1; and by which of these rules."""
+        if self._counts:
+            return "count", self._count()
+        whole = torch.ones((), dtype=torch.float64, device="cpu")
+        return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self._all_rows)
+
+    @property
+    def value(self) -> Tensor:
+        """The loss of the mini-batch, a 0-d tensor."""
+        total = _sum(self._parts)
+        return (total.double() / self._count()).to(total.dtype) if self._counts else total
+
+    def check(self, output: Any, target: Any) -> Tensor:
+        """Compare with loss_fn on the whole, joined output; return its value there.
+
+        Raises:
+            ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
+        """
+        value, _ = self._computed(output, target, self._all_rows, True)
+        value = without_metrics(value)
+        if isinstance(value, tuple):
+            total, count = self._checked_pair(value)
+            whole = (total.double() / count).to(total.dtype)
+        else:
+            whole = self._checked(value, "a loss")
+        ours = self.value
+        tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._found.values())
+        if whole.dtype in _HALF:
+            tolerance = _LOOSE
+        # Parts that cancel (a policy gradient's) leave rounding errors of their own size, not of the small whole's.
+        scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
+        scale = scale / self._count().abs() if self._counts else scale
+        near = tolerance * (scale.nan_to_num(0.0, 0.0).item() + 1e-3)
+        found = whole.detach()
+        if not torch.allclose(ours.double(), found.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
+            raise self._neither(
+                f"the chunks' losses ({list(self._rows)} rows) combine to {ours.item():.8g}, but on the whole output "
+                f"it is {found.item():.8g}"
+            )
+        return whole
+
+    def check_grads(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Compare the chunks' gradients of an output with those of the whole.
+
+        Args:
+            pairs: (that of the chunk's own loss, that of the whole), one for each chunk.
+
+        Raises:
+            ValueError: they disagree. The losses may agree nevertheless: those of surrogates, of which only the
+                gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
+        """
+        divisor = self.divisor
+        largest = max([_largest(whole) for _, whole in pairs], default=0.0)
+        for ours, whole in pairs:
+            ours = ours if divisor is None else ours / divisor.to(ours.device)
+            tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
+            if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+                raise self._neither(
+                    f"the chunks' losses ({list(self._rows)} rows) combine to the loss of the whole output, but their "
+                    "gradients do not combine to its gradient"
+                )
+
+    def check_counts(self) -> None:
+        """Raise ValueError if a count that loss_fn returned is no whole number. All chunks have been seen."""
+        for count in torch.stack(list(self._counts.values())).tolist() if self._has_fractions else ():
+            if count % 1 != 0:
+                raise ValueError(
+                    f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
+                    "count). A metric goes into a dict: return (loss, {'accuracy': (sum, count)}). For class weights "
+                    "call F.cross_entropy(output, target, weight=...) in loss_fn and return that: its weights are "
+                    "counted. With other weights use the forward door: loss_fn(pipe(x), target).backward()."
+                )
+
+    @cached_property
+    def is_proven(self) -> bool:
+        """Whether what loss_fn was seen to divide by shows that the chunks are weighed rightly. All have been seen."""
+        chunks = sorted(self._divisors)
+        return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self._is_counted)
+
+    def unproven(self) -> ValueError:
+        """Why a loss that is not proven to be right is refused."""
+        return self._neither(
+            f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
+            "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen"
+        )
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Those of the mini-batch, by name."""
+        return self._metrics.values
+
+    def _neither(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self._name} is not a {self._reduction} over rows: {what}. Return (sum, count) from loss_fn (the sum "
+            "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
+            "random numbers or compares rows with each other cannot be cut into chunks: use the forward door, "
+            "loss_fn(pipe(x), target).backward()."
+        )
+
+    def _count(self) -> Tensor:
+        return _sum(self._counts)
+
+    def _checked_pair(self, value: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        if len(value) != 2:
+            raise ValueError(
+                f"{self._name} returned a tuple of {len(value)}. Return a loss, or (sum, count); metrics go into a "
+                "dict behind it: (loss, {'accuracy': (sum, count)})."
+            )
+        total = self._checked(value[0], "a sum")
+        if self._asked == "sum":
+            raise ValueError(
+                f"loss_reduction is 'sum' but {self._name} returned (sum, count), whose loss is sum / count. Return "
+                "the sum alone, or leave loss_reduction out."
+            )
+        count = value[1]
+        if isinstance(count, Tensor) and count.requires_grad:
+            raise ValueError(f"the count of {self._name} requires a gradient. Return count.detach().")
+        if not isinstance(count, (Tensor, int, float)):
+            raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
+        if isinstance(count, Tensor):
+            self._has_fractions |= count.is_floating_point() and not self._is_counted
+            count = count.to(total.device, torch.float64)
+        else:
+            self._has_fractions |= isinstance(count, float)
+            # Filled in where it is needed: copied there, the host would wait.
+            count = torch.full((), float(count), dtype=torch.float64, device=total.device)
+        if count.numel() != 1:
+            raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")
+        return total, count.reshape(())
+
+    def _checked(self, value: Any, what: str) -> Tensor:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"{self._name} returned {value!r} as {what}. Return a floating-point tensor.")
+        if value.dim() == 0:
+            return value
+        if value.numel() != 1:
+            raise ValueError(
+                f"{self._name} returned {what} of shape {list(value.shape)}. Return one number: loss.mean(), "
+                "loss.sum() with loss_reduction='sum', or (sum, count)."
+            )
+        return value.reshape(())
+
+
+def scale_of(rows: int) -> float:
+    """The power of two by which sums over so many rows are scaled until their count is known."""
+    return float(0.5 ** ceil(log2(rows)))
+
+
+@calls_users_code
+def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
+    return loss_fn(output, target)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax()) if tensor.numel() else 0.0
+
+
+def _sum(by_chunk: dict[int, Tensor]) -> Tensor:
+    """Added in the order of the chunks."""
+    first, *more = (by_chunk[chunk] for chunk in sorted(by_chunk))
+    total: Tensor = first
+    with without_function_modes():
+        for each in more:
+            total = total + each
+    return total
+
+
+def _reduction(loss_fn: LossFn, asked: str | None) -> str:
+    own = loss_fn.keywords.get("reduction") if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
+    if asked is not None and asked not in REDUCTIONS:
+        raise ValueError(f"loss_reduction is {asked!r}. Use 'mean' or 'sum'; a loss_fn may also return (sum, count).")
+    if own == "none":
+        raise ValueError(f"{_name(loss_fn)} has reduction='none'. Use 'mean' or 'sum', or return (sum, count).")
+    if own in REDUCTIONS and asked is not None and asked != own:
+        raise ValueError(f"loss_reduction is {asked!r} but {_name(loss_fn)} has reduction={own!r}. Give one of them.")
+    return asked or (own if own in REDUCTIONS else "mean")
+
+
+def _name(loss_fn: LossFn) -> str:
+    if isinstance(loss_fn, partial):
+        return _name(loss_fn.func)
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

@@ -1,0 +1,347 @@
+"""The means within a loss: what each divides by, seen while loss_fn computes.
+
+    loss_fn(output, target), under Seeing (a torch-function mode)
+        F.cross_entropy(...)  --> its sum over the tokens that count, and their count: exact, chunk by chunk
+        x.mean(), x / n, ...  --> a divisor: in proportion to the chunk's rows, the same for all, or neither
+
+A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is one, or a sum of some with constant
+factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
+divides by is in proportion to them. What no torch function shows (a compiled or scripted loss, an autograd.Function) is
+not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isnan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pipeline.common.torch_modes import within_torchs_checkpoint, without_function_modes
+
+
+class Divisor:
+    """Something that a loss divides or multiplies by, of one chunk.
+
+    Args:
+        amount: how much.
+        is_count: whether it is the count of a mean over tokens.
+    """
+
+    __slots__ = ("amount", "is_count")
+
+    def __init__(self, amount: Tensor | float, is_count: bool = False) -> None:
+        self.amount = amount
+        self.is_count = is_count
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_REDUCING = frozenset(
+    getattr(functional, name)
+    for name in dir(functional)
+    if "reduction" in getattr(getattr(functional, name), "__annotations__", ()) and name not in ("ctc_loss",)
+)
+_TOKENS = frozenset(
+    function for function in _REDUCING if function.__name__ in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+)
+_NUMBERS = (int, float)
+_SCALING = ("mul", "multiply", "div", "divide", "true_divide", "__rdiv__", "__rtruediv__")
+_ADDING = ("add", "sub", "subtract", "__radd__")
+_KEEPING = (
+    "view", "reshape", "squeeze", "clone", "contiguous", "mean", "sum", "to", "float", "double", "type", "flatten",
+)  # of one number
+
+
+class Origin(NamedTuple):
+    """Where a tensor within a loss comes from.
+
+    Attributes:
+        divisors: what it was divided or multiplied by on the way, in order.
+        total: of a mean over tokens, or a combination of such: the same of their sums. None: it is something else.
+        of_output: whether it was computed with the output.
+        pending: the count of a mean over tokens whose total is still to be computed.
+    """
+
+    divisors: tuple[Divisor, ...]
+    total: Tensor | None
+    of_output: bool
+    pending: Tensor | None = None
+
+    def total_of(self, mean: Tensor) -> Tensor | None:
+        """Of the tensor itself."""
+        if self.pending is None:
+            return self.total
+        with without_function_modes():
+            return torch.where(self.pending == 0, 0.0, mean) * self.pending  # nothing of no tokens
+
+
+class Seeing(TorchFunctionMode):
+    """Sees one evaluation of loss_fn.
+
+    Args:
+        rows: of the chunk.
+        output, target: their tensors.
+        sums: whether to compute means over tokens from their sums, as `Origin.total`.
+    """
+
+    def __init__(self, rows: int, output: Iterable[Tensor], target: Iterable[Tensor], sums: bool) -> None:
+        super().__init__()
+        self._rows = rows
+        self._sums = sums
+        self._depth = 0
+        self._origins: dict[int, tuple[Callable[[], Tensor | None], Origin]] = {}
+        for tensor in target:
+            self._note(tensor, Origin((), None, False))
+        for tensor in output:
+            self._note(tensor, Origin((), None, True))
+
+    def __enter__(self) -> Seeing:
+        self._depth = torch._C._len_torch_function_stack()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have left it taken off
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Where a tensor comes from. None: it was not seen to be made of output or target."""
+        entry = self._origins.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _note(self, tensor: Tensor, origin: Origin) -> None:
+        self._origins[id(tensor)] = weakref.ref(tensor), origin
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
+            return self._token_mean(func, args, kwargs)
+        made = func(*args, **kwargs)
+        result = made
+        if func.__name__ == "__setitem__":
+            made = args[0]
+        if isinstance(made, Tensor) or (isinstance(made, (tuple, list)) and made and isinstance(made[0], Tensor)):
+            self._follow(func, args, kwargs, made)
+        return result
+
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
+        """Note where a function's result comes from."""
+        origin = self._joined(args, kwargs)
+        if origin is None:
+            return
+        amounts = self._amounts(func, args, kwargs, made)
+        if amounts or origin.total is not None or origin.pending is not None:
+            own = [Divisor(amount) for amount in amounts]
+            total = None if origin.total is None else self._total(func, args, kwargs)
+            origin = Origin((*origin.divisors, *own), total, origin.of_output)
+        if isinstance(made, Tensor):
+            self._note(made, origin)
+        else:
+            for tensor in _tensors(made):
+                self._note(tensor, origin)
+
+    def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin | None:
+        """Of all that a function computes with; `total` is one of theirs."""
+        found: list[Origin] = []
+        for value in [*args, *kwargs.values()] if kwargs else args:
+            if isinstance(value, Tensor):
+                entry = self._origins.get(id(value))
+                if entry is not None and entry[0]() is value:
+                    found.append(entry[1])
+            elif isinstance(value, (tuple, list)):
+                found.extend([origin for tensor in _tensors(value) if (origin := self.origin(tensor)) is not None])
+        if len(found) < 2:
+            return found[0] if found else None
+        divisors = tuple(dict.fromkeys([divisor for origin in found for divisor in origin.divisors]))
+        totals = [origin.total for origin in found if origin.total is not None]
+        return Origin(divisors, totals[0] if totals else None, any([origin.of_output for origin in found]))
+
+    def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> list[Tensor | float]:
+        """What a function divides or multiplies by."""
+        name = func.__name__
+        if name == "nanmean":
+            with without_function_modes():
+                return [(~args[0].detach().isnan()).sum()]
+        if name == "mean" or (func in _REDUCING and _is_mean(kwargs)):
+            averaged = args[0] if args else kwargs["input"]
+            return [averaged.numel() / max(made.numel(), 1)]
+        plain = name.removesuffix("_") if not name.endswith("__") else name
+        if plain not in _SCALING:
+            return []
+        values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
+        if plain in ("__rdiv__", "__rtruediv__"):
+            values.reverse()
+        if plain not in ("mul", "multiply"):  # of a quotient, what stands below
+            values = values[1:]
+        return [
+            alone(value).reshape(()) if isinstance(value, Tensor) else float(value)
+            for value in values
+            if isinstance(value, _NUMBERS) or (isinstance(value, Tensor) and self._is_of_chunk(value, values))
+        ]
+
+    def _is_of_chunk(self, value: Tensor, factors: Sequence[Any]) -> bool:
+        """Whether a tensor is one number that the chunk as a whole has: not a factor that is the loss itself."""
+        origin = self.origin(value)
+        if origin is None or value.numel() != 1 or (value.dim() and self._rows == 1):
+            return False
+        return len(factors) == 1 or not origin.of_output or not value.requires_grad and any([
+            isinstance(factor, Tensor) and factor.requires_grad for factor in factors
+        ])
+
+    def _total(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+        """The sums' own combination, where a function of means over tokens is linear and has no other term."""
+        name = func.__name__
+        totals = [self._total_of(value) for value in args]
+        rest = [value for value, total in zip(args, totals, strict=True) if total is None]
+        name, inplace = name.removesuffix("_"), name.endswith("_") and not name.endswith("__")
+        with without_function_modes():
+            if name in _SCALING and len(args) == 2 and not kwargs and all(isinstance(each, _NUMBERS) for each in rest):
+                if len(rest) != 1 or (totals[0] is None and name not in ("mul", "multiply")) or "__" in name:
+                    return None
+            elif name in _ADDING and len(args) == 2:
+                if any(not isinstance(each, _NUMBERS) or each != 0 for each in rest):
+                    return None
+            elif name != "neg":
+                return totals[0] if name in _KEEPING and len(totals) and totals[0] is not None else None
+            function = getattr(torch, name) if inplace else func
+            factors = [value if total is None else total for value, total in zip(args, totals, strict=True)]
+            found = function(*factors, **kwargs)
+        return found if isinstance(found, Tensor) else None
+
+    def _total_of(self, value: Any) -> Tensor | None:
+        origin = self.origin(value) if isinstance(value, Tensor) else None
+        return None if origin is None else origin.total
+
+    def _token_mean(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        origin = self._joined(args, kwargs)
+        if origin is None or torch._C._functorch.peek_interpreter_stack() is not None:  # in vmap it is no number
+            mean: Tensor = func(*args, **kwargs)
+            return mean
+        with without_function_modes():
+            count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
+        total = None
+        later = self._sums and within_torchs_checkpoint()  # which computes the mean once more, and must see the same
+        if later or not self._sums:
+            mean = func(*args, **kwargs)
+        else:
+            mean, total = _mean_and_total(func, args, kwargs, count)
+        divisors = (*origin.divisors, Divisor(count, True))
+        self._note(mean, Origin(divisors, total, origin.of_output, count if later else None))
+        return mean
+
+
+def _mean_and_total(
+    func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], count: Tensor
+) -> tuple[Tensor, Tensor]:
+    if any(isinstance(value, Tensor) and value.dtype in _HALF for value in args):  # a sum of float16 would overflow
+        losses = func(*args, **{**kwargs, "reduction": "none"})
+        with without_function_modes():
+            total = losses.sum(dtype=torch.float32)
+            return (total / count).to(losses.dtype), total
+    total = func(*args, **{**kwargs, "reduction": "sum"})
+    with without_function_modes():
+        return total / count.to(total), total
+
+
+def _count(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
+    counts = target != (-100 if ignore_index is None else ignore_index)
+    if weight is None:
+        return counts.sum()
+    # What does not count weighs nothing. (By a mask, target[counts], the host would have to wait for a GPU.)
+    weights = weight.detach()[torch.where(counts, target, 0).long()]
+    return torch.where(counts, weights, 0.0).sum()
+
+
+def _is_mean(kwargs: dict[str, Any]) -> bool:
+    """Of the arguments that torch.nn.functional gives to modes: all by name but the tensors."""
+    if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:  # torch's old names for it
+        reduce, average = kwargs.get("reduce"), kwargs.get("size_average")
+        return reduce is not False and average is not False
+    return kwargs.get("reduction", "mean") in ("mean", "batchmean")
+
+
+def _target(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return kwargs["target"] if "target" in kwargs else args[-1]
+
+
+def _has_labels(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the target is class indices; class probabilities have a mean over rows."""
+    target = _target(args, kwargs)
+    return isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def is_proven(divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool) -> bool:
+    """Whether what the chunks' losses divide by shows that the chunks are weighed rightly.
+
+    Args:
+        divisors: of each chunk; None: of one whose loss was not seen to come from output and target.
+        rows: of each chunk.
+        is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
+    """
+    seen = [own for own in divisors if own is not None]
+    if len(rows) == 1 or not seen:
+        return len(rows) == 1
+    if len(seen) < len(divisors) or len({tuple([divisor.is_count for divisor in own]) for own in seen}) > 1:
+        return False
+    kinds = [divisor.is_count and is_counted for divisor in seen[0]]
+    columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
+    if sum(kinds) == 1:  # it is the weight, with which nothing is to be compared: a GPU's host need not wait for it
+        columns.pop(kinds.index(True))
+        kinds.remove(True)
+    numbers = _as_numbers(columns)
+    if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
+        first = numbers[kinds.index(True)] if True in kinds else []
+        return all([_is_as(own, first if kind else _ones(own)) for kind, own in zip(kinds, numbers, strict=True)])
+    return all([_is_as(own, _ones(own)) or _is_as(own, rows) or _is_as(_inverse(own), rows) for own in numbers])
+
+
+def alone(number: Tensor) -> Tensor:
+    """A 0-d tensor, detached. It must not keep what it was taken from: torch's mse_loss reduces within its input."""
+    found = number.detach()
+    return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
+
+
+def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]]:
+    """All on the host, at once: it waits for a GPU at most one time."""
+    tensors = [amount for column in columns for amount in column if isinstance(amount, Tensor)]
+    with without_function_modes():
+        there = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
+        found = iter(torch.stack(there).tolist() if there else ())
+    return [[next(found) if isinstance(amount, Tensor) else amount for amount in column] for column in columns]
+
+
+def _ones(numbers: Sequence[float]) -> list[float]:
+    return [1.0] * len(numbers)
+
+
+def _inverse(numbers: Sequence[float]) -> list[float]:
+    return [1 / number if number else 0.0 for number in numbers]
+
+
+def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:
+    """Whether they are in one proportion to the weights. If one is nan so is the loss, for all to see."""
+    if any([isnan(number) for number in numbers]):
+        return True
+    whole, all_weights = sum(numbers), sum(weights)
+    near = 1e-6 * max([abs(number) for number in numbers])
+    return all([
+        abs(number * all_weights - whole * weight) <= near * all_weights
+        for number, weight in zip(numbers, weights, strict=True)
+    ])

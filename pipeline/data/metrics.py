@@ -1,0 +1,96 @@
+"""What a loss_fn reports beside its loss: (sum, count) by name, combined over the chunks as the loss is.
+
+    chunk 0: {"accuracy": (3, 4)}   chunk 1: {"accuracy": (1, 2)}   -->   {"accuracy": tensor(0.6667)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.common.torch_modes import without_function_modes
+
+
+class Metrics:
+    """Adds up those of one call, without gradients.
+
+    Args:
+        name: of the loss_fn, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._names: KeysView[Any] | None = None  # as in the first chunk
+        self._found: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
+
+    def taken(self, chunk: int, value: Any) -> Any:
+        """Keep the metrics of what loss_fn returned; the rest of it."""
+        given: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
+        if self._names is None:
+            self._names = given.keys()
+        elif given.keys() != self._names:
+            raise ValueError(
+                f"{self._name} returned metrics {list(self._names)} for one chunk and {list(given)} for another. "
+                "Return the same for every chunk; one that a chunk has nothing of is (0, 0)."
+            )
+        if given:
+            self._found[chunk] = {self._named(name): self._pair(name, metric) for name, metric in given.items()}
+        return without_metrics(value)
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Of the mini-batch, in the default dtype. Where nothing was counted: nan."""
+        if not self._found:
+            return {}
+        chunks = [self._found[chunk] for chunk in sorted(self._found)]
+        with without_function_modes():
+            return {
+                name: (_added([chunk[name][0] for chunk in chunks]) / _added([chunk[name][1] for chunk in chunks])).to(
+                    torch.get_default_dtype()
+                )
+                for name in chunks[0]
+            }
+
+    def _named(self, name: Any) -> str:
+        if not isinstance(name, str):
+            raise TypeError(f"{self._name} returned a metric named {name!r}. Use a string.")
+        return name
+
+    def _pair(self, name: str, metric: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(metric, (tuple, list)) or len(metric) != 2:
+            raise ValueError(
+                f"{self._name} returned {metric!r} as the metric {name!r}. Return (sum, count), such as "
+                "(correct.sum(), correct.numel()): of a mean alone nobody could say how much each chunk counts."
+            )
+        total, count = (self._number(name, part) for part in metric)
+        return total, count
+
+    def _number(self, name: str, part: Any) -> Tensor:
+        if isinstance(part, Tensor) and part.numel() == 1 and not part.is_complex():
+            with without_function_modes():
+                return part.detach().reshape(()).to(torch.float64, copy=True)
+        if isinstance(part, (int, float)):
+            return torch.tensor(float(part), dtype=torch.float64, device="cpu")
+        what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
+        raise TypeError(f"{self._name} returned {what} in the metric {name!r}. Return two numbers: (sum, count).")
+
+
+def without_metrics(value: Any) -> Any:
+    """What loss_fn returned, but for its metrics: a loss, or (sum, count)."""
+    if not _has_metrics(value):
+        return value
+    return value[0] if len(value) == 2 else value[:-1]
+
+
+def _has_metrics(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[-1], dict)
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part.to(total.device)
+    return total

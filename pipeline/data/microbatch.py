@@ -1,0 +1,299 @@
+"""How is a mini-batch cut into chunks, and how are the chunks' outputs joined again?
+
+    x [rows, ...] --scatter--> chunk 0 [rows/chunks, ...], chunk 1, ...      along dim 0, as even as can be
+    outputs of the chunks --gather--> y [rows, ...]
+
+Tensors are cut; NoChunk(value) and plain values go whole to every chunk. The number of chunks that run is
+min(chunks, rows).
+
+`batch_dim` says which dim counts the rows, of everything that is cut and joined: of inputs, targets and outputs. With
+batch_dim=1, [time, rows, ...] is cut along dim 1. A tensor with too few dims for that has one value for each row (the
+lengths of sequences, class labels) and is cut along dim 0. Sizes have no say in it: they may be equal by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeline.common.torch_modes import without_function_modes
+from pipeline.data.pytrees import Grads, Message, Tree, add_grads, detached, flatten, memory_of, same_structure
+from pipeline.data.values import CALLER
+
+
+@dataclass(frozen=True, eq=False)
+class NoChunk:
+    """Marks a part of the input that every chunk gets whole.
+
+    Args:
+        value: a tensor, or a pytree of tensors and plain values.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline import NoChunk, Pipe
+        >>> class Scale(nn.Module):
+        ...     def forward(self, pair):
+        ...         x, scale = pair
+        ...         return x * scale
+        >>> pipe = Pipe(nn.Sequential(Scale()), [1], chunks=2)
+        >>> pipe((torch.ones(4, 2), NoChunk(torch.tensor([2.0, 3.0]))))[3]
+        tensor([2., 3.])
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A mini-batch that is cut. `cut[j]` says whether tensor j is cut (else it goes whole to every chunk)."""
+
+    tree: Tree
+    cut: tuple[bool, ...]
+    rows: tuple[int, ...]
+    pieces: tuple[tuple[Tensor, ...], ...]
+    batch_dim: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return len(self.rows)
+
+    def message(self, chunk: int, grad: bool) -> Message:
+        """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
+        pieces = [piece[chunk] for piece in self.pieces]
+        needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
+        return Message(Tree(detached(pieces), self.tree.skeleton), needs, memory_of(pieces, {}, CALLER, chunk))
+
+    def value(self, chunk: int) -> Any:
+        """Chunk `chunk` as the value it is a part of."""
+        return self.tree.build([piece[chunk] for piece in self.pieces])
+
+    def join_grads(self, grads: Sequence[Grads]) -> Grads:
+        """From gradients per chunk to gradients of the whole tensors, in the order of `tree.tensors`."""
+        return tuple(
+            self._join([chunk_grads[index] for chunk_grads in grads], index, cut) for index, cut in enumerate(self.cut)
+        )
+
+    def _join(self, grads: list[Tensor | None], index: int, cut: bool) -> Tensor | None:
+        if not cut:
+            total: Tensor | None = None
+            for grad in grads:
+                total = add_grads(total, grad)
+            return total
+        if all(grad is None for grad in grads):
+            return None
+        pieces = self.pieces[index]
+        filled = [torch.zeros_like(piece) if grad is None else grad for piece, grad in zip(pieces, grads, strict=True)]
+        with without_function_modes():
+            return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(pieces[0], self.batch_dim))
+
+
+def row_dim(tensor: Tensor, batch_dim: int) -> int:
+    """Which dim of a tensor counts rows: `batch_dim`, or 0 where it has no such dim."""
+    return batch_dim if tensor.dim() > batch_dim else 0
+
+
+def scatter(value: Any, chunks: int, what: str = "the input", batch_dim: int = 0) -> Batch:
+    """Cut a mini-batch into at most `chunks` chunks, as even as can be.
+
+    Args:
+        value: a pytree; tensors have their rows along `batch_dim`, the same number each.
+        chunks: how many chunks are wanted.
+        what: how an error names the value.
+        batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
+
+    Raises:
+        TypeError: a leaf cannot be cut and is no plain value.
+        ValueError: nothing to cut, a tensor without dimensions, tensors of different length, no rows.
+    """
+    tree, cut = _take_apart(value, what)
+    rows = _rows(tree, cut, what, batch_dim)
+    count = min(chunks, rows)
+    return Batch(tree, cut, _even(rows, count), _all_pieces(tree, cut, count, batch_dim), batch_dim)
+
+
+def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
+    """Cut a value (a target) at the rows where `batch` is cut; a value without tensors goes whole to every chunk."""
+    tree, cut = _take_apart(value, what)
+    if any(cut):
+        rows = _rows(tree, cut, what, batch.batch_dim)
+        if rows != sum(batch.rows):
+            raise ValueError(
+                f"{what} has {rows} rows but the input has {sum(batch.rows)}. Give one row of {what} for each row of "
+                "the input, or mark what belongs to the whole batch with NoChunk(...)."
+                + (_where(batch.batch_dim) if batch.batch_dim else "")
+            )
+    pieces = _all_pieces(tree, cut, batch.chunks, batch.batch_dim)
+    return Batch(tree, cut, batch.rows, pieces, batch.batch_dim)
+
+
+def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
+    """Join the outputs of the chunks along the dim that counts rows.
+
+    Args:
+        trees: the output of each chunk, taken apart.
+        rows: the rows of each chunk of the input.
+        batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
+
+    Returns:
+        The joined output, and for each of its tensors how many rows each chunk gave.
+
+    Raises:
+        ValueError: the outputs cannot be joined: other structures, plain values that differ, tensors without
+            dimensions, or numbers of rows that do not follow the input's.
+    """
+    first = trees[0]
+    if len(trees) == 1:
+        dims = [row_dim(tensor, batch_dim) for tensor in first.tensors]
+        return first, tuple(
+            (tensor.shape[dim] if tensor.dim() else 1,) for tensor, dim in zip(first.tensors, dims, strict=True)
+        )
+    for chunk, tree in enumerate(trees):
+        if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
+            raise ValueError(
+                f"the outputs of the chunks cannot be joined: chunk 0 gave {describe(first)} and chunk {chunk} gave "
+                f"{describe(tree)}. Return the same structure and the same plain values for every chunk, or use "
+                "chunks=1."
+            )
+    columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
+    sizes = tuple(row_sizes(column, rows, batch_dim) for column in columns)
+    with without_function_modes():
+        joined = [torch.cat(column, row_dim(column[0], batch_dim)) for column in columns]
+        return Tree(tuple(joined), first.skeleton), sizes
+
+
+def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> tuple[int, ...]:
+    """The sizes of an output's parts along the dim that counts rows.
+
+    Args:
+        column: the parts, one for each chunk.
+        rows: the rows of each chunk of the input.
+        batch_dim: the dim that counts rows.
+
+    Raises:
+        ValueError: they do not grow with the rows, or have no dim.
+    """
+    shapes = [list(tensor.shape) for tensor in column]
+    if any(tensor.dim() == 0 for tensor in column):
+        raise ValueError(
+            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether "
+            "their mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
+            "pipe.step(x, target, loss_fn=...)."
+        )
+    dim = row_dim(column[0], batch_dim)
+    sizes = tuple(tensor.shape[dim] if tensor.dim() > dim else 0 for tensor in column)
+    if sizes[0] % rows[0] or any(size * rows[0] != sizes[0] * row for size, row in zip(sizes, rows, strict=True)):
+        raise ValueError(
+            f"an output cannot be joined along dim {dim}: chunks of {list(rows)} rows gave shapes {shapes}, which do "
+            f"not grow with the rows. Return outputs whose dim {dim} counts rows (of nn.GRU, h_n.transpose(0, 1)), or "
+            "use chunks=1."
+        )
+    return sizes
+
+
+def describe(tree: Tree) -> str:
+    """A tree in words: tensors by shape, plain values as they are."""
+    return str(tree.build([_Shape(tensor) for tensor in tree.tensors]))  # type: ignore[misc]
+
+
+def described(batch: Batch) -> str:
+    """A mini-batch in words: the structure, and of each tensor shape, dtype and whether it requires a gradient."""
+    tree = batch.tree
+    leaves = ", ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{'' if cut else ' whole'}"
+        f"{' with gradient' if tensor.requires_grad else ''}"
+        for tensor, cut in zip(tree.tensors, batch.cut, strict=True)
+    )
+    return leaves if tree.skeleton is None else f"{describe(tree)} of {leaves}"
+
+
+class _Shape:
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = f"Tensor{list(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
+    """A tree whose NoChunk marks are gone, and which of its tensors are to be cut."""
+    if isinstance(value, Tensor):
+        _refuse_nested((value,), what)
+        return Tree((value,), None), (True,)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_mark)
+    whole = {
+        id(tensor)
+        for leaf in leaves
+        if isinstance(leaf, NoChunk)
+        for tensor in pytree.tree_leaves(leaf.value)
+        if isinstance(tensor, Tensor)
+    }
+    both = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in whole]
+    if both:
+        raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
+    bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
+    tree = flatten(bare, what)
+    _refuse_nested(tree.tensors, what)
+    return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
+
+
+def _refuse_nested(tensors: Sequence[Tensor], what: str) -> None:
+    if any([tensor.is_nested for tensor in tensors]):
+        raise TypeError(
+            f"{what} holds a nested tensor, which cannot be cut into rows. Give a padded one and a mask: "
+            "torch.nested.to_padded_tensor(x, 0.0)."
+        )
+
+
+def _is_mark(leaf: Any) -> bool:
+    return isinstance(leaf, NoChunk)
+
+
+def _rows(tree: Tree, cut: Sequence[bool], what: str, batch_dim: int) -> int:
+    tensors = [tensor for tensor, is_cut in zip(tree.tensors, cut, strict=True) if is_cut]
+    if not tensors:
+        raise ValueError(
+            f"{what} has nothing to cut: no tensor outside NoChunk(...) in {describe(tree)}. Give at least one "
+            f"tensor whose dim {batch_dim} counts the rows of the mini-batch."
+        )
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{what} holds a 0-d tensor, which cannot be cut along dim 0. Wrap it: NoChunk(tensor).")
+    lengths = sorted({tensor.shape[row_dim(tensor, batch_dim)] for tensor in tensors})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{what} holds tensors of different length: {describe(tree)} (rows: {lengths}). All tensors are cut "
+            f"along dim {batch_dim} and need the same number of rows; wrap those that every chunk needs whole in "
+            "NoChunk(...)." + (_where(batch_dim) if batch_dim else "")
+        )
+    if lengths[0] == 0:
+        raise ValueError(f"{what} has 0 rows: {describe(tree)}. A mini-batch needs at least one row.")
+    return lengths[0]
+
+
+def _where(batch_dim: int) -> str:
+    return (
+        f" With batch_dim={batch_dim} rows are counted by dim {batch_dim}, of a tensor with fewer dims by dim 0: give "
+        "[time, rows], not [rows, classes] or what is flattened to one dim; loss_fn may transpose and flatten."
+    )
+
+
+def _all_pieces(tree: Tree, cut: Sequence[bool], count: int, batch_dim: int) -> tuple[tuple[Tensor, ...], ...]:
+    return tuple(_pieces(tensor, count, is_cut, batch_dim) for tensor, is_cut in zip(tree.tensors, cut, strict=True))
+
+
+def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tensor, ...]:
+    if not cut or count == 1:
+        return (tensor,) * count
+    dim = row_dim(tensor, batch_dim)
+    pieces = torch.tensor_split(tensor, count, dim)
+    return tuple(pieces) if dim == 0 else tuple([piece.contiguous() for piece in pieces])  # laid out as the whole is
+
+
+def _even(rows: int, count: int) -> tuple[int, ...]:
+    """The lengths that `torch.tensor_split` gives: the first rows % count chunks have one row more."""
+    return tuple(rows // count + (chunk < rows % count) for chunk in range(count))

@@ -1,0 +1,244 @@
+"""What may cross a stage boundary? Any pytree of tensors, None, bool, int, float and str.
+
+    value --flatten--> Tree(distinct tensors, skeleton) --build(other tensors)--> a value of the same structure
+
+A tensor that stands twice in a value is one tensor, so its gradient is summed where it would be in the plain module.
+Anything else is refused by name: what cannot be sent to another process is not passed on in one process either, so
+that a script means the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipeline.common.torch_modes import without_function_modes
+
+Grads: TypeAlias = tuple[Tensor | None, ...]
+Checksums: TypeAlias = list[tuple[Tensor, Tensor, torch.dtype]]
+PLAIN = (type(None), bool, int, float, str)
+T = TypeVar("T")
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a skeleton."""
+
+    place: int
+
+
+class Skeleton(NamedTuple):
+    """A value without its tensors: the structure, and the leaves, each a Slot or a plain value."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class Tree(NamedTuple):
+    """A value in two parts: its distinct tensors, and the rest. `skeleton` None: the value is the tensor itself."""
+
+    tensors: tuple[Tensor, ...]
+    skeleton: Skeleton | None
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """Return a value of this structure with other tensors in the places of its own."""
+        if self.skeleton is None:
+            return tensors[0]
+        leaves = [tensors[leaf.place] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
+        return pytree.tree_unflatten(leaves, self.skeleton.spec)
+
+
+class Bundle(NamedTuple):
+    """Several values as one: what a stage reads, or makes."""
+
+    trees: tuple[Tree, ...]
+    tensors: tuple[Tensor, ...]  # of all trees, one after the other
+
+    @classmethod
+    def of(cls, trees: tuple[Tree, ...]) -> Bundle:
+        return cls(trees, trees[0].tensors if len(trees) == 1 else tuple(t for tree in trees for t in tree.tensors))
+
+    def build(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The values, with other tensors in the places of their own."""
+        if len(self.trees) == 1:
+            return [self.trees[0].build(tensors)]
+        return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
+
+    def split(self, each: Sequence[T]) -> list[Sequence[T]]:
+        """What stands for the tensors, tree by tree."""
+        if len(self.trees) == 1:
+            return [each]
+        ends = accumulate(len(tree.tensors) for tree in self.trees)
+        return [each[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
+
+
+class Memory(NamedTuple):
+    """Stands for the memory that a tensor has in the plain module; clones and copies elsewhere keep it.
+
+    Attributes:
+        origin: the stage that made it, the chunk, and a number: equal, the same memory.
+        until: the last stage of another rank that still reads it, which this process would not know of; -1: none.
+    """
+
+    origin: tuple[int, int, int]
+    until: int = -1
+
+
+class Message(NamedTuple):
+    """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
+
+    `memory`: for each tensor what stands for its memory; none where nothing else could share it.
+    """
+
+    tree: Tree
+    needs_grad: tuple[bool, ...]
+    memory: tuple[Memory, ...] = ()
+
+
+def flatten(value: Any, what: str) -> Tree:
+    """Take a value apart.
+
+    Args:
+        value: a pytree.
+        what: how an error names the value: "the output of stage 1".
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor None, bool, int, float or str.
+    """
+    if isinstance(value, Tensor):
+        return Tree((value,), None)
+    leaves, spec = pytree.tree_flatten(value)
+    slots: dict[int, Slot] = {}
+    tensors: list[Tensor] = []
+    skeleton: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in slots:
+                slots[id(leaf)] = Slot(len(tensors))
+                tensors.append(leaf)
+            skeleton.append(slots[id(leaf)])
+        elif type(leaf) in PLAIN:
+            skeleton.append(leaf)
+        else:
+            raise TypeError(_foreign_leaf(leaf, what))
+    return Tree(tuple(tensors), Skeleton(spec, tuple(skeleton)))
+
+
+def same_structure(one: Tree, other: Tree) -> bool:
+    """Whether two trees differ in their tensors only."""
+    if one.skeleton is None or other.skeleton is None:
+        return one.skeleton is other.skeleton
+    return one.skeleton.spec == other.skeleton.spec and _same_leaves(one.skeleton.leaves, other.skeleton.leaves)
+
+
+def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    pairs = zip(ones, others, strict=True)
+    return all(type(one) is type(other) and (one == other or one != one) for one, other in pairs)
+
+
+def _foreign_leaf(leaf: Any, what: str) -> str:
+    kind = type(leaf)
+    hint = "make it a tensor with torch.from_numpy" if kind.__module__ == "numpy" else "register it as a pytree node"
+    return (
+        f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
+        f"float, str and containers of them cross stages: {hint} (torch.utils._pytree.register_pytree_node), or "
+        "return its parts."
+    )
+
+
+def memory_of(tensors: Sequence[Tensor], known: dict[int, Memory], stage: int, chunk: int) -> tuple[Memory, ...]:
+    """What stands for the memory of each tensor: one of `known`, by `storage_of`, or a new one, which is added."""
+    return tuple([
+        known.setdefault(storage_of(tensor), Memory((stage, chunk, number))) for number, tensor in enumerate(tensors)
+    ])
+
+
+def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each tensor has been written in place (inference tensors do not count: 0)."""
+    if len(tensors) == 1:  # as a rule
+        (tensor,) = tensors
+        return (0 if tensor.is_inference() else tensor._version,)
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What crosses a stage boundary."""
+    if len(tensors) == 1:
+        return (resolved(tensors[0].detach()),)
+    return tuple([resolved(tensor.detach()) for tensor in tensors])
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values: torch may put off a conjugate or a negative, and mark the tensor."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where a tensor's memory is: equal for tensors that share it. A sparse or an empty tensor shares with none."""
+    place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return place or id(tensor)
+
+
+def checksums(tensors: Sequence[Tensor]) -> Checksums:
+    """Of each tensor its sum and the sum of its magnitudes, in float64."""
+    found = []
+    with torch.no_grad():
+        for tensor in tensors:
+            values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            values = values.to_dense() if values.layout is not torch.strided else values
+            values = values if values.is_floating_point() else values.to(torch.float64)
+            total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor
+            found.append((total, torch.linalg.vector_norm(values, 1, dtype=torch.float64), tensor.dtype))
+    return found
+
+
+def same_checksums(ones: Checksums, others: Checksums) -> bool:
+    """Whether two checksums agree up to what kernels that are not deterministic may differ by."""
+    if len(ones) != len(others):
+        return False
+    return all([_close(*one, *other) for one, other in zip(ones, others, strict=True)])
+
+
+def _close(
+    one: Tensor, size: Tensor, dtype: torch.dtype, other: Tensor, other_size: Tensor, other_dtype: torch.dtype
+) -> bool:
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(dtype, 1e-2)
+    agree = (one - other).abs() <= tolerance * size.clamp(min=1e-300)
+    return dtype == other_dtype and bool(agree | ~torch.isfinite(size) & ~torch.isfinite(other_size))
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal in every bit that counts: nan equals nan."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.layout is not torch.strided:
+        return same_values(one.to_dense(), other.to_dense())
+    if torch.equal(one, other):
+        return True
+    if one.is_complex():  # a nan part leaves the other its value
+        return same_values(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
+    return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two contributions to one gradient; None is no contribution, not zero."""
+    if one is None or other is None:
+        return other if one is None else one
+    with without_function_modes():
+        if one.is_sparse and not other.is_sparse:  # torch adds them in the other order only
+            one, other = other, one
+        return torch.add(one, other)
+
+
+def sum_grads(readers: Sequence[Grads]) -> Grads:
+    """The gradients of a value: its readers' contributions, added in their order. Empty: no reader has any."""
+    total = readers[0]
+    for more in readers[1:]:
+        total = tuple(map(add_grads, total, more)) if total and more else total or more
+    return total

@@ -1,0 +1,102 @@
+"""Do all ranks make the same call? If not: what differs, in words, on every rank.
+
+    each rank: {"call": "step (call 7 of the script)", "settings": ..., "input": ...}  --digests-->  all ranks compare
+    where they differ  --the words themselves-->  MismatchError
+
+A digest is a whole number of 63 bits for each entry; only where two differ do the words travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.digests import parts_of
+
+SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
+VALUES = "the values of the mini-batches"
+
+
+class MismatchError(RuntimeError):
+    """The ranks do not make the same call."""
+
+
+@lru_cache(maxsize=1024)
+def digest(text: str) -> int:
+    """A whole number for a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def values_in_words(tensors: Sequence[Tensor]) -> str:
+    """How some tensors begin, and a digest of all their bytes: rows in another order are other values.
+
+    Example:
+        >>> values_in_words([torch.tensor([1.0, 2.0, 3.0, 4.0])])
+        '1.0 2.0 3.0 ... (digest 1bc332e0e38ac063684841964919ae14)'
+    """
+    return ", ".join(_in_words(tensor.detach()) for tensor in tensors)
+
+
+def _in_words(tensor: Tensor) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    begin: list[object] = []
+    for part in parts_of(tensor):
+        plain = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        begin = plain[:3].tolist()
+        found.update(f"{part.dtype}{list(part.shape)}".encode())
+        found.update(plain.view(torch.uint8).numpy().data)
+    return f"{' '.join(map(str, begin))} ... (digest {found.hexdigest()})"
+
+
+def encoded(words: Mapping[str, str]) -> str:
+    return json.dumps(dict(words))
+
+
+def difference(texts: Sequence[str], names: Sequence[str]) -> str:
+    """What differs first, in words.
+
+    Args:
+        texts: of each rank, as `encoded` wrote them.
+        names: of the entries, in the order in which they are looked at.
+
+    Example:
+        >>> print(difference([encoded({"chunks": "4"}), encoded({"chunks": "8"})], ["chunks"]))
+        chunks differ between the ranks: rank 0: 4; rank 1: 8
+    """
+    all_words = [json.loads(text) for text in texts]
+    for name in names:
+        found = [words.get(name, "nothing") for words in all_words]
+        if len(set(found)) > 1:
+            return f"{name} differ between the ranks: {_who_has_what(found)}"
+    return f"the ranks differ in nothing that words tell: {names}"
+
+
+def _who_has_what(found: Sequence[str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(found):
+        groups.setdefault(text, []).append(rank)
+    shown = _shortened(list(groups))
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in zip(shown, groups.values(), strict=True))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _shortened(texts: list[str]) -> list[str]:
+    """Texts of several lines: only the lines that not all have."""
+    if not any("\n" in text for text in texts):
+        return [_clipped(text) for text in texts]
+    lines = [text.splitlines() for text in texts]
+    common = set(lines[0]).intersection(*lines[1:])
+    found = ["; ".join(line for line in each if line not in common) or "nothing else" for each in lines]
+    return [_clipped(text) for text in found]
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) < 600 else text[:600] + " ..."

@@ -1,0 +1,146 @@
+"""Which rank has which stage, and which parameters have copies on several?
+
+    schedule --placement--> rank of each stage        stage 0 --> rank 0, stage 1 --> rank 1, ...
+    the whole module's structure --> ties             '0.weight' (stage 0, rank 0) = '5.weight' (stage 3, rank 1)
+
+Every rank knows the structure of the whole module (on the meta device, if it is large), so all come to the same answer
+without asking. A tied parameter's owner is the rank of the first stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from pipeline.execution.engine import merged_order, needs_of
+from scheduler import Placement, Schedule, ScheduleError, by_name
+
+
+class Tie(NamedTuple):
+    """A parameter that stages of several ranks read.
+
+    Attributes:
+        name: its first name in the plain module.
+        readers: which stages read it, ascending, and under which name.
+        owner: the rank whose values count, and which adds the gradients up.
+        holders: all ranks that have a copy, the owner first.
+    """
+
+    name: str
+    readers: tuple[tuple[int, str], ...]
+    owner: int
+    holders: tuple[int, ...]
+
+
+class Hosting(NamedTuple):
+    """Who has what.
+
+    Attributes:
+        rank: this one.
+        rank_of: the rank of each stage.
+        ties: the parameters that several ranks have.
+    """
+
+    rank: int
+    rank_of: tuple[int, ...]
+    ties: tuple[Tie, ...]
+
+    @property
+    def own(self) -> list[int]:
+        """This rank's stages."""
+        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
+
+    @property
+    def first(self) -> int:
+        """The rank that takes the input."""
+        return self.rank_of[0]
+
+    @property
+    def last(self) -> int:
+        """The rank that makes the output."""
+        return self.rank_of[-1]
+
+    def tied(self, module: nn.Module) -> list[Tensor | None]:
+        """This rank's copy of each tied parameter; None where it has none."""
+        return [self._copy(tie, module) for tie in self.ties]
+
+    def _copy(self, tie: Tie, module: nn.Module) -> Tensor | None:
+        names = [name for stage, name in tie.readers if self.rank_of[stage] == self.rank]
+        return module.get_parameter(names[0]) if names else None
+
+
+def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> Hosting:
+    """Who has what, of a module whose every stage is known.
+
+    Args:
+        stages: all stages.
+        rank_of: the rank of each.
+        rank: this one.
+    """
+    readers: dict[int, list[tuple[int, str]]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            readers.setdefault(id(parameter), []).append((index, name))
+    ties = []
+    for found in readers.values():
+        holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in found))
+        if len(holders) > 1:
+            ties.append(Tie(found[0][1], tuple(found), holders[0], holders))
+    return Hosting(rank, tuple(rank_of), tuple(ties))
+
+
+def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
+    """The schedule of this name for so many stages on so many ranks.
+
+    Where its lanes may have several stages, there is a lane for each rank; else a rank has several lanes.
+
+    Example:
+        >>> schedule_over("1f1b", stages=4, chunks=2, ranks=2).placement
+        Placement(lane_of=(0, 0, 1, 1))
+        >>> schedule_over("interleaved", stages=6, chunks=2, ranks=2).placement
+        Placement(lane_of=(0, 1, 0, 1, 0, 1))
+    """
+    each = by_name(name, 1, max(chunks, 2)).stages
+    if each == 1:
+        return on_ranks(by_name(name, stages, chunks), ranks)
+    if stages == each * ranks:
+        return by_name(name, ranks, chunks)
+    if stages % ranks:
+        raise ScheduleError(
+            f"schedule {name} has as many stages on one rank as on another, but the balance has {stages} stages for "
+            f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * each}, or a schedule such as 1f1b."
+        )
+    if name in _AS_MANY_AS_YOU_LIKE:
+        return by_name(name, ranks, chunks, stages_per_lane=stages // ranks)
+    if stages % each:
+        raise ScheduleError(
+            f"schedule {name} has {each} stages a lane but the balance has {stages}, no multiple of that. Use "
+            f"{ranks * each} stages for {ranks} ranks."
+        )
+    return on_ranks(by_name(name, stages // each, chunks), ranks)
+
+
+def on_ranks(schedule: Schedule, ranks: int) -> Schedule:
+    """A schedule with a lane for each rank; where it has more lanes, neighbours are merged in the order of one process.
+
+    Raises:
+        ScheduleError: there are fewer lanes than ranks.
+    """
+    lanes = schedule.lanes
+    if lanes == ranks:
+        return schedule
+    if lanes < ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {lanes} lanes for {ranks} ranks, so {ranks - lanes} would have nothing to "
+            f"do. Use at least {ranks} stages, or fewer ranks (group=...)."
+        )
+    rank_of_lane = [lane * ranks // lanes for lane in range(lanes)]
+    rank_of = [rank_of_lane[lane] for lane in schedule.placement.lane_of]
+    merged = merged_order(schedule.orders, needs_of(schedule.orders, schedule.stages, schedule.split))
+    orders = tuple(tuple(action for action in merged if rank_of[action.stage] == rank) for rank in range(ranks))
+    return Schedule(schedule.name, Placement(tuple(rank_of)), schedule.chunks, orders)
+
+
+_AS_MANY_AS_YOU_LIKE = ("interleaved", "interleaved-zb", "looped-bfs")

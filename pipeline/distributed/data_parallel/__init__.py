@@ -1,0 +1,1 @@
+"""Several copies of a pipeline: the means of their gradients."""

@@ -1,0 +1,230 @@
+"""How do gradients become their means over the replicas? Each replica computes those of its share, and tells all.
+
+    replica 0  [ a0 | b0 ]  --b0-->  replica 1: (b0 + b1) / 2  --mean-->  [ mean a | mean b ]
+    replica 1  [ a1 | b1 ]  --a1-->  replica 0: (a0 + a1) / 2  --mean-->  [ mean a | mean b ]
+
+    sums    slot by slot, as soon as a slot is final: they travel while other stages, here and on other ranks, compute
+    means   when the divisors of all replicas are known; added in the order of the replicas, half precision in float32
+
+So a mean is the same to the bit on all replicas, and of n replicas each sends 2 (n - 1) / n of the bytes. A gradient
+that a replica does not have counts as zero; one that no replica has stays away. The letters tell which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.data_parallel.shards import Piece, Slot, shares
+from pipeline.distributed.group import Ranks
+from pipeline.transports.channel import ChannelError
+from pipeline.transports.link import Letter
+
+Parts = list[Tensor | None]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class ReplicaLostError(ChannelError):
+    """A connection to a replica broke: why is known to another rank, as a rule."""
+
+
+class Means:
+    """The gradients of one backward pass, on their way.
+
+    Args:
+        ranks: of the replicas.
+        series: what the messages of such a pass have in common.
+        slots: what travels, in this order. The last one is known at the end.
+    """
+
+    def __init__(self, ranks: Ranks, series: str, slots: Sequence[Slot]) -> None:
+        self._ranks = ranks
+        self._series = series
+        self._slots = list(slots)
+        self._note: Sequence[int] = ()
+        self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        self._grads: list[list[Tensor | None]] = []  # of the slots that were sent, by parameter
+        self._shares: list[list[list[Piece]]] = []  # of those, by replica
+
+    @property
+    def early(self) -> Slot | None:
+        """The next slot to send. None: it is the last one."""
+        return self._slots[len(self._grads)] if len(self._grads) < len(self._slots) - 1 else None
+
+    def send(self, grads: Mapping[int, Tensor]) -> None:
+        """Send the sums of the next slot, to each replica its share.
+
+        Args:
+            grads: by the id of the parameter.
+        """
+        with lost():
+            self._send(grads, ())
+
+    def send_last(self, slot: Slot, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
+        """The same of the last slot, which has turned out to be this one.
+
+        Args:
+            note: whole numbers for everyone.
+        """
+        self._slots[-1], self._note = slot, note
+        with lost():
+            self._send(grads, (torch.tensor(note, dtype=torch.int64, device="cpu"),))
+
+    def _send(self, grads: Mapping[int, Tensor], more: tuple[Tensor, ...]) -> None:
+        if not self._grads:
+            self._begin("sums")
+        slot = self._slots[len(self._grads)]
+        mine = [grads.get(id(parameter)) for parameter in slot.parameters]
+        cuts = shares([parameter.numel() for parameter in slot.parameters], self._ranks.size)
+        flat = [_flat(grad) for grad in mine]
+        for rank in self._others:
+            parts = [_cut(flat[piece.parameter], piece) for piece in cuts[rank]]
+            self._ranks.sender(rank).send(_named("sums", slot), Letter((*parts, *more)))
+        self._grads.append(mine)
+        self._shares.append(cuts)
+
+    def receive(self) -> tuple[list[list[Parts]], list[list[int]]]:
+        """When all have been sent: the sums of this replica's share, by slot and replica, and everyone's note."""
+        rank = self._ranks.rank
+        own = [
+            [_cut(_flat(grads[piece.parameter]), piece) for piece in cuts[rank]]
+            for grads, cuts in zip(self._grads, self._shares, strict=True)
+        ]
+        found: list[list[Parts]] = [[parts] * self._ranks.size for parts in own]
+        notes = [list(self._note)] * self._ranks.size
+        with lost():
+            for index, slot in enumerate(self._slots):
+                for other in self._others:
+                    found[index][other] = list(self._received(other, "sums", slot))
+            self._finish()
+        for other in self._others:
+            note = found[-1][other].pop()
+            assert note is not None  # it was sent with the last slot
+            notes[other] = note.tolist()
+        return found, notes
+
+    def means(
+        self, sums: list[list[Parts]], divisors: Sequence[Tensor | None]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have a gradient on any replica, and its mean.
+
+        Args:
+            sums: as `receive` gave them; emptied.
+            divisors: what each replica's gradients are to be divided by first.
+
+        Raises:
+            RuntimeError: a gradient is sparse on one replica and dense on another.
+        """
+        rank, own = self._ranks.rank, []
+        with lost():
+            self._begin("means")
+            for index, slot in enumerate(self._slots):
+                parts, sums[index] = sums[index], []
+                cuts = self._shares[index][rank]
+                own.append([_mean(each, divisors, slot, piece) for piece, *each in zip(cuts, *parts, strict=True)])
+                if not slot.parameters:
+                    continue
+                for other in self._others:
+                    self._ranks.sender(other).send(_named("means", slot), Letter(tuple(own[-1])))
+            pairs = [pair for index in range(len(self._slots)) for pair in self._whole(index, own[index])]
+            self._finish()
+        return pairs
+
+    def _whole(self, index: int, mine: Parts) -> Iterator[tuple[Tensor, Tensor]]:
+        """The means of a slot, put together from everyone's share."""
+        slot = self._slots[index]
+        if not slot.parameters:
+            return
+        pieces: list[list[tuple[Piece, Tensor | None]]] = [[] for _ in slot.parameters]
+        for rank, cuts in enumerate(self._shares[index]):
+            theirs = mine if rank == self._ranks.rank else self._received(rank, "means", slot)
+            for piece, mean in zip(cuts, theirs, strict=True):
+                pieces[piece.parameter].append((piece, mean))
+        for parameter, grad, each in zip(slot.parameters, self._grads[index], pieces, strict=True):
+            whole = _joined(parameter, grad, each)
+            if whole is not None:
+                yield parameter, whole
+
+    def _begin(self, what: str) -> None:
+        names = [_named(what, slot) for slot in self._slots if slot.parameters or what == "sums"]
+        for rank in self._others:
+            self._ranks.receiver(rank).begin(f"{self._series}/{what}", names)
+            self._ranks.sender(rank).begin(f"{self._series}/{what}", names)
+
+    def _received(self, rank: int, what: str, slot: Slot) -> tuple[Tensor | None, ...]:
+        self._ranks.watch.at = f"the {_named(what, slot)}, from replica {rank}"
+        return self._ranks.receiver(rank).receive(_named(what, slot)).tensors
+
+    def _finish(self) -> None:
+        for rank in self._others:
+            self._ranks.receiver(rank).finish()
+        for rank in self._others:
+            self._ranks.watch.at = f"the end, for replica {rank} to receive gradients"
+            self._ranks.sender(rank).finish()
+
+
+@contextmanager
+def lost() -> Iterator[None]:
+    """Within: connections are those to the replicas."""
+    try:
+        yield
+    except ChannelError as error:
+        raise ReplicaLostError(str(error)) from error
+
+
+def _named(what: str, slot: Slot) -> str:
+    return f"{what} of {slot.name}"
+
+
+def _flat(grad: Tensor | None) -> Tensor | None:
+    return grad if grad is None or grad.is_sparse else grad.reshape(-1)
+
+
+def _cut(flat: Tensor | None, piece: Piece) -> Tensor | None:
+    """A sparse gradient goes whole with the first piece."""
+    if flat is None or flat.is_sparse:
+        return flat if piece.begin == 0 else None
+    return flat[piece.begin : piece.end]
+
+
+def _mean(parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], slot: Slot, piece: Piece) -> Tensor | None:
+    """Of one piece, over all replicas. None: none has it."""
+    found = [(part, divisor) for part, divisor in zip(parts, divisors, strict=True) if part is not None]
+    if not found:
+        return None
+    parameter = slot.parameters[piece.parameter]
+    if len({part.layout for part, _ in found}) > 1:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {list(parameter.shape)} is sparse on one replica and dense on "
+            "another. Use sparse=False in its nn.Embedding, or use it alike on all replicas."
+        )
+    total: Tensor | None = None
+    for part, divisor in found:
+        here = part.to(parameter.device)
+        here = here if divisor is None else here.div_(divisor.to(here.device))
+        here = here.to(torch.float32) if here.dtype in _HALF else here
+        here = here.coalesce() if here.is_sparse else here
+        total = here if total is None else total.add_(here)  # in place: letters are ours, and our own part is replaced
+    assert total is not None  # found is not empty
+    mean = total.div_(len(parts)).to(found[0][0].dtype)
+    return mean.coalesce() if mean.is_sparse else mean
+
+
+def _joined(
+    parameter: Tensor, grad: Tensor | None, pieces: Sequence[tuple[Piece, Tensor | None]]
+) -> Tensor | None:
+    """A mean, put together; written into `grad` where that can be."""
+    found = [(piece, mean) for piece, mean in pieces if mean is not None]
+    if not found or found[0][1].is_sparse:
+        return found[0][1].to(parameter.device) if found else None
+    if grad is None:
+        grad = torch.empty_like(parameter, dtype=found[0][1].dtype, requires_grad=False)
+    flat = grad.view(-1) if grad.is_contiguous() else grad.new_empty(grad.numel())
+    for piece, mean in found:
+        here = flat[piece.begin : piece.end]
+        if here.data_ptr() != mean.data_ptr():  # else it was computed in its place
+            here.copy_(mean)
+    return grad if grad.is_contiguous() else grad.copy_(flat.view(grad.shape))

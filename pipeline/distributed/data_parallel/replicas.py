@@ -1,0 +1,185 @@
+"""The copies of a pipeline: who has the same stages as this process, and do all begin with the same values?
+
+    mesh of 2 pipelines x 2 ranks       pipeline 0   rank 0 - rank 1       group=mesh["pp"]      one pipeline
+                                                       |        |
+                                        pipeline 1   rank 2 - rank 3       replicas=mesh["dp"]   same stages, other data
+
+Of its replicas a process knows those that have its own stages. Replica 0's initial values count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.distributed.agreement import MismatchError, difference, digest, encoded
+from pipeline.distributed.group import Ranks, ranks_of
+from pipeline.transports.link import Letter
+
+_LETTER = 2**25  # bytes of initial values in a message
+
+
+class Replicas:
+    """A Pipe's replicas, as one process sees them.
+
+    Args:
+        ranks: one for each replica: those that have the same stages as this process.
+        pipeline: the ranks that run a replica together. None: one process does.
+
+    Attributes:
+        number: of the Pipe among those on these ranks.
+        index: which replica this process belongs to.
+        count: how many there are.
+        parameters: in words, those of the modules: a line each.
+    """
+
+    def __init__(self, ranks: Ranks, pipeline: Ranks | None, module: nn.Module) -> None:
+        self.ranks = ranks
+        self.pipeline = pipeline
+        self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
+        self.index, self.count = ranks.rank, ranks.size
+        self.parameters = "\n".join(_in_words(module.named_parameters()))
+
+    def __deepcopy__(self, memo: Any) -> Replicas:
+        """A copy of a Pipe has the same replicas."""
+        return self
+
+    def join(self, module: nn.Module, settings: str) -> None:
+        """Become one Pipe with the replicas, which do the same: they are set up alike, and get replica 0's values.
+
+        Args:
+            module: what this process has of the model.
+            settings: how the Pipe is set up, in words.
+
+        Raises:
+            MismatchError: they are not set up alike.
+        """
+        ranks, call = self.ranks, f"Pipe {self.number} among the replicas"
+        ranks.connect((one, other) for one in range(ranks.size) for other in range(ranks.size) if one != other)
+        ranks.enter(call)
+        try:
+            compare(
+                ranks,
+                {
+                    "the Pipes": f"number {self.number} among the replicas",
+                    "the places in the pipeline": _place(self.pipeline),
+                    "the settings": settings,
+                    "the parameters": self.parameters,
+                    "the buffers": "\n".join(_in_words(module.named_buffers())),
+                },
+            )
+            self._share([*module.parameters(), *module.buffers()])
+        except BaseException as error:
+            ranks.fail(error, call)
+        ranks.leave()
+
+    def _share(self, tensors: Iterable[Tensor]) -> None:
+        """Write replica 0's values into everyone's."""
+        series, what = f"{self.number}/values", "the initial values"
+        for some in _in_letters(tensors):
+            if self.index == 0:
+                for rank in range(1, self.count):
+                    self.ranks.send_one(rank, series, what, Letter(tuple([tensor.detach() for tensor in some])))
+                for rank in range(1, self.count):
+                    self.ranks.sender(rank).finish()
+            else:
+                with torch.no_grad():
+                    for tensor, value in zip(some, self.ranks.receive_one(0, series, what).tensors, strict=True):
+                        assert value is not None  # as it was sent
+                        tensor.copy_(value)
+
+
+def check_where(replicas: Any, group: Any, devices: Any) -> None:
+    """Refuse replicas of a pipeline of which nobody knows where its stages are.
+
+    Raises:
+        ValueError: neither its ranks nor devices are given.
+    """
+    if replicas is not None and group is None and devices is None:
+        raise ValueError(
+            "replicas=... says who has the same stages, but nothing says where the stages are. Give group=..., the "
+            'ranks of one pipeline (with a DeviceMesh: group=mesh["pp"], replicas=mesh["dp"]), or devices=[...] for '
+            "all stages in this process."
+        )
+
+
+def find_replicas(given: Any, ranks: Ranks | None, heartbeat: float, timeout: float) -> Ranks | None:
+    """The ranks of the replicas, those that have the same stages as this one.
+
+    Args:
+        given: a ProcessGroup, a DeviceMesh of one dimension, or None.
+        ranks: those that run this replica. None: this process does.
+        heartbeat, timeout: seconds, see Ranks.
+
+    Returns:
+        None: there is one replica.
+
+    Raises:
+        ValueError: other ranks of this pipeline are among them.
+    """
+    if given is None:
+        return None
+    found = ranks_of(given, heartbeat, timeout)
+    if found is not None and ranks is not None:
+        both = sorted(set(members(found)) & set(members(ranks)))
+        if len(both) > 1:
+            raise ValueError(
+                f"replicas has ranks {members(found)} and group has ranks {members(ranks)}, so ranks {both} would be "
+                "replicas of each other and parts of one pipeline. Give the two dimensions of a DeviceMesh: "
+                'group=mesh["pp"], replicas=mesh["dp"].'
+            )
+    return found
+
+
+def compare(ranks: Ranks, words: Mapping[str, str]) -> None:
+    """Raise what differs between the replicas.
+
+    Raises:
+        MismatchError: something does.
+    """
+    digests = [digest(text) for text in words.values()]
+    if any(each != digests for each in ranks.exchange(digests)):
+        refuse(ranks, words)
+
+
+def refuse(ranks: Ranks, words: Mapping[str, str]) -> NoReturn:
+    """Tell each other what differs between the replicas, which do all the same here.
+
+    Raises:
+        MismatchError: in words.
+    """
+    texts = ranks.exchange_texts(encoded(words))
+    raise MismatchError(
+        f"the replicas of a Pipe (ranks {members(ranks)} of the world, here 0 to {ranks.size - 1}) do not do the same: "
+        f"{difference(texts, list(words))}. All replicas run the same script, each with mini-batches of its own."
+    )
+
+
+def members(ranks: Ranks) -> list[int]:
+    """The numbers of some ranks in the world."""
+    return dist.get_process_group_ranks(ranks.group)
+
+
+def _place(pipeline: Ranks | None) -> str:
+    return "all stages in one process" if pipeline is None else f"rank {pipeline.rank} of {pipeline.size}"
+
+
+def _in_words(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    for name, tensor in named:
+        yield f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _in_letters(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Several small ones at a time."""
+    some: list[Tensor] = []
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        some.append(tensor)
+        if sum(each.numel() * each.element_size() for each in some) >= _LETTER:
+            yield some
+            some = []
+    if some:
+        yield some

@@ -1,0 +1,134 @@
+"""Which replica computes the mean of which gradients? Each of its share: as many numbers as another.
+
+    parameters of a slot   [ 0.weight | 0.bias | 2.weight             | 2.bias ]
+    shares of 2 replicas   [ replica 0             | replica 1                 ]     a weight may be in both
+
+A slot is what travels together: the parameters of one stage, which are final when its last backward has run, or of a
+few small ones; and at the end the rest, which several stages read, or only the loss. Slots and shares follow from the
+parameters alone, so all replicas cut alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from pipeline.execution.communicator import Pair
+
+SMALL = 2**20  # bytes: less does not travel alone
+
+
+class Piece(NamedTuple):
+    """A stretch of a parameter's numbers, in the order of its flattened self.
+
+    Attributes:
+        parameter: its number in its slot.
+        begin, end: the stretch. A parameter's first one begins at 0.
+    """
+
+    parameter: int
+    begin: int
+    end: int
+
+
+class Slot(NamedTuple):
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        stages: those whose own parameters these are, from late to early.
+        parameters: in that order, each stage's in the order of its modules.
+    """
+
+    stages: tuple[int, ...]
+    parameters: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """For the messages."""
+        return f"stages {', '.join(map(str, self.stages))}" if self.stages else "no stage"
+
+
+class Layout(NamedTuple):
+    """What of a process travels to its replicas.
+
+    Attributes:
+        slots: in the order in which they travel: late stages, which are final first. The last one has the rest, too.
+        parameters: all, in the order of the modules.
+    """
+
+    slots: tuple[Slot, ...]
+    parameters: tuple[Tensor, ...]
+
+
+def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] = ()) -> Layout:
+    """What of a process travels.
+
+    Args:
+        stages: the layers of each stage that this process has.
+        apart: the ids of parameters that other processes have too.
+
+    Example:
+        >>> layers = {stage: [nn.Linear(512, 512)] for stage in range(4)}
+        >>> layout = layout_of({**layers, 4: [nn.Linear(512, 2)]})
+        >>> [(slot.name, len(slot.parameters)) for slot in layout.slots]
+        [('stages 4, 3', 4), ('stages 2', 2), ('stages 1', 2), ('stages 0', 2), ('no stage', 0)]
+    """
+    found = {
+        stage: {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
+        for stage, layers in sorted(stages.items())
+    }
+    readers = Counter(key for parameters in found.values() for key in parameters)
+    everything = {key: parameter for parameters in found.values() for key, parameter in parameters.items()}
+    shared = {key: everything[key] for key, count in readers.items() if count > 1 or key in apart}
+    slots, last = [], Slot((), ())
+    for stage in reversed(found):
+        own = [parameter for key, parameter in found[stage].items() if key not in shared]
+        last = Slot((*last.stages, stage), (*last.parameters, *own))
+        if sum([each.numel() * each.element_size() for each in last.parameters]) >= SMALL:
+            slots.append(last)
+            last = Slot((), ())
+    last = Slot(last.stages, (*last.parameters, *shared.values()))
+    return Layout((*slots, last), tuple(everything.values()))
+
+
+def with_strangers(layout: Layout, pairs: Sequence[Pair]) -> Slot:
+    """The last slot, with parameters that are trained with the module but are not its own, those of a loss."""
+    known = {id(parameter) for parameter in layout.parameters}
+    strangers = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
+    last = layout.slots[-1]
+    return Slot(last.stages, (*last.parameters, *strangers))
+
+
+def shares(sizes: Sequence[int], count: int) -> list[list[Piece]]:
+    """Cut a row of parameters into shares of as many numbers.
+
+    Args:
+        sizes: how many numbers each parameter has.
+        count: how many shares.
+
+    Returns:
+        The pieces of each share. The first piece of a parameter is there even if it is empty.
+
+    Example:
+        >>> shares([3, 5], 2)
+        [[Piece(parameter=0, begin=0, end=3), Piece(parameter=1, begin=0, end=1)], [Piece(parameter=1, begin=1, end=5)]]
+    """
+    total = sum(sizes)
+    ends = [total * (share + 1) // count for share in range(count)]
+    found: list[list[Piece]] = [[] for _ in range(count)]
+    share, first = 0, 0
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            while ends[share] <= first + begin:
+                share += 1
+            end = min(size, ends[share] - first)
+            found[share].append(Piece(index, begin, end))
+            begin = end
+        if size == 0:
+            found[share].append(Piece(index, 0, 0))
+        first += size
+    return found

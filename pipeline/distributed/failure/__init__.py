@@ -1,0 +1,1 @@
+"""How a rank that waits learns that another has failed, went silent, or will never come."""

@@ -1,0 +1,150 @@
+"""Whom does this rank accuse, and when? The rules of silence, as a function of beats and this rank's own clock.
+
+    beats of all ranks --see--> when did each last change, when did anything last move --accusation--> Failure, or None
+
+    ended      a rank ended its script without the call that this rank is in                 at once
+    given up   a rank is in a later generation: this rank's call was given up                at once
+    silent     a rank's beat stays as it is                                                  after `heartbeat` seconds
+    stuck      all are alive, nothing moves on any rank: some did not enter, or all wait     after `timeout` seconds
+
+Clocks of different machines are never compared: a change counts from when this rank saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.distributed.failure.errors import Failure, silence
+from pipeline.distributed.failure.heartbeat import Beat
+
+
+class Judge:
+    """One rank's view of the others.
+
+    Args:
+        rank: this rank.
+        size: how many ranks there are.
+        heartbeat: seconds that a rank may go without a beat.
+        timeout: seconds that a call may go on while nothing moves on any rank.
+    """
+
+    def __init__(self, rank: int, size: int, heartbeat: float, timeout: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._heartbeat = heartbeat
+        self._timeout = timeout
+        self._beats: dict[int, Beat] = {}
+        self._changed: dict[int, float] = {}
+        self._moved = 0.0
+
+    def restart(self, now: float) -> None:
+        """Count from now: this rank itself was not running, so what it has not seen says nothing of the others."""
+        self._changed = dict.fromkeys(self._beats, now)
+        self._moved = now
+
+    def see(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Take note of the beats of all ranks that have one, this one's own included."""
+        for rank, beat in beats.items():
+            before = self._beats.get(rank)
+            if before is None or beat.serial != before.serial:
+                self._changed[rank] = now
+            if before is None or beat.movement() != before.movement():
+                self._moved = now
+            self._beats[rank] = beat
+
+    def accusation(self, now: float) -> Failure | None:
+        """What is wrong for the call that this rank is in, if anything is."""
+        own = self._beats.get(self._rank)
+        if own is None or not own.is_in:
+            return None
+        return self._ended(own) or self._given_up(own) or self._silent(own, now) or self._stuck(own, now)
+
+    def waits(self, but: int | None = None) -> str:
+        """Where every rank stands, but for that one."""
+        return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
+
+    def needy(self, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
+        """Who may still need the store for the call that this rank was in, which was this rank's last.
+
+        Args:
+            serials: of the beats when this rank parted; what such a beat says may be outdated.
+            now: of this rank's clock.
+            patience: seconds after which a rank without a beat is not waited for.
+        """
+        own = self._beats[self._rank]
+        return [
+            rank
+            for rank, beat in self._others().items()
+            if not beat.ended
+            and not beat.has_left(own)
+            and (beat.is_in or beat.serial == serials.get(rank))
+            and now - self._changed[rank] < patience
+        ]
+
+    def _others(self) -> dict[int, Beat]:
+        return {rank: beat for rank, beat in self._beats.items() if rank != self._rank}
+
+    def _stood(self, rank: int) -> str:
+        beat = self._beats.get(rank)
+        if beat is None:
+            return "has not been heard of yet"
+        return f"{'is' if rank == self._rank else 'was'} {beat.standing()}"
+
+    def _ended(self, own: Beat) -> Failure | None:
+        for rank, beat in self._others().items():
+            if beat.ended and not beat.has_left(own):
+                where = f" at {beat.at} in {beat.call}" if beat.has_entered(own) and beat.at else ""
+                message = f"rank {rank} {beat.ended}{where} while rank {self._rank} waits in {own.call} for it."
+                return silence(rank, own.call, message, self.waits(but=rank))
+        return None
+
+    def _given_up(self, own: Beat) -> Failure | None:
+        for rank, beat in self._others().items():
+            if beat.generation > own.generation:
+                message = (
+                    f"{own.call} was given up by the others while rank {self._rank} was not heard of: rank {rank} is "
+                    f"{beat.standing()}, {beat.generation - own.generation} failures later."
+                )
+                return silence(self._rank, own.call, message)
+        return None
+
+    def _silent(self, own: Beat, now: float) -> Failure | None:
+        needed = [rank for rank, beat in self._others().items() if not beat.has_left(own)]
+        since = {rank: now - self._changed[rank] for rank in needed}
+        rank = max(since, key=since.__getitem__, default=self._rank)
+        if since.get(rank, 0.0) <= self._heartbeat:
+            return None
+        message = (
+            f"rank {rank} does not answer since {since[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, swapped "
+            f"out or cut off. It was last seen {self._beats[rank].standing()}."
+        )
+        return silence(rank, own.call, message, self.waits(but=rank))
+
+    def _stuck(self, own: Beat, now: float) -> Failure | None:
+        if now - self._moved <= self._timeout:
+            return None
+        absent = [rank for rank in range(self._size) if not self._has_entered(rank, own)]
+        if absent:
+            return silence(absent[0], own.call, self._missed(absent, own), self.waits())
+        message = (
+            f"nothing moves on any rank for {self._timeout:g} s (timeout={self._timeout}) in {own.call}, though all "
+            f"ranks are alive. If one action may take that long, give a larger timeout."
+        )
+        return silence(self._rank, own.call, message, self.waits())
+
+    def _has_entered(self, rank: int, own: Beat) -> bool:
+        return rank in self._beats and self._beats[rank].has_entered(own)
+
+    def _missed(self, absent: list[int], own: Beat) -> str:
+        parts = []
+        for rank in absent:
+            beat = self._beats.get(rank)
+            if beat is None:
+                parts.append(f"rank {rank} has not been heard of yet, nor entered {own.call}")
+            else:
+                last = f"it was last in {beat.call}" if beat.call else "it has entered no call so far"
+                parts.append(f"rank {rank} is alive but has not entered {own.call} for {self._timeout:g} s; {last}")
+        return (
+            f"{'; '.join(parts)} (timeout={self._timeout}). Every rank must make the same calls; if one may stay away "
+            f"for that long, give a larger timeout."
+        )

@@ -1,0 +1,158 @@
+"""Where does this rank stand, and does it know of a failure? What the main thread and the watch's threads share.
+
+    main thread: enter ... at, steps ... leave         watcher: beat(), asked(), unposted()  ──► store
+                 ask, fail ◄── the generation's failure, abort() ── posted(), deliver() ◄── store
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from pipeline.distributed.failure.errors import Failure
+from pipeline.distributed.failure.heartbeat import Beat
+
+
+class Marks(Protocol):
+    """What the main thread says of itself, often, and so without the lock."""
+
+    at: object
+    steps: int
+
+
+class Standing:
+    """The state of one rank. Its methods may be called by any thread.
+
+    Args:
+        rank: this rank.
+        marks: where the main thread leaves its marks; None when that is gone. (The threads, which hold this, hold no
+            watch: one that nobody else holds ends.)
+    """
+
+    def __init__(self, rank: int, marks: Callable[[], Marks | None]) -> None:
+        self.rank = rank
+        self.is_asking = False  # whether the main thread stands in `ask`
+        self.changed = threading.Condition()
+        self.failure: Failure | None = None  # of this generation
+        self.ended = ""
+        self.has_parted = False
+        self._generation = -1
+        self._number = 0
+        self._call = ""
+        self._abort: Callable[[], None] | None = None  # None: outside of calls
+        self._was_aborted = False
+        self._unposted: list[tuple[int, Failure]] = []
+        self._marks = marks
+        self._at: object = ""
+        self._steps = 0
+
+    # ------------------------------------------------------------------ what the main thread does
+
+    def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
+        """This rank is in a call from now on."""
+        with self.changed:
+            if self.ended:
+                raise RuntimeError(f"rank {self.rank} {self.ended}: it cannot enter {call}")
+            if generation < self._generation:
+                raise ValueError(f"generation {generation} is over: rank {self.rank} is in {self._generation}")
+            if generation > self._generation:
+                self._generation, self._number, self.failure = generation, 0, None
+            self._number += 1
+            self._call, self._abort, self._was_aborted = call, abort, False
+
+    def leave(self) -> None:
+        """It is not any more. No abort is under way when this returns."""
+        with self.changed:
+            self._abort = None
+
+    def ask(self, seconds: float) -> Failure | None:
+        """The failure of this generation, waiting for one."""
+        with self.changed:
+            self.is_asking = True
+            try:
+                self.changed.wait_for(lambda: self.failure is not None or self.ended, seconds)
+            finally:
+                self.is_asking = False
+            return self.failure
+
+    def tell(self, failure: Failure, seconds: float) -> None:
+        """Give the watcher a failure to post, waiting until it did."""
+        with self.changed:
+            if self.failure is None:
+                self._unposted.append((self._generation, failure))
+                self.changed.wait_for(lambda: self.failure is not None or self.ended, seconds)
+                self.failure = self.failure or failure
+
+    def end(self, how: str) -> None:
+        """This rank enters no call any more."""
+        with self.changed:
+            self.ended = self.ended or how
+            self.changed.notify_all()
+
+    def drop(self) -> None:
+        """Nobody holds the watch any more. Without the lock: Python may find that out anywhere, in any thread."""
+        self._abort = None
+        self.ended = self.ended or "dropped its Pipe"
+
+    # ------------------------------------------------------------------ what the threads do
+
+    def beat(self, serial: int) -> Beat:
+        """How this rank stands now."""
+        with self.changed:
+            marks = self._marks()
+            if marks is not None:
+                self._at, self._steps = marks.at, marks.steps
+            at = " ".join(map(str, self._at)) if isinstance(self._at, tuple) else str(self._at)
+            is_in = self._abort is not None
+            return Beat(serial, self._generation, self._number, self._call, is_in, at, self._steps, self.ended)
+
+    def asked(self) -> int | None:
+        """The generation of which the main thread would want to know a failure, and knows none."""
+        with self.changed:
+            wants = (self._abort is not None or self.is_asking) and self.failure is None
+            return self._generation if wants else None
+
+    def unposted(self) -> list[tuple[int, Failure]]:
+        """What the others are to be told, with its generation, oldest first."""
+        with self.changed:
+            return list(self._unposted)
+
+    def posted(self, generation: int, first: Failure) -> None:
+        """The others were told the oldest of these. The failure of that generation is `first`."""
+        with self.changed:
+            del self._unposted[0]
+            self.deliver(generation, first)
+
+    def lose(self, failure: Failure) -> None:
+        """A failure of which the others cannot be told yet, since the store does not answer."""
+        with self.changed:
+            if self.failure is None:
+                self._unposted.append((self._generation, failure))
+            self.deliver(self._generation, failure)
+
+    def deliver(self, generation: int, failure: Failure) -> None:
+        """Tell the main thread. What it knows already stays."""
+        with self.changed:
+            if generation == self._generation:
+                self.failure = self.failure or failure
+            self.wake()
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """If the main thread is in a call of a generation that has failed, abort that call, once."""
+        with self.changed:  # held while aborting, so that no abort is under way when `leave` returns
+            if self.failure is None or self._abort is None or self._was_aborted:
+                return
+            self._was_aborted = True
+            try:
+                self._abort()
+            except Exception:
+                traceback.print_exc()  # the watcher must go on: without its beats this rank would be accused
+
+    def part(self) -> None:
+        """No other rank needs this one any more."""
+        with self.changed:
+            self.has_parted = True
+            self.changed.notify_all()

@@ -1,0 +1,157 @@
+"""How does a rank that waits learn that another has failed, went silent, or will never come?
+
+    main thread                        watcher thread                        the others' watchers
+    enter, at, steps, leave ─state──►  a beat, once a second     ◄──store──►  beats
+    fail(failure)           ────────►  the failure, first wins   ◄──store──►  looked for, ten times a second
+    a wait dies, verdict()  ◄─abort()  there is a failure, or a silence that is one
+                            ◄─abort()  guard thread: the store itself does not answer
+
+The main thread never touches the store, which may hold its caller for as long as the process that hosts it is stopped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+
+from pipeline.distributed.failure.detector import Judge
+from pipeline.distributed.failure.errors import Failure
+from pipeline.distributed.failure.local_status import Standing
+from pipeline.distributed.failure.store_keys import Board
+from pipeline.distributed.failure.store_watchdog import Guard
+from pipeline.distributed.failure.thread import PARTING, Watcher
+
+POSTING = 2.0  # seconds that `fail` waits at most until the others can know
+
+
+class Watch:
+    """One rank's part in noticing failures. Every rank makes one, with the same prefix. Its threads end with it.
+
+    The main thread assigns `at`, what it waits for or does, before each wait and action: a str, or a tuple whose parts
+    are joined when somebody asks. And it raises `steps` whenever it got on. Both are plain attributes: they are written
+    often.
+
+    Args:
+        store: any store of torch.distributed; it is cloned.
+        prefix: of every key; no two watches in a store's life share one.
+        rank: this rank.
+        size: how many ranks there are.
+        heartbeat: seconds after which a rank that gives no sign of life is given up. A library that holds Python's lock
+            for longer than that looks the same.
+        timeout: seconds after which a call is given up in which nothing moves on any rank.
+
+    >>> watch = Watch(dist.HashStore(), "doc", rank=0, size=1)
+    >>> watch.enter(0, "step 7", abort=lambda: None)
+    >>> watch.at = ("2B3", "for the gradient of", "h3")  # before each wait and action
+    >>> watch.steps += 1                                 # after it
+    >>> watch.leave()
+    >>> watch.stop()
+    """
+
+    def __init__(
+        self, store: dist.Store, prefix: str, rank: int, size: int, heartbeat: float = 10.0, timeout: float = 300.0
+    ) -> None:
+        if not (heartbeat > 0 and timeout > 0):
+            wrong = f"(heartbeat: {heartbeat}, timeout: {timeout})"
+            raise ValueError(f"heartbeat and timeout are seconds and must be more than 0 {wrong}")
+        self.at: object = ""
+        self.steps = 0
+        self._heartbeat = heartbeat
+        self._standing = standing = Standing(rank, weakref.ref(self))
+        judge = Judge(rank, size, heartbeat, timeout)
+        self._watcher = Watcher(standing, Board(store, prefix, rank, size), judge, heartbeat)
+        self._guard = Guard(standing, self._watcher, heartbeat)
+        at_exit = partial(_end_with_script, standing, self._watcher, self._guard, os.getpid())
+        self._drop = weakref.finalize(self, standing.drop)  # the threads then end when no other rank needs them
+        self._drop.atexit = False
+        atexit.register(at_exit)
+        self._watcher.start(at_end=partial(_forget, self._guard, at_exit))
+        self._guard.start()
+
+    def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
+        """This rank enters a call, as all ranks do.
+
+        Args:
+            generation: how many failures there were before.
+            call: what to name it ("step 7").
+            abort: is called once, in another thread, when any rank fails: it must wake every wait of the main thread,
+                and not wait itself.
+
+        Raises:
+            RuntimeError: this watch was stopped.
+            ValueError: there was a later generation.
+        """
+        self.at = ""
+        self._standing.enter(generation, call, abort)
+
+    def leave(self) -> None:
+        """The call ended well on this rank. From here on its abort is not called, nor under way."""
+        self._standing.leave()
+
+    def fail(self, failure: Failure) -> None:
+        """This rank failed: tell the others. If another rank was first, its failure stays the one that all know.
+
+        The call is over then, and its abort is not called. Where the store does not answer, this returns after two
+        seconds at most, and the others are told when it answers again.
+        """
+        with self._standing.changed:  # so that the watcher looks after it was told
+            self._standing.leave()
+            self._watcher.hurry()
+            self._standing.tell(failure, min(POSTING, self._heartbeat))
+
+    def verdict(self, grace: float) -> Failure | None:
+        """The failure of this generation, or None if there is none after `grace` seconds.
+
+        It is the same on all ranks (where the store did not answer: of the same kind). If there is one, the call is
+        over.
+        """
+        with self._standing.changed:
+            self._watcher.hurry()
+            found = self._standing.ask(grace)
+            if found is not None:
+                self._standing.leave()
+            return found
+
+    def farewell(self) -> None:
+        """This rank ends its script: the others need not wait for it. At exit this is done without being asked.
+
+        Waits for ranks that are still in a call that this one has left, five seconds at most: the store may live in
+        this process, and they need it.
+        """
+        _part(self._standing, self._watcher)
+
+    def stop(self) -> None:
+        """End the threads at once, and tell the others so. May be called again."""
+        self._drop()
+        self._standing.leave()
+        _join(self._watcher, self._guard)
+
+
+def _part(standing: Standing, watcher: Watcher) -> None:
+    standing.end("ended its script")
+    watcher.hurry()
+    with standing.changed:
+        standing.changed.wait_for(lambda: standing.has_parted or not watcher.is_alive(), PARTING)
+
+
+def _forget(guard: Guard, at_exit: Callable[[], None]) -> None:
+    guard.end()
+    atexit.unregister(at_exit)
+
+
+def _join(watcher: Watcher, guard: Guard) -> None:
+    guard.end()
+    watcher.end()
+    guard.join()
+    watcher.join()
+
+
+def _end_with_script(standing: Standing, watcher: Watcher, guard: Guard, process: int) -> None:
+    if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
+        _part(standing, watcher)
+        _join(watcher, guard)

@@ -1,0 +1,69 @@
+"""Where do ranks leave word for each other? Keys in a store of torch.distributed.
+
+    beat/<rank>          the rank's latest sign of life, overwritten
+    fail/<generation>    the first failure of that generation; those of earlier generations are deleted in the end
+
+A store that does not answer blocks its caller for as long as that lasts (its own timeouts do not help there), so one
+thread alone uses a board. The store is cloned: the clone has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from pipeline.distributed.failure.errors import Failure, decode, encode
+from pipeline.distributed.failure.heartbeat import Beat
+
+KEPT = 4  # failures: a rank that was stopped for some of them still finds its own
+
+
+class Board:
+    """The keys of one watch.
+
+    Args:
+        store: any store; all ranks give one that leads to the same place.
+        prefix: goes before every key.
+        rank, size: this rank, and how many there are.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, size: int) -> None:
+        self._store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # torch's stub lacks it
+        self._rank = rank
+        self._size = size
+        self._seen = {rank}
+        self._oldest = 0
+
+    def say(self, beat: Beat) -> None:
+        """This rank's sign of life."""
+        self._store.set(f"beat/{self._rank}", beat.text())
+
+    def beats(self) -> dict[int, Beat]:
+        """Of all other ranks that ever gave one."""
+        unseen = set(range(self._size)) - self._seen  # multi_get would wait for a key that is not there
+        self._seen.update(rank for rank in unseen if self._store.check([_beat(rank)]))
+        ranks = sorted(self._seen - {self._rank})
+        if not ranks:
+            return {}
+        return dict(zip(ranks, map(Beat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))
+
+    def post(self, generation: int, failure: Failure) -> Failure:
+        """Make it the failure of that generation, unless there is one; return the one that there is then."""
+        return decode(self._store.compare_set(_fail(generation), "", encode(failure).decode("ascii")))
+
+    def failure(self, generation: int) -> Failure | None:
+        """That of this generation, if it failed."""
+        return decode(self._store.get(_fail(generation))) if self._store.check([_fail(generation)]) else None
+
+    def forget_before(self, generation: int) -> None:
+        """Delete the failures that no rank can ask for any more."""
+        while self._oldest < generation - KEPT:
+            self._store.delete_key(_fail(self._oldest))
+            self._oldest += 1
+
+
+def _beat(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _fail(generation: int) -> str:
+    return f"fail/{generation}"

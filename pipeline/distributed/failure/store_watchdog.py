@@ -1,0 +1,70 @@
+"""The guard: what if the store itself does not answer, since the process that hosts it is stopped?
+
+    watcher:  |turn| |turn| |turn ........ held by the store
+    guard:       .      .      .      .      .   heartbeat is over: the main thread is told, without the store
+
+A second thread, since the first one cannot look at a clock while the store holds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic
+
+from pipeline.distributed.failure.errors import silence
+from pipeline.distributed.failure.local_status import Standing
+from pipeline.distributed.failure.thread import BEAT, JOINING, Watcher
+
+
+class Guard:
+    """The thread that watches the watcher.
+
+    Args:
+        standing: of this rank.
+        watcher: the one that speaks with the store.
+        heartbeat: seconds that a turn of the watcher may take.
+    """
+
+    def __init__(self, standing: Standing, watcher: Watcher, heartbeat: float) -> None:
+        self._standing = standing
+        self._watcher = watcher
+        self._heartbeat = heartbeat
+        self._awake = self._since = monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipe guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def join(self) -> None:
+        """Wait for that."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOINING)
+
+    def _run(self) -> None:
+        while not self._over.wait(min(BEAT, self._heartbeat / 4)):
+            self._look(monotonic())
+
+    def _look(self, now: float) -> None:
+        if now - self._awake > self._heartbeat / 2:
+            self._since = now  # this process was stopped itself: the store had no time to answer
+        self._awake = now
+        began = self._watcher.turn_began
+        held = 0.0 if began is None else now - max(began, self._since)
+        if held <= self._heartbeat:
+            return
+        if self._standing.ended:
+            self._standing.part()
+        if self._standing.asked() is not None:
+            rank, own = self._standing.rank, self._standing.beat(0)
+            message = (
+                f"the store of torch.distributed does not answer rank {rank} since {held:.1f} s "
+                f"(heartbeat={self._heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
+                f"swapped out or cut off. rank {rank} is {own.standing()}."
+            )
+            self._standing.lose(silence(rank, own.call, message, self._watcher.judge.waits(but=rank)))

@@ -1,0 +1,385 @@
+"""The ranks that run a Pipe together: who they are, and how this one talks to them.
+
+    torchrun, or group=...  -->  Ranks: rank, size, a store, a Watch, channels of a generation, links over them
+
+    within a call   exchange: a few whole numbers from everyone to everyone        Sender, Receiver: letters
+    a failure       its record first, then every channel is closed; the next call builds the next generation of them
+
+All Pipes of one process group share one. Channels connect ordered pairs of ranks; control numbers travel on the same
+ones, before and after the letters of a phase.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.common.arguments import check_group
+from pipeline.common.interrupts import Deferral
+from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
+from pipeline.distributed.failure.monitor import Watch
+from pipeline.distributed.rendezvous import Meeting
+from pipeline.transports.channel import ChannelError
+from pipeline.transports.distributed import Channels
+from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.nccl import nccl_of
+from scheduler import Action
+
+_LATER = 60.0  # seconds after `timeout`, when the watch has spoken, that torch itself gives a wait up
+_GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
+_DIRECT = 3  # up to so many ranks each tells each; more tell rank 0, which tells all
+
+
+class Ranks:
+    """The ranks of a process group.
+
+    Args:
+        group: the process group.
+        heartbeat: seconds without a sign of life after which a rank is given up.
+        timeout: seconds without progress after which a call is.
+    """
+
+    def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
+        self.group = group
+        self.process = os.getpid()
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.device = _device()
+        self._carrier = nccl_of(group, self.device)
+        self.calls = 0
+        self.calls_since = 0  # the last failure: after one, the ranks need not have made as many
+        self.pipes = 0
+        self.generation = 0
+        self.is_in_call = False
+        self.heartbeat = heartbeat
+        self.timeout = timeout
+        self._prefix = f"penstock/{group.group_name}/{number}"
+        store = dist.distributed_c10d._get_default_store()
+        self.watch = Watch(store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
+        self._pairs: list[tuple[tuple[int, int], ...]] = []  # asked for, one entry a time
+        self._agreed_pairs = 0  # how many of the entries all ranks have
+        self._channels: list[Channels] = []
+        self._meeting = Meeting(store, f"{self._prefix}/meeting", self.size)
+        self._of: dict[tuple[int, int], Channels] = {}
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self.connect(_control_pairs(self.size))
+        self._agreed_pairs = 1
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        """A copy of a Pipe runs on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipe over ranks cannot be pickled: it holds connections, and only a part of the model. Save "
+            "pipe.state_dict() with torch.distributed.checkpoint, or pipe.full_state_dict() on rank 0."
+        )
+
+    # ---------------------------------------------------------------------------------------------------- channels
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Have a channel for each of these ordered pairs. All ranks ask for the same ones, in the same order."""
+        known = {pair for some in self._pairs for pair in some}
+        new = tuple(sorted(set(pairs) - known))
+        if new:
+            self._pairs.append(new)
+            if self._channels:
+                self._build(len(self._pairs) - 1)
+
+    def _build(self, index: int) -> None:
+        self.watch.at = "the connecting of all ranks"
+        patience = timedelta(seconds=self.timeout + _LATER)
+        found = self._meeting.build(
+            f"{self.generation}/{index}",
+            lambda store: Channels(store, "channels", self.rank, self._pairs[index], patience, self._carrier),
+        )
+        self._channels.append(found)
+        self._of.update({pair: found for pair in self._pairs[index] if self.rank in pair})
+        if self._meeting.is_given_up:  # and what is new here may not have been
+            raise ChannelError(f"rank {self.rank} gave the call up")
+
+    def ready(self) -> None:
+        """Build the channels, if there are none: at first, and when a failure closed them."""
+        if not self._channels:
+            for index in range(len(self._pairs)):
+                self._build(index)
+
+    def abort(self) -> None:
+        """Wake whoever waits for another rank. From any thread."""
+        self._meeting.give_up()
+        for channels in self._channels:
+            channels.abort()
+
+    def close(self) -> None:
+        """Drop the channels, and what was learned of their messages; the next call builds the next generation."""
+        self.abort()
+        for channels in self._channels:
+            channels.close()
+        self._channels.clear()
+        self._of.clear()
+        self._senders.clear()
+        self._receivers.clear()
+        self.generation += 1
+        self.calls_since = 0
+
+    # ----------------------------------------------------------------------------------------------------- letters
+
+    def sender(self, to: int) -> Sender:
+        """The link to a rank."""
+        found = self._senders.get(to)
+        if found is None:
+            outgoing = self._of[self.rank, to].outgoing(to)
+            found = self._senders[to] = Sender(outgoing, f"rank {self.rank} to rank {to}")
+        return found
+
+    def receiver(self, source: int) -> Receiver:
+        """The link from a rank."""
+        found = self._receivers.get(source)
+        if found is None:
+            incoming = self._of[source, self.rank].incoming(source)
+            found = Receiver(incoming, f"rank {source} to rank {self.rank}", device=self.device)
+            self._receivers[source] = found
+        return found
+
+    def send_one(self, to: int, series: str, what: str, letter: Letter) -> None:
+        """Send a letter by itself."""
+        sender = self.sender(to)
+        sender.begin(series, [what])
+        sender.send(what, letter)
+
+    def receive_one(self, source: int, series: str, what: str) -> Letter:
+        """Receive a letter that was sent by itself."""
+        self.watch.at = f"the end, for {what} from rank {source}"
+        receiver = self.receiver(source)
+        receiver.begin(series, [what])
+        found = receiver.receive(what)
+        receiver.finish()
+        return found
+
+    # ----------------------------------------------------------------------------------------------------- numbers
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Everyone's numbers, by rank. Everyone gives as many."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        found = self._exchange(mine.view(torch.uint8))
+        return [each.view(torch.int64).tolist() for each in found]
+
+    def exchange_texts(self, text: str) -> list[str]:
+        """Everyone's text, by rank."""
+        data = text.encode()
+        sizes = [size for (size,) in self.exchange([len(data)])]
+        buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
+        buffer[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+        return [bytes(each[:size].tolist()).decode() for each, size in zip(self._exchange(buffer), sizes, strict=True)]
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        self.watch.at = "a meeting of all ranks"
+        if self.size <= _DIRECT:
+            return self._tell_all(mine)
+        if self.rank == 0:
+            return self._as_hub(mine)
+        sent = self._of[self.rank, 0].outgoing(0).send(mine)
+        everything = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
+        self._of[0, self.rank].incoming(0).post(everything).wait()
+        sent.wait()
+        return list(everything.view(self.size, -1))
+
+    def _tell_all(self, mine: Tensor) -> list[Tensor]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        found = {rank: torch.empty_like(mine) for rank in others}
+        sent = [self._of[self.rank, rank].outgoing(rank).send(mine) for rank in others]
+        posted = [self._of[rank, self.rank].incoming(rank).post(found[rank]) for rank in others]
+        for handle in [*posted, *sent]:
+            handle.wait()
+        found[self.rank] = mine
+        return [found[rank] for rank in range(self.size)]
+
+    def _as_hub(self, mine: Tensor) -> list[Tensor]:
+        others = range(1, self.size)
+        everything = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
+        everything[0] = mine
+        for handle in [self._of[rank, 0].incoming(rank).post(everything[rank]) for rank in others]:
+            handle.wait()
+        for handle in [self._of[0, rank].outgoing(rank).send(everything.view(-1)) for rank in others]:
+            handle.wait()
+        return list(everything)
+
+    # ----------------------------------------------------------------------------------------------------- failure
+
+    def enter(self, call: str) -> None:
+        """A call begins. What fails from now on fails for everyone."""
+        if self.is_in_call:
+            raise RuntimeError(
+                f"{call} was begun within another call over ranks, which the other ranks cannot know of. A loss_fn, a "
+                "layer or a hook may not call a Pipe that runs over ranks; give that one devices=[...]."
+            )
+        interrupts = Deferral()
+        interrupts.begin()  # in the call, or not
+        try:
+            try:
+                self.calls += 1
+                self.calls_since += 1
+                self.is_in_call = True
+                self._meeting.open()  # before the watch can give it up
+                self.watch.enter(self.generation, call, self.abort)
+            finally:
+                interrupts.end()
+            self.ready()
+        except BaseException as error:
+            self.fail(error, call)
+
+    def leave(self) -> None:
+        """The call has gone well here."""
+        self.watch.leave()
+        self.is_in_call = False
+        self._agreed_pairs = len(self._pairs)
+
+    def fail(self, error: BaseException, call: str, action: Action | None = None, standing: str = "") -> NoReturn:
+        """The call failed here, in an action or elsewhere: make it everyone's failure, and raise what all raise.
+
+        Args:
+            standing: how far this rank had come. It is told where another one went silent, and nobody knows how far.
+        """
+        interrupts = Deferral()
+        interrupts.begin()
+        try:
+            self._fail(error, call, action, standing)
+        finally:
+            interrupts.end()
+
+    def _fail(self, error: BaseException, call: str, action: Action | None, standing: str) -> NoReturn:
+        self.is_in_call = False
+        is_lost = isinstance(error, ChannelError)  # why is known to another rank, as a rule
+        own = self._lost(error, call) if is_lost else self._raised(error, call, action)
+        first = self.watch.verdict(_GRACE) if is_lost else None
+        if first is None:
+            self.watch.fail(own)
+            first = self.watch.verdict(_GRACE) or own
+        del self._pairs[self._agreed_pairs :]  # some ranks may not have come to ask for them
+        self.close()
+        self.watch.leave()
+        found = exception_of(first, self.rank)
+        if standing and isinstance(found, RankError) and not first.traceback:  # nobody raised: who knows what was done
+            found.add_note(f"rank {self.rank} {standing}")
+        is_everyones = type(found) is type(error) and str(found) == str(error)  # all make the same mistake
+        if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
+            error.add_note(f"this is rank {self.rank}, in {call}")
+            raise error
+        if not is_lost:
+            found.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
+        raise found from found.__cause__ or error
+
+    def _raised(self, error: BaseException, call: str, action: Action | None) -> Failure:
+        if action is None:
+            return of_exception(error, self.rank, call)
+        return of_exception(error, self.rank, call, stage=action.stage, chunk=action.chunk, action=str(action))
+
+    def _lost(self, error: BaseException, call: str) -> Failure:
+        waited = f"rank {self.rank} waited at {in_words(self.watch.at)}."
+        return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
+
+    def farewell(self) -> None:
+        """The script ends."""
+        self.watch.farewell()
+        self.watch.stop()
+        for channels in self._channels:
+            channels.drain(self.heartbeat)  # what others still have to receive
+        self.close()
+
+
+def in_words(at: object) -> str:
+    """Where a rank is, as it noted it."""
+    return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
+
+
+def _control_pairs(size: int) -> list[tuple[int, int]]:
+    if size <= _DIRECT:
+        return [(one, other) for one in range(size) for other in range(size) if one != other]
+    return [pair for rank in range(1, size) for pair in ((0, rank), (rank, 0))]
+
+
+def _device() -> torch.device:
+    """Where this rank computes."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+# ---------------------------------------------------------------------------------------------------------- which ones
+
+_found: list[Ranks] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
+
+
+def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
+    """The ranks of a group; of torch.distributed's world where none is given and there are several processes.
+
+    Args:
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None.
+        heartbeat, timeout: seconds, see Ranks.
+
+    Returns:
+        None: one process runs everything.
+    """
+    if group is None and not _is_world():
+        return None
+    check_group(group)
+    group = _process_group(group, timeout)
+    if dist.get_world_size(group) == 1:
+        return None
+    key = (group, heartbeat, timeout)
+    found = next((ranks for ranks in _found if (ranks.group, ranks.heartbeat, ranks.timeout) == key), None)
+    if found is None:
+        earlier = sum(ranks.group.group_name == group.group_name for ranks in _found)  # as on the group's other ranks
+        found = Ranks(group, heartbeat, timeout, earlier)
+        _found.append(found)
+    return found
+
+
+def _is_world() -> bool:
+    """Whether torch.distributed has several processes, or torchrun started several."""
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _process_group(group: Any, timeout: float) -> Any:
+    if not dist.is_initialized():
+        device = _device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # or 30 minutes, where a rank never comes
+        atexit.register(_destroy, os.getpid())
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group has no place for rank {dist.get_rank()}. Build the Pipe only on the ranks of its group."
+        )
+    return group
+
+
+def _destroy(process: int) -> None:
+    if dist.is_initialized() and os.getpid() == process:  # and not in a fork, whose copy has none of the threads
+        dist.destroy_process_group()
+
+
+@atexit.register
+def _farewell() -> None:
+    for ranks in _found:
+        if ranks.process == os.getpid():
+            ranks.farewell()
+    _found.clear()

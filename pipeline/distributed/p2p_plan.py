@@ -1,0 +1,121 @@
+"""Which messages go from rank to rank in a phase of a call, and in which order?
+
+    order of rank 0:  0F0 0F1 0B0 ...   --data/values.py-->   0 to 1: h1 of chunk 0, h1 of chunk 1, ...
+    order of rank 1:  1F0 1B0 1F1 ...                    1 to 0: the gradient of h1 of chunk 0, ...
+
+A rank sends as it goes, so the order of a channel is that of its sender's actions; a message goes straight from the
+stage that makes a value to the one that reads it, past all ranks between. Which actions send and what they need is
+`scheduler.requires`' affair: `scheduler.lower` has the same messages in the same order (a test compares them), and
+`scheduler.verify` proves that such a program cannot wait for ever.
+
+A message proves that its sender had received some of ours: then those need not be kept any longer (`delivered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from pipeline.data.values import CALLER, Name, Values
+from scheduler import Action, Kind
+
+Channel: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that receives)
+Key: TypeAlias = tuple[Name, int, int, bool]  # the value, the chunk, the stage that reads it, is it its gradient
+
+
+class Slot(NamedTuple):
+    """A message: its name, and the actions that send it and receive it, by their places in their ranks' orders."""
+
+    name: str
+    key: Key
+    sent_at: int
+    taken_at: int
+
+
+class Traffic:
+    """All messages of a phase that a rank sends or receives.
+
+    Args:
+        orders: the actions of each rank.
+        values: what crosses the stages.
+        rank_of: which rank has each stage.
+        rank: this one.
+
+    Attributes:
+        slots: the messages of each channel from or to this rank, in order.
+        name_of: for each message its name.
+        channel_of: and where it goes.
+
+    Example:
+        >>> from pipeline.data.values import chain
+        >>> from scheduler import by_name
+        >>> traffic = Traffic(by_name("1f1b", lanes=2, chunks=2).orders, chain(2), rank_of=(0, 1), rank=0)
+        >>> [slot.name for slot in traffic.slots[1, 0]]
+        ['the gradient of h1 of chunk 0 from stage 1', 'the gradient of h1 of chunk 1 from stage 1']
+    """
+
+    def __init__(
+        self, orders: Sequence[Sequence[Action]], values: Values, rank_of: Sequence[int], rank: int
+    ) -> None:
+        place = {action: index for order in orders for index, action in enumerate(order)}
+        numbers = {row.name: number for number, row in enumerate(values.rows)}
+        self.slots: dict[Channel, list[Slot]] = {}
+        for order in orders:
+            for index, action in enumerate(order):
+                for key, reader, channel in _sent(action, values, rank_of):
+                    if rank in channel:
+                        slot = Slot(_name(key, numbers), key, index, _taken_at(key, reader, place))
+                        self.slots.setdefault(channel, []).append(slot)
+        self.name_of = {slot.key: slot.name for slots in self.slots.values() for slot in slots}
+        self.channel_of = {slot.key: channel for channel, slots in self.slots.items() for slot in slots}
+        self._delivered = {channel: self._proved(channel) for channel in self.slots if channel[1] == rank}
+
+    def delivered(self, channel: Channel, count: int) -> int:
+        """How many messages of the opposite channel have arrived once `count` have come in on this one."""
+        return self._delivered[channel][count]
+
+    def _proved(self, channel: Channel) -> list[int]:
+        ours = self.slots.get((channel[1], channel[0]), [])
+        found, proved = [0], 0
+        for slot in self.slots[channel]:
+            while proved < len(ours) and _last_taken(ours, proved) <= slot.sent_at:
+                proved += 1
+            found.append(proved)
+        return found
+
+
+def _last_taken(slots: Sequence[Slot], index: int) -> int:
+    return slots[index].taken_at
+
+
+def _sent(action: Action, values: Values, rank_of: Sequence[int]) -> Iterator[tuple[Key, int, Channel]]:
+    """What an action sends: the message, the stage that takes it, and the channel."""
+    stage, kind, chunk = action
+    here = rank_of[stage]
+    if kind is Kind.F:
+        for row in values.made_by[stage]:
+            for reader in row.readers:
+                if reader != CALLER and rank_of[reader] != here:
+                    yield (row.name, chunk, reader, False), reader, (here, rank_of[reader])
+    elif kind in (Kind.B, Kind.I):
+        for row in values.read_by[stage]:
+            if row.producer != CALLER and rank_of[row.producer] != here:
+                yield (row.name, chunk, stage, True), row.producer, (here, rank_of[row.producer])
+
+
+def _taken_at(key: Key, reader: int, place: Mapping[Action, int]) -> int:
+    """Where in its rank's order a message is taken: by the F that reads the value, or the backward that wants it."""
+    _, chunk, _, is_grad = key
+    if not is_grad:
+        return place[Action(reader, Kind.F, chunk)]
+    whole = place.get(Action(reader, Kind.B, chunk))
+    return place[Action(reader, Kind.I, chunk)] if whole is None else whole
+
+
+def _name(key: Key, numbers: Mapping[Name, int]) -> str:
+    """A message's name, the same on every rank. Skips of one name in several namespaces are told apart by number."""
+    name, chunk, reader, is_grad = key
+    value = name if isinstance(name, str) else f"{name} (value {numbers[name]})"
+    if is_grad:
+        return f"the gradient of {value} of chunk {chunk} from stage {reader}"
+    return f"{value} of chunk {chunk} for stage {reader}"

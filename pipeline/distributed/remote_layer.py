@@ -1,0 +1,125 @@
+"""What stands in a Pipe where another rank has the layer?
+
+    rank 0   0 Linear   1 ReLU    2 Elsewhere        3 Elsewhere        _modules of the Pipe: names, len(), indices are
+    rank 1   0 Elsewhere  1 Elsewhere  2 Linear      3 Softmax          those of the plain nn.Sequential on every rank
+
+It holds no tensor and computes nothing, but it knows the layer's keys: a state_dict of the whole model loads strictly
+on every rank, and a state_dict from here tells the versions of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.recompute.randomness import Generator, private_generators
+
+
+class Elsewhere(nn.Module):
+    """The place of a layer that another rank has: no parameters, no buffers, not to be called.
+
+    train(), eval(), requires_grad_() and hooks do nothing here, and do what they do where the layer is.
+
+    Args:
+        kind: the layer's type, by name.
+        index: the layer's index in the nn.Sequential.
+        stage: the stage that the layer belongs to.
+        rank: the rank that has it.
+        keys: the keys of the layer's state_dict. None: any, since the layer itself changes keys as it loads them.
+        versions: the state_dict's `_metadata`.
+
+    Raises:
+        RuntimeError: when called.
+        AttributeError: asked for what the layer would have, or given a tensor or a module.
+
+    Example:
+        >>> from torch import nn
+        >>> from pipeline.distributed.remote_layer import Elsewhere
+        >>> Elsewhere.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
+        Linear(...) of stage 2 on rank 1
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        stage: int,
+        rank: int,
+        keys: Iterable[str] | None = (),
+        versions: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
+        self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
+        self._keys = None if keys is None else frozenset(keys)
+        self._versions = dict(versions or {})
+        self.generators: dict[int, Generator] = {}
+
+    @classmethod
+    def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> Elsewhere:
+        """What stands in the place of `layer`, in its training mode. It keeps nothing alive but random generators."""
+        state = layer.state_dict()
+        keys = None if any(map(_changes_keys, layer.modules())) else state
+        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None))
+        here.training = layer.training
+        here.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
+        return here
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{self._where}; it cannot be called here. Call the Pipe, which runs every layer where it is."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            where = self.__dict__.get("_where", "the layer is on another rank")  # not there in one half made
+            raise AttributeError(
+                f"{where}, so its {name!r} is not here. Look at it before Pipe(...), or loop over "
+                "pipe.named_parameters() or pipe.modules(), in which each rank finds its own."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor | nn.Module):
+            self._refuse(name)
+        super().__setattr__(name, value)
+
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        raise AttributeError(
+            f"{self._where}, so no tensor or module can be put into it here (as {name!r}). Change the layers before "
+            "Pipe(...), or only on the rank that has this one."
+        )
+
+    register_parameter = register_buffer = add_module = _refuse
+
+    def __repr__(self) -> str:
+        return self._shown
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if hasattr(destination, "_metadata"):  # not where a user collects keys in a plain dict
+            for name, version in self._versions.items():
+                destination._metadata[f"{prefix}{name}" if name else prefix[:-1]] = dict(version)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Let go what the layer loads on its own rank; what it would not know is unexpected here too."""
+        if strict and self._keys is not None:
+            own = (key for key in state_dict if key.startswith(prefix))
+            unexpected_keys.extend(key for key in own if key.removeprefix(prefix) not in self._keys)
+
+
+def _changes_keys(module: nn.Module) -> bool:
+    """Whether a module may load keys that it would not save."""
+    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own or bool(module._load_state_dict_pre_hooks)

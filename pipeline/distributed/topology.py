@@ -1,0 +1,151 @@
+"""A Pipe's place among ranks: its number, who has what, and which ranks talk to each other.
+
+    module, balance, schedule  -->  Hosting: the rank of each stage, tied parameters
+                               -->  pairs of ranks that exchange: neighbours, skips, ties, the output, x.grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.values import CALLER, Values
+from pipeline.distributed.assignment import Hosting, hosting
+from pipeline.distributed.group import Ranks
+from pipeline.distributed.remote_layer import Elsewhere
+
+
+@dataclass(frozen=True, eq=False)
+class Company:
+    """A Pipe's ranks, and what each of them has.
+
+    Attributes:
+        ranks: the ranks.
+        number: of the Pipe, among those that run on these ranks.
+        hosting: who has what.
+        pairs: the ordered pairs of ranks that exchange.
+        parameters: in words, those of the whole module: a line each.
+        first_names: for every name of a parameter of the whole module its first one, in the order of the module.
+        own_names: of the parameters that this rank alone has.
+        nothing: an empty one, for a rank without any.
+        known: the names of the whole module's parameters, by id, and themselves.
+    """
+
+    ranks: Ranks
+    number: int
+    hosting: Hosting
+    pairs: frozenset[tuple[int, int]]
+    parameters: str
+    first_names: Mapping[str, str]
+    known: Mapping[int, tuple[str, ReferenceType[Tensor]]]
+    own_names: frozenset[str]
+    nothing: nn.Parameter
+
+    def __deepcopy__(self, memo: Any) -> Company:
+        """A copy of a Pipe runs on the same ranks."""
+        return self
+
+    def has(self, stage: int) -> bool:
+        """Whether this rank runs a stage."""
+        return self.hosting.rank_of[stage] == self.hosting.rank
+
+    def name_of(self, leaf: Tensor) -> str | None:
+        """The name of a parameter of the module. None: it is none."""
+        found = self.known.get(id(leaf))
+        return found[0] if found is not None and found[1]() is leaf else None
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank alone has a parameter."""
+        return self.first_names.get(name, name) in self.own_names
+
+    def named(
+        self, here: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the names and in the order of the whole module.
+
+        Args:
+            here: by the names of the layers that this rank has, each once.
+            remove_duplicate: a tied one by its first name alone, though another rank has that layer; else by all.
+        """
+        own: dict[str, nn.Parameter] = {}
+        for name, parameter in here:
+            first = self.first_names.get(name, name)
+            own[name if first in own else first] = parameter  # one that was untied since has a name of its own
+        for name in dict.fromkeys([*self.first_names, *own]):
+            first = name if remove_duplicate or name in own else self.first_names[name]
+            if first in own:
+                yield name, own[first]
+
+    def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
+        """What stands in the places of other ranks' layers, by their names."""
+        index = 0
+        for stage, rank in enumerate(self.hosting.rank_of):
+            layers: Mapping[str, Any] = stages[stage]._modules
+            for name, layer in layers.items():
+                if rank != self.hosting.rank:
+                    yield name, Elsewhere.of(layer, index, stage, rank)
+                index += 1
+
+
+def company_of(
+    stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: Ranks, values: Values
+) -> Company:
+    """The next Pipe on some ranks.
+
+    Args:
+        stages: the whole module's, of which only the structure is needed.
+        rank_of: the rank of each stage.
+        ranks: the ranks.
+        values: what crosses the stages.
+    """
+    found = hosting(stages, rank_of, ranks.rank)
+    number, ranks.pipes = ranks.pipes, ranks.pipes + 1
+    named: dict[int, tuple[str, Tensor]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            named.setdefault(id(parameter), (name, parameter))
+    first_names = {
+        name: named[id(parameter)][0]
+        for stage in stages
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+    }
+    lines = [f"{name}: {_words(parameter)}" for name, parameter in named.values()]
+    known: dict[int, tuple[str, ReferenceType[Tensor]]] = {
+        key: (name, ref(parameter)) for key, (name, parameter) in named.items()
+    }
+    pairs = frozenset(_pairs(found, values, ranks.size))
+    tied = {tie.name for tie in found.ties}
+    own = frozenset(
+        name
+        for stage, rank in zip(stages, rank_of, strict=True)
+        if rank == ranks.rank
+        for name, _ in stage.named_parameters()
+        if name not in tied
+    )
+    nothing = nn.Parameter(torch.empty(0, device="cpu"))
+    return Company(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
+
+
+def _words(parameter: Tensor) -> str:
+    return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+
+
+def _pairs(found: Hosting, values: Values, size: int) -> Iterator[tuple[int, int]]:
+    both = [
+        (found.rank_of[row.producer], found.rank_of[reader])
+        for row in values.rows
+        for reader in row.readers
+        if CALLER not in (row.producer, reader)
+    ]
+    both += [(tie.owner, rank) for tie in found.ties for rank in tie.holders]
+    both += [(rank, 0) for rank in range(size)]  # to gather the whole state
+    both += [(end, rank) for end in (found.first, found.last) for rank in range(size)]
+    for one, other in both:
+        if one != other:
+            yield one, other
+            yield other, one

@@ -1,0 +1,207 @@
+"""`eager_backward(loss, update)`: a backward in which parameters are updated, and their gradients let go.
+
+    loss's graph --walk--> its leaves, and who hands gradients to each
+    AccumulateGrad of p has run: autograd adds up all parts first --> hook --> EagerStep.take(p, p.grad)
+    p is reached only through one pipe(x) --> that Pipe gives its whole gradient away, stage by stage
+    what a backward within the backward has left in .grad --> at the end
+
+Autograd runs each node of a graph once, so the gradient is whole at that point. A layer that runs a backward of its own
+(reentrant checkpoints do) adds to `.grad` in another graph: what it leaves waits for the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.common.interrupts import calls_users_code, held
+from pipeline.distributed.wrapped import refuse_reduced
+from pipeline.entry.forward import Backward, GiveAway
+from pipeline.execution.communicator import Alone
+from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.stage.hooks import grads_kept
+
+
+def eager_backward(
+    loss: Tensor, update: EagerUpdate, *, retain_graph: bool = False, create_graph: bool = False
+) -> None:
+    """`loss.backward()` and the optimizer's step in one: each parameter is updated as soon as its gradient is whole.
+
+    For a plain module, with checkpoint_blocks or without, and for a loss computed from `pipe(x)`. Every parameter of
+    the optimizer that the loss depends on is updated once, and its `.grad` is None afterwards; for a rule, every
+    nn.Parameter. Other leaves get their `.grad` as from loss.backward().
+
+    Args:
+        loss: of one number.
+        update: says how.
+        retain_graph, create_graph: refused, with the reason: a graph cannot be used on weights written since.
+
+    Raises:
+        RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks wait for one;
+            an earlier step is torn; a parameter was updated and then got another part of its gradient.
+        ValueError: retain_graph or create_graph; clip="optimistic": the graph cannot run again on parameters that
+            were put back. Use "two_pass".
+
+    Example:
+        >>> from torch import nn
+        >>> from pipeline import EagerUpdate, eager_backward
+        >>> module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        >>> update = EagerUpdate(torch.optim.SGD(module.parameters(), lr=0.1))
+        >>> eager_backward(module(torch.ones(3, 2)).square().mean(), update)
+        >>> [parameter.grad for parameter in module.parameters()]
+        [None, None, None, None]
+    """
+    if retain_graph or create_graph:
+        raise ValueError(
+            f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "
+            "EagerUpdate writes the weights that it was computed with. Use loss.backward(...) and the optimizer."
+        )
+    if update.clip == "optimistic":
+        raise ValueError(
+            "clip='optimistic' would run the same graph again on parameters that were written since. Use 'two_pass', "
+            "or pipe.step(..., optimizer=update)."
+        )
+    with held():
+        _eager_backward(loss, update)
+
+
+def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
+    update.get_ready()
+    found, pipes = _explored(loss, update)
+    leaves = [leaf for leaf in found if update.holds(leaf.tensor)]
+    _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
+    with grads_kept([*[leaf.tensor for leaf in leaves], *update.params]):  # of a backward within the backward
+        _backward(loss, leaves, update)
+
+
+def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> None:
+    """In one run or two."""
+    factor: Tensor | None = None
+    if update.needs_two_runs:
+        trial = update.run(only_norms=True)
+        _run(loss, leaves, trial, retain=True)
+        order = {id(param): index for index, param in enumerate(update.params)}
+        norms = [norm for key, (_, norm) in sorted(trial.norms.items(), key=lambda item: order.get(item[0], 0))]
+        factor = factor_of(update, Alone().joined_norm([("", norm) for norm in norms], 2.0))
+    step = update.run(factor)
+    with update.guarded(step):
+        _run(loss, leaves, step, retain=False)
+        for param in update.params:  # left by a backward within the backward
+            if param.grad is not None:
+                step.take(param, _taken(param))
+        step.finish()
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the graph, and the nodes that hand gradients to it."""
+
+    tensor: Tensor
+    parents: list[Any]
+
+
+def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_Leaf], list[Backward]]:
+    """The leaves of the loss's graph, and the calls of Pipes in it."""
+    found: dict[int, _Leaf] = {}
+    pipes: list[Backward] = []
+    if loss.grad_fn is None:
+        return [], []
+    seen, stack = {loss.grad_fn}, [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        pipe = getattr(node, "backward_call", None)
+        if isinstance(pipe, Backward):
+            pipes.append(pipe)
+        for nearer, _ in node.next_functions:
+            if nearer is None:
+                continue
+            leaf = getattr(nearer, "variable", None)
+            if leaf is not None:
+                found.setdefault(id(leaf), _Leaf(leaf, [])).parents.append(node)
+            elif nearer not in seen:
+                if update.optimizer is None and nearer.name() == "CheckpointFunctionBackward":
+                    raise RuntimeError(
+                        "torch's reentrant checkpoint hides its parameters from the graph, and a rule has no list of "
+                        "them, so they would not be updated. Use checkpoint(..., use_reentrant=False), "
+                        "checkpoint_blocks, or an optimizer in the rule's place."
+                    )
+                seen.add(nearer)
+                stack.append(nearer)
+    return list(found.values()), pipes
+
+
+def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone: bool) -> None:
+    if update.needs_two_runs and not is_alone:
+        raise ValueError(
+            "clip='two_pass' in eager_backward would clip each rank's gradients by a norm of its own. Use "
+            "pipe.step(..., optimizer=update), which knows all, or loss.backward(), pipe.clip_grad_norm_ and the "
+            "optimizer."
+        )
+    if not leaves and is_alone:  # over ranks others may have some, and wait for this one
+        raise RuntimeError(
+            "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
+            f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
+        )
+    if update.is_to_look():
+        refuse_reduced([leaf.tensor for leaf in leaves], "an EagerUpdate")
+    held = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
+    check_free([(f"a parameter of shape {list(param.shape)}", param) for param in held])
+
+
+def _run(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep, retain: bool) -> None:
+    with _taking(loss, leaves, step):
+        ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # others' `.grad` is added to once
+        _autograd(loss, retain, ends)
+
+
+@calls_users_code
+def _autograd(loss: Tensor, retain: bool, ends: list[Tensor] | None) -> None:
+    torch.autograd.backward(loss, retain_graph=retain, inputs=ends)
+
+
+@contextmanager
+def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[None]:
+    """Within: gradients go to the step as soon as they are whole."""
+    assert loss.grad_fn is not None  # it has leaves
+    outer: list[int] = []
+
+    def take(param: Tensor) -> None:
+        is_outer = torch._C._current_graph_task_id() == outer[0]
+        if param.grad is None or not (is_outer or id(param) in step.updated):
+            return  # nothing came; or of a backward within the backward, and more is to come
+        step.take(param, _taken(param))
+
+    def begins(*_: Any) -> None:
+        outer[:] = [torch._C._current_graph_task_id()]
+
+    handles: list[Any] = [leaf.tensor.register_post_accumulate_grad_hook(take) for leaf in leaves]
+    handles.append(loss.grad_fn.register_prehook(begins))
+    pipes = _by_pipe(leaves)
+    for pipe, keys in pipes.items():
+        pipe.give_away = GiveAway(keys, step.take)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for pipe in pipes:
+            pipe.give_away = None
+
+
+def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
+    """The parameters whose gradients come from one run of one Pipe and from nowhere else."""
+    found: dict[Backward, set[int]] = {}
+    for leaf in leaves:
+        first = getattr(leaf.parents[0], "backward_call", None)
+        if len(leaf.parents) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
+            found.setdefault(first, set()).add(id(leaf.tensor))
+    return found
+
+
+def _taken(param: Tensor) -> Tensor:
+    grad, param.grad = param.grad, None
+    assert grad is not None  # looked at before
+    return grad

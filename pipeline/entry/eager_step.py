@@ -1,0 +1,254 @@
+"""`pipe.step(x, y, loss_fn=f, optimizer=EagerUpdate(...))`: parameters are updated while the backward still runs.
+
+    one process    stage s settled --FinalSums--> whole gradient / divisor --hooks--> EagerStep.take
+    over ranks     this rank's actions have run --> the divisor, from the last rank --> take; then all agree
+    two runs       norms only --> factor --> everything put back --> once more, with the same seed
+
+Nothing that can refuse the step is left for after the first update, but for what other ranks may find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.common.graph import saved
+from pipeline.common.torch_modes import without_autocast
+from pipeline.data.loss import Loss
+from pipeline.entry.step import LossEnd, check_reached, summed
+from pipeline.execution.call import Call
+from pipeline.execution.communicator import Pair, Verdict, joined
+from pipeline.execution.final_gradients import FinalSums
+from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
+from pipeline.stage.hooks import accumulate, grads_kept, hooked
+
+Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # runs a call; first tells of the loss's end
+
+
+class Ended(NamedTuple):
+    """A run that went well.
+
+    Attributes:
+        call: whose outputs are still there.
+        loss: of the mini-batch.
+        strangers: gradients for `.grad`: of leaves of the caller, and of the input.
+        metrics: that loss_fn reported.
+    """
+
+    call: Call
+    loss: Tensor
+    strangers: list[Pair]
+    metrics: Mapping[str, Tensor]
+
+
+def run(
+    update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
+) -> Ended:
+    """A step; with a norm over all gradients, of two runs where it must be."""
+    update.get_ready()
+    others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+    check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
+    factor: Tensor | None = None
+    if update.needs_two_runs:
+        first = _Run(update, update.run(only_norms=True), named)
+        first.play(call, new_loss(), play)
+        factor = _factor(update, first.step, call, named)
+        call = _again(call)
+    step = update.run(factor)
+    with update.guarded(step, call.peers.is_alone):
+        tried = _tried(update, step, call, new_loss, play, named)
+        if isinstance(tried, Ended):
+            _finish(update, step, tried)
+            return tried
+        step.undo()
+    step = update.run(tried)
+    with update.guarded(step, call.peers.is_alone):
+        ended = _Run(update, step, named).play(_again(call), new_loss(), play)
+        _finish(update, step, ended)
+    return ended
+
+
+def _tried(
+    update: EagerUpdate,
+    step: EagerStep,
+    call: Call,
+    new_loss: Callable[[], Loss],
+    play: Play,
+    named: Mapping[str, Tensor],
+) -> Ended | Tensor:
+    """The run that updates; or, where the norm came out too large for what it has done, the factor to do it again."""
+    try:
+        ended = _Run(update, step, named).play(call, new_loss(), play)
+        factor = _factor(update, step, call, named) if update.clip == "optimistic" else None
+    except BaseException:
+        step.undo()
+        raise
+    return ended if factor is None or bool(factor == 1.0) else factor  # a norm that is no number: too large
+
+
+def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
+    """Give `.grad` what is for it; update what the input was computed with."""
+    with without_autocast(), grads_kept([*[owner for owner, _ in ended.strangers], *update.params]):
+        accumulate(ended.strangers)
+        for param in update.params:
+            if param.grad is not None:
+                grad, param.grad = param.grad, None
+                step.take(param, grad)
+    step.finish()
+
+
+def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
+    """What all gradients are to be multiplied by, as torch.nn.utils.clip_grad_norm_ computes it."""
+    names = {id(param): name for name, param in reversed(list(named.items()))}
+    order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
+    found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
+    norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
+    return factor_of(update, call.peers.joined_norm(norms, 2.0))
+
+
+def _again(call: Call) -> Call:
+    call.abandon()
+    return call.once_more()
+
+
+class _Run:
+    """One run of forward and backward whose gradients go to an EagerStep."""
+
+    def __init__(self, update: EagerUpdate, step: EagerStep, named: Mapping[str, Tensor]) -> None:
+        self.step = step
+        self._update = update
+        self._names = {id(param): name for name, param in named.items()}
+        self._strangers: list[Pair] = []  # whose gradients are for `.grad`: leaves of the caller
+        self._divisor: Callable[[], Tensor | None] = lambda: None
+        self._divided: list[Tensor | None] = []
+
+    def play(self, call: Call, loss: Loss, play: Play) -> Ended:
+        """Run it all; the whole gradients of this process have been taken when it ends."""
+        self._divisor = lambda: loss.divisor
+        sums: list[FinalSums] = []
+        if call.peers.is_alone:
+            play(call, loss, lambda end: sums.append(self._listening(call, end)))
+        else:
+            play(call, loss, lambda end: None)
+        with without_autocast():
+            return self._ended(call, loss, sums)
+
+    def _ended(self, call: Call, loss: Loss, sums: Sequence[FinalSums]) -> Ended:
+        """The run is over: take what is left, and agree on how it went. `sums`: took gradients while it ran."""
+        inputs = self._of_inputs(call)
+        own = loss.divisor if call.last is not None else None
+        if sums:
+            pairs = self._rest(call, sums[0])
+        else:
+            pairs, own = self._joined(call, own)
+        reached = bool(pairs or inputs or self.step.updated or self.step.norms)
+        inputs = inputs if own is None else [(each, grad / own.to(grad.device)) for each, grad in inputs]
+        self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
+        is_trial = self.step.only_norms
+        verdict = Verdict(loss.value if call.last is not None else None, None, reached, is_trial, loss.metrics)
+        value, _, reached, _, metrics = call.peers.agree(verdict)
+        check_reached(reached)
+        assert value is not None  # the last stage's process has it
+        return Ended(call, value, self._strangers, metrics)
+
+    def _listening(self, call: Call, end: LossEnd) -> FinalSums:
+        """Take gradients from now on while the backward runs."""
+        by_threads = call.is_driven_by_threads
+        waits = by_threads and (call.compares or end.compares)
+
+        def ready() -> None:
+            if call.compares:  # one thread drives all lanes then
+                self._refuse_later_weights(call)
+            if waits:
+                return
+            if not by_threads:  # whose stages' buffers are swapped while they recompute
+                call.check_forwards(memory=False)
+            end.check()
+
+        def late() -> set[int]:
+            """What others than stages have a part in."""
+            return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
+
+        return FinalSums(call, self._take_divided, ready, late, waits)
+
+    def _refuse_later_weights(self, call: Call) -> None:
+        """Raise where a stage still needs a weight, past autograd, that will be updated before it goes backward."""
+        later: dict[int, str] = {}  # parameters of later stages: their names by where they lie
+        for stage in reversed(call.stages):
+            own = {_memory(param): param for param, _ in stage.aliases.trained}
+            for tensor in saved(stage.kept_graphs) if later else ():
+                name = later.get(_memory(tensor))
+                if name is not None and _memory(tensor) not in own:
+                    raise RuntimeError(
+                        f"{stage.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
+                        "detach()). It is updated before this stage has gone backward, whose gradients would be "
+                        "computed from the new values. Use a copy (.detach().clone()), pass the value on through the "
+                        "stages, or step with the optimizer itself."
+                    )
+            later.update({
+                where: self._names.get(id(param), "") for where, param in own.items() if self._update.holds(param)
+            })  # fmt: skip
+
+    def _take_divided(self, owner: Tensor, grad: Tensor) -> None:
+        if not self._divided:  # all losses are known by now
+            self._divided.append(self._divisor())
+        (divisor,) = self._divided
+        self._take(owner, grad if divisor is None else grad.div_(divisor.to(grad.device)))
+
+    def _take(self, owner: Tensor, grad: Tensor) -> None:
+        if owner._backward_hooks:
+            ((owner, grad),) = hooked([(owner, grad)])
+        if self._update.holds(owner):
+            name = self._names.get(id(owner))
+            self.step.take(owner, grad, "" if name is None else f"'{name}'")
+            return
+        if id(owner) in self._names:
+            self.step.note(owner, grad)
+            return
+        if self.step.takes_norms and owner.grad_fn is not None:
+            raise RuntimeError(
+                "x was computed from something that requires a gradient, whose norm is known only when the backward "
+                f"goes on from x; clip={self._update.clip!r} wants all norms before. Make what computes x a layer of "
+                "the model, give x.detach(), or step with the optimizer itself."
+            )
+        self._strangers.append((owner, grad))
+
+    def _take_all(self, pairs: list[Pair], call: Call, is_all: bool) -> None:
+        """`is_all`: nothing was taken while the backward ran."""
+        start = perf_counter()
+        while pairs:
+            self._take(*pairs.pop(0))
+        if is_all and call.stages:
+            call.note_update(call.stages[-1].index, start)
+
+    def _rest(self, call: Call, sums: FinalSums) -> list[Pair]:
+        of_loss, call.loss_sums = call.loss_sums, {}
+        parts = [*((-1, owner, grad) for owner, grad in of_loss.values()), *sums.rest()]
+        return self._over(list(joined(parts).values()), self._divisor())
+
+    def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:
+        """Whole gradients over all processes, divided; and the divisor."""
+        divisor = call.peers.share_divisor(own)
+        pairs = list(call.sums().values())
+        if call.peers.averages:
+            return call.peers.average(pairs, own, waits=True), divisor
+        return self._over(pairs, divisor), divisor
+
+    def _of_inputs(self, call: Call) -> list[Pair]:
+        found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
+        return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
+
+    def _over(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
+        if divisor is not None:
+            for _, grad in pairs:
+                grad.div_(divisor.to(grad.device))
+        return pairs
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's values lie. 0: nowhere in particular."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -1,0 +1,275 @@
+"""`out = pipe(x); loss(out).backward()`: a Pipe as a function that autograd differentiates, to any order.
+
+    Pipe.forward          F half, then PipeFunction.apply(x, parameters in use) -> out
+    loss.backward()       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
+                                                 [2] create_graph: a differentiable recomputation (Call.differentiate)
+
+The F half runs before `apply`, so that which outputs are differentiable and which parameters are in use is known: the
+hooks of a parameter that no output depends on must not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.common.call_lock import Turn, turn
+from pipeline.common.errors import CheckpointError
+from pipeline.common.graph import refuse_tangents
+from pipeline.data.microbatch import gather, row_dim
+from pipeline.data.pytrees import Grads, Tree, versions
+from pipeline.execution.call import Call
+from pipeline.execution.communicator import Output, Verdict, joined
+from pipeline.execution.final_gradients import FinalSums
+from pipeline.stage.hooks import deliver, skip_none
+
+
+def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
+    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient.
+
+    Args:
+        call: what to run.
+        now: its turn.
+        everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
+    """
+    call.run_forward()
+    messages, call.outputs = call.outputs, []
+    try:
+        output: Output | None = None
+        sizes: tuple[tuple[int, ...], ...] = ()
+        if call.last is not None:
+            joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
+            columns = zip(*[message.needs_grad for message in messages], strict=True)
+            output = Output(joined, [any(column) for column in columns])
+        wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
+        if everywhere:
+            output = call.peers.share_output(output)
+        joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
+        owners = call.owners() if any(needs_grad) else []
+    except BaseException:
+        call.abandon()
+        raise
+    if not any(needs_grad):
+        return joined.build(joined.tensors)
+    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, everywhere))
+
+
+def _attach(
+    call: Call,
+    now: Turn,
+    joined: Tree,
+    sizes: Sequence[tuple[int, ...]],
+    needs_grad: list[bool],
+    owners: Sequence[Tensor],
+    everywhere: bool,
+) -> Sequence[Tensor]:
+    tensors = call.batch.tree.tensors
+    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    backward = Backward(call, now, sizes, wanted, owners, everywhere)
+    leaves = [*[tensors[index] for index in wanted], *backward.owners]
+    if not backward.owners:  # on other ranks there may be: this one takes part in the backward
+        leaves.append(call.peers.stand_in)
+    outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
+    return outputs
+
+
+class GiveAway(NamedTuple):
+    """Whole gradients that someone takes before the backward ends.
+
+    Attributes:
+        keys: the ids of the parameters.
+        take: gets (parameter, whole gradient), once for each.
+    """
+
+    keys: set[int]
+    take: Callable[[Tensor, Tensor], None]
+
+
+class Backward:
+    """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
+
+    def __init__(
+        self,
+        call: Call,
+        then: Turn,
+        sizes: Sequence[tuple[int, ...]],
+        wanted: Sequence[int],
+        owners: Sequence[Tensor],
+        everywhere: bool,
+    ) -> None:
+        self.owners = owners
+        self._then = then
+        self._call = call
+        self._sizes = sizes
+        self._wanted = wanted
+        self._input_versions = versions(call.batch.tree.tensors)
+        self._everywhere = everywhere  # all ranks have the output
+        self._is_spent = False  # a backward failed part-way
+        self.give_away: GiveAway | None = None  # of the backward under way
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process runs every stage."""
+        return self._call.peers.is_alone
+
+    def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of the wanted inputs and of the owners."""
+        with turn(self._then, may_wait=not self._call.is_accelerated), self._call.peers.again() as peers:
+            self._call.go_on_with(peers)
+            peers.open(lambda values: {}, draws=False)
+            result = self._compute(grads, retain)
+            peers.agree(Verdict(None, None, True))
+        tensors = self._call.batch.tree.tensors
+        receivers = [*(tensors[index] for index in self._wanted), *self.owners]
+        skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
+        return result if self.owners else (*result, torch.zeros(0, device="cpu"))
+
+    def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
+        if self._is_spent:
+            raise RuntimeError(
+                "an earlier backward through this output of the Pipe failed part-way, and its chunks are spent. Run "
+                "the forward again, or use retain_graph=True where a backward may fail."
+            )
+        if any(grad is not None and torch._C._functorch.is_batchedtensor(grad) for grad in grads):
+            raise RuntimeError(
+                "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
+                "is_grads_batched=True), which gives the same."
+            )
+        batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+        moved = any(stage.recall.buffers.moved() for stage in self._call.stages)
+        parts = self._parts(grads) if self._call.last is not None else []
+        if torch.is_grad_enabled() or batched or moved:
+            self._refuse_over_ranks(batched, moved)
+            self._check_input()
+            with _outside_vmap(batched):
+                inputs, totals = self._call.differentiate(parts, self.owners, torch.is_grad_enabled())
+            if not retain:
+                self._call.release()
+            return *(inputs[index] for index in self._wanted), *totals
+        if self._everywhere:
+            self._call.peers.check_output_grads(grads)
+        given = self._given_away()
+        try:
+            self._call.run_backward(parts, retain)
+        except BaseException:
+            self._is_spent = not retain
+            if self._is_spent:
+                self._call.release()
+            raise
+        finally:
+            self._call.listen(None)
+        inputs = self._call.input_grads()
+        sums = self._call.sums() if given is None else joined(given.rest())
+        if not retain:
+            self._call.release()
+        found = [sums.pop(id(owner), None) for owner in self.owners]
+        deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
+        return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+
+    def _given_away(self) -> FinalSums | None:
+        """Who takes whole gradients while the backward runs; over ranks only when all have agreed that it went well."""
+        wanted = self.give_away
+        if wanted is None or not self._call.peers.is_alone:
+            return None
+        call = self._call
+
+        def late() -> set[int]:
+            return {key for stage in call.stages for key in stage.reads} - wanted.keys
+
+        return FinalSums(call, wanted.take, lambda: None, late)
+
+    def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
+        """Second derivatives would need every stage in this process."""
+        if self._call.peers.is_alone:
+            return
+        if moved and not torch.is_grad_enabled() and not batched:
+            raise RuntimeError(
+                "a buffer that the forward read was changed before its backward (a BatchNorm trained in between, "
+                "say). Over ranks that cannot be computed again: run the backward first."
+            )
+        what = "is_grads_batched=True" if batched else "create_graph=True"
+        raise RuntimeError(
+            f"{what} cannot go through a Pipe over ranks or with replicas: autograd leaves out what one rank alone "
+            "does not need, and the others would wait. Use the operators of pipeline.curvature (Hessian, GaussNewton, "
+            "EmpiricalFisher), which run over ranks, or devices=[...] in one process."
+        )
+
+    def _parts(self, grads: Grads) -> list[Grads]:
+        """The gradients of each chunk's outputs."""
+        columns = [
+            (None,) * len(sizes) if grad is None else _cut(grad, sizes, self._call.batch.batch_dim)
+            for grad, sizes in zip(grads, self._sizes, strict=True)
+        ]
+        return [tuple(column[chunk] for column in columns) for chunk in range(self._call.batch.chunks)]
+
+    def _check_input(self) -> None:
+        if versions(self._call.batch.tree.tensors) != self._input_versions:
+            raise CheckpointError(
+                "the input of the pipe was changed in place between the forward and the recomputation that "
+                "create_graph=True needs. Change it after the backward, or give the pipe a clone."
+            )
+
+
+def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, ...]:
+    return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, batch_dim))
+
+
+class PipeFunction(torch.autograd.Function):
+    """The node that stands in autograd's graph for a whole pipe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: Backward, outputs: tuple[Tensor, ...], needs_grad: list[bool], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.backward_call = backward
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0, device="cpu"))  # so that a second backward gets autograd's own words
+        ctx.mark_non_differentiable(*(out for out, needs in zip(outputs, needs_grad, strict=True) if not needs))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        ctx.saved_tensors
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, None, None, *ctx.backward_call(grads, retain)
+
+
+attach: Callable[..., tuple[Tensor, ...]] = PipeFunction.apply
+
+
+@contextmanager
+def _outside_vmap(batched: bool) -> Iterator[None]:
+    """Batched gradients run the backward within vmap, where layers may draw no random numbers; the layers are not
+    batched, only the gradients are, so the recomputation steps outside."""
+    levels = 0
+    if batched:
+        levels = 1
+        while torch._C._vmapmode_decrement_nesting() > 0:
+            levels += 1
+    try:
+        yield
+    finally:
+        for _ in range(levels):
+            torch._C._vmapmode_increment_nesting()
+
+
+def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
+    """Raise where the derivatives asked for do not go through autograd's graph, the only way that a Pipe offers.
+
+    Args:
+        tensors: gives the input, the parameters and the buffers; asked only where forward-mode AD is on.
+
+    Raises:
+        RuntimeError: within torch.func transforms, or with forward-mode tangents.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
+            "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
+        )
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse_tangents(tensors())

@@ -1,0 +1,124 @@
+"""The schedule, the plan and the messages for a mini-batch of so many chunks.
+
+    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan  --p2p_plan.py-->  messages of this rank
+
+Each is made once for a number of chunks and kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from pipeline.common.places import Place
+from pipeline.data.values import Values
+from pipeline.distributed.assignment import on_ranks, schedule_over
+from pipeline.distributed.p2p_plan import Traffic
+from pipeline.entry.validation import schedule_named
+from pipeline.execution.plan import Plan, plan_forward
+from scheduler import Action, Kind, Placement, Schedule, ScheduleError
+
+Planner = Callable[[Schedule, Sequence[object], int | None], Plan]
+
+
+class Plans:
+    """All plans of a Pipe under one schedule.
+
+    Args:
+        given: the schedule, or its name.
+        places: where each stage computes.
+        values: what crosses the stages.
+        ranks: how many ranks there are, and which this is. None: one process.
+    """
+
+    def __init__(
+        self, given: str | Schedule, places: Sequence[Place], values: Values, ranks: tuple[int, int] | None
+    ) -> None:
+        self.given = given
+        self._places = places
+        self._values = values
+        self._ranks = ranks
+        self._has_said = False  # that a mini-batch is short
+        self._plans: dict[tuple[int, Planner], Plan] = {}
+        self._traffic: dict[tuple[int, Planner], Sequence[Traffic]] = {}
+        self._uncut: dict[Placement, tuple[Plan, Sequence[Traffic]]] = {}
+
+    def schedule(self, chunks: int, asked: int) -> Schedule:
+        """The schedule, with a lane for each device or rank. Where it takes no so short mini-batch, its first chunks.
+
+        Args:
+            chunks: of a mini-batch.
+            asked: how many the Pipe was told to cut.
+
+        Raises:
+            ScheduleError: it is made for fewer chunks.
+        """
+        if isinstance(self.given, Schedule):
+            whole = self.resolved(chunks)
+            if whole.chunks == chunks:
+                return whole
+        else:
+            try:
+                return self.resolved(chunks)
+            except ScheduleError:  # it is defined for the Pipe's own number, or the Pipe would not be
+                if chunks >= asked:
+                    raise
+                whole = self.resolved(asked)
+        if whole.chunks < chunks:
+            raise ScheduleError(
+                f"the schedule is made for {whole.chunks} chunks but this mini-batch gives {chunks} (chunks={asked}). "
+                "Give a schedule by name, which fits any number, or set pipe.chunks."
+            )
+        self._say_once(
+            f"schedule {whole.name} is made for {whole.chunks} chunks but this mini-batch gives {chunks}, so its order "
+            f"for the first {chunks} runs. Every shorter mini-batch is treated so, without a further warning."
+        )
+        return whole.first(chunks)
+
+    def _say_once(self, words: str) -> None:
+        if not self._has_said and (self._ranks is None or self._ranks[1] == 0):
+            warnings.warn(words, UserWarning, stacklevel=2)
+        self._has_said = True
+
+    def resolved(self, chunks: int) -> Schedule:
+        """The same, whatever number of chunks a Schedule is made for."""
+        stages = len(self._places)
+        if self._ranks is None:
+            return self.given if isinstance(self.given, Schedule) else schedule_named(self.given, stages, chunks)
+        if isinstance(self.given, Schedule):
+            return on_ranks(self.given, self._ranks[0])
+        return schedule_over(self.given, stages, chunks, self._ranks[0])
+
+    def plan(self, chunks: int, planner: Planner, asked: int) -> Plan:
+        """What a call of so many chunks runs; `planner`: which halves of the schedule, see execution/plan.py."""
+        key = (chunks, planner)
+        if key not in self._plans:
+            rank = None if self._ranks is None else self._ranks[1]
+            self._plans[key] = planner(self.schedule(chunks, asked), self._places, rank)
+        return self._plans[key]
+
+    def uncut(self, placement: Placement) -> tuple[Plan, Sequence[Traffic]]:
+        """The plan of a forward of one chunk, whatever the schedule, and its messages."""
+        if placement not in self._uncut:
+            hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]
+            orders = tuple([
+                (*[Action(stage, Kind.F, 0) for stage in own], *[Action(stage, Kind.B, 0) for stage in reversed(own)])
+                for own in hosted
+            ])
+            rank = None if self._ranks is None else self._ranks[1]
+            plan = plan_forward(Schedule("uncut", placement, 1, orders), self._places, rank)
+            traffic = [] if rank is None else [
+                Traffic(parts, self._values, placement.lane_of, rank) for parts in plan.parts[:1]
+            ]
+            self._uncut[placement] = plan, traffic
+        return self._uncut[placement]
+
+    def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[Traffic]:
+        """The messages of each phase of a plan, to and from this rank."""
+        key = (chunks, planner)
+        if key not in self._traffic:
+            assert self._ranks is not None  # or there are none
+            plan = self.plan(chunks, planner, asked)
+            rank_of = plan.schedule.placement.lane_of
+            self._traffic[key] = [Traffic(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]
+        return self._traffic[key]

@@ -1,0 +1,449 @@
+"""The probe: forwards of a few rows, uncut, that show whether a mini-batch may be cut into chunks at all.
+
+    alone    the rows of chunk 0                     stage after stage, one chunk: the reference
+    beside   every second row is its neighbour       the rows between must come out as they were, or layers mix rows
+    resized  a row less, or one more                 every output must follow, or it cannot be joined
+    order    the last stage first, after others      a stage that gives something else reads what another one left
+
+Rows are compared among as many rows, under the same seeds: the same kernels run, and random numbers are the same. What
+is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the same way. Without gradients, and in eval
+mode, since BatchNorm is known to look at all rows in train mode; only the order is looked at in the caller's modes.
+Afterwards buffers, attributes of modules and generators are as before; `is_recomputing()` says yes meanwhile.
+
+A probe says nothing where it cannot know: layers that raise on another number of rows, or that give something else
+each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from pipeline.common.module_tables import buffers_of
+from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
+from pipeline.data.microbatch import Batch, row_dim, row_sizes
+from pipeline.data.pytrees import Message, Tree, flatten, same_values
+from pipeline.execution.call import Call, Setup
+from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.policy import repeating
+from pipeline.recompute.randomness import generators_kept
+from pipeline.recompute.reachable import Generators, Reachable
+from pipeline.recompute.snapshot import Known
+from pipeline.stage.stage import StageRun
+from scheduler import Action
+
+_ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
+_HALF_ROUNDING = 8e-3
+_LEAST = 1e-3  # what a row changes by, of what its neighbours change by, if layers mix rows
+_MOST_ROWS = 8  # how many rows are compared
+_REPEATS = 3
+
+
+class Probe:
+    """The probe of one call.
+
+    Args:
+        setup: of the call, with the plan of one uncut chunk.
+        batch: the input of the call, cut.
+        checks_rows: whether layers may not mix rows.
+    """
+
+    def __init__(self, setup: Setup, batch: Batch, checks_rows: bool) -> None:
+        self._peers = setup.peers
+        self._checks_rows = checks_rows
+        self._setup = setup._replace(
+            recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(), known=Known(),
+            workers="inline" if setup.peers.is_alone else setup.workers
+        )
+        self._batch = batch
+        self._rows = max(2, batch.rows[0])
+        own = [layers for index, layers in enumerate(setup.stages) if setup.peers.has(index)]
+        self._modules = list({id(each): each for layers in own for top in layers for each in top.modules()}.values())
+        self._reachable = Reachable(self._modules)
+        self._has_last = setup.peers.has(len(setup.stages) - 1)
+        lanes = Counter(setup.plan.schedule.placement.lane_of)
+        self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # some process has several stages
+
+    def check(self) -> None:
+        """Raise if the mini-batch cannot be cut.
+
+        Raises:
+            ValueError: layers mix rows, or an output has no rows.
+            RuntimeError: a stage reads what another stage left somewhere.
+        """
+        rows, total = self._rows, sum(self._batch.rows)
+        alone = self._picked(range(rows))
+        beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
+        resized = self._picked(range(rows - 1 if rows > 2 or rows == total else rows + 1))
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(repeating())
+            stack.enter_context(_uncompiled())
+            stack.enter_context(without_counting_modes())
+            stack.enter_context(_without_cached_weights())
+            stack.callback(self._reachable.put_back)
+            stack.callback(Attributes(self._modules).roll_back)  # arrays and objects of any class on modules
+            stack.enter_context(_on_copies_of_buffers(self._modules))
+            if self._shares:
+                self._check_order(alone, self._picked(range(total - 1, total - 1 - rows, -1)))
+            stack.enter_context(_in_eval_mode(self._modules))
+            reference = self._run(alone)
+            self._check_sizes(reference, self._run(resized), resized)
+            if self._checks_rows:
+                self._check_rows(alone, beside, reference)
+
+    def _picked(self, rows: Sequence[int]) -> Batch:
+        """Some rows of the mini-batch, uncut."""
+        whole, batch_dim = self._batch.tree, self._batch.batch_dim
+        with without_function_modes():
+            tensors = tuple([
+                tensor.detach().index_select(row_dim(tensor, batch_dim), torch.tensor(rows, device=tensor.device))
+                if is_cut else tensor
+                for tensor, is_cut in zip(whole.tensors, self._batch.cut, strict=True)
+            ])
+        pieces = tuple([(tensor,) for tensor in tensors])
+        return Batch(Tree(tensors, whole.skeleton), self._batch.cut, (len(rows),), pieces, batch_dim)
+
+    def _new(self, batch: Batch) -> ProbeCall:
+        return ProbeCall(self._setup, batch, self._reachable.generators)
+
+    def _run(self, batch: Batch) -> ProbeCall:
+        call = self._new(batch)
+        call.run()
+        return call
+
+    def _check_sizes(self, reference: ProbeCall, again: ProbeCall, resized: Batch) -> None:
+        """Raise if the size of an output does not follow the rows."""
+        if reference.output is None or again.output is None:
+            return
+        pairs = list(zip(reference.output.tensors, again.output.tensors))  # not strict: a model may return more
+        for pair in pairs if len(reference.output.tensors) == len(again.output.tensors) else ():
+            if pair[0].dim() and pair[0].dim() == pair[1].dim():  # else they are seen not to fit where they are joined
+                row_sizes(pair, (self._rows, resized.rows[0]), self._batch.batch_dim)
+
+    def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall) -> None:
+        """Raise if rows come out otherwise with others beside them."""
+        batch_dim, rows = self._batch.batch_dim, self._rows
+        among_others = self._run(beside)  # on every rank, as everything here: what follows are meetings
+        if not self._peers.any(_mixes(reference, among_others, batch_dim, rows)):
+            return
+        again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
+        ours, theirs = again.run_recorded(), among_others.run_recorded()
+        is_certain = _mixes(again, among_others, batch_dim, rows) and _same(again.output, reference.output)
+        if not self._peers.any(is_certain):
+            return
+        culprit = _first_to_mix(ours, theirs, batch_dim, rows)
+        if self._peers.any(culprit is not None and again.gathers(culprit.layer)):
+            return  # statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
+        if self._peers.any(culprit is not None) and culprit is None:
+            return  # another rank has it, and says so
+        if culprit is None and not self._has_last:
+            return
+        what = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
+        other = 1 if batch_dim == 0 else 0
+        raise ValueError(
+            f"{what} mixes the rows of the mini-batch: with other rows beside it, a row comes out otherwise. Chunks "
+            f"are cut along dim {batch_dim}, so each would see its own rows only, and numbers would not be those of "
+            f"the plain module. If dim {other} counts the rows, use Pipe(..., batch_dim={other}), or batch_first="
+            f"{batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer and the like. If each chunk may be "
+            "computed by itself, as BatchNorm does in train mode, use Pipe(..., mixes_rows=True); else chunks=1."
+        )
+
+    def _check_order(self, alone: Batch, others: Batch) -> None:
+        """Raise if a stage gives something else when it runs after other rows have gone through all stages."""
+        in_order, backwards = self._run(alone), self._new(others)
+        found = backwards.first_astray(in_order)
+        if not self._peers.any(found is not None):
+            return
+        once_more = self._run(alone)
+        if found is not None and _all_same(once_more.made[found], in_order.made[found]):
+            name = self._run_name(in_order, found)
+            raise RuntimeError(
+                f"{name} gives other values for the same input when other chunks have run before it: it reads what "
+                "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
+                "Stages run different chunks at a time, so the numbers would depend on the schedule. Return it from "
+                "the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers into "
+                "one stage."
+            )
+
+    @staticmethod
+    def _run_name(call: ProbeCall, stage: int) -> str:
+        return next(run.name for run in call.stages if run.index == stage)
+
+
+class Layer(NamedTuple):
+    """A layer that has run: the tensors that came in, and those that it made."""
+
+    number: int
+    layer: nn.Module
+    came: list[Tensor]
+    made: list[Tensor]
+
+
+class ProbeCall(Call):
+    """One forward of an uncut chunk. A stage that raises, and all behind it, make nothing; no error comes out.
+
+    Attributes:
+        made: by stage, what it made. None: nothing.
+        output: of the last stage, if it is here and made any.
+    """
+
+    def __init__(self, setup: Setup, batch: Batch, generators: Generators) -> None:
+        super().__init__(setup, batch)
+        self.made: dict[int, list[Message] | None] = {}
+        self._inboxes: dict[int, tuple[list[Message], list[Any]]] = {}
+        self._generators = generators
+        self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
+
+    @property
+    def output(self) -> Tree | None:
+        made = self.made.get(self._last)
+        return None if made is None else made[0].tree
+
+    def run(self, then: Callable[[], None] | None = None) -> None:
+        """Stage after stage, and then something else. What they do to buffers and generators is undone."""
+        states = self._generators.states()
+        with generators_kept(self.devices), weights_cast_anew(True), self._generators.at(states):
+            try:
+                self._begin()
+                self._drive(0)
+                if then is not None:
+                    then()
+            finally:
+                self.abandon()
+
+    def run_recorded(self) -> list[Layer]:
+        """The same, with what each layer does."""
+        found: list[Layer] = []
+        numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
+        modules = [module for run in self.stages for module in run.layers.modules]
+        before = [_buffers_of(module) for module in modules]
+
+        came: dict[int, list[Tensor]] = {}
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if id(module) in numbers:
+                came[id(module)] = _tensors(args)
+
+        def record(module: nn.Module, args: Any, made: Any) -> None:
+            if id(module) in numbers:
+                found.append(Layer(numbers[id(module)], module, came.pop(id(module)), _tensors(made)))
+
+        def look() -> None:
+            pairs = zip(modules, before, strict=True)
+            self._wrote = {id(module) for module, then in pairs if not _same_buffers(then, _buffers_of(module))}
+
+        handles = [
+            module_hooks.register_module_forward_pre_hook(begin), module_hooks.register_module_forward_hook(record)
+        ]
+        try:
+            self.run(look)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def gathers(self, layer: nn.Module) -> bool:
+        """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
+        return any([
+            id(module) in self._wrote or isinstance(module, _BatchNorm) and module.running_mean is None
+            for module in layer.modules()
+        ])
+
+    def first_astray(self, in_order: ProbeCall) -> int | None:
+        """Run, then the stages of another call from the last to the first: which gives something else, every time?"""
+        found: list[int] = []
+
+        def descend() -> None:
+            for run in reversed(self.stages):
+                given, first = in_order._inboxes[run.index], in_order.made[run.index]
+                made = self._again(run, *given)
+                if not _all_same(made, first):
+                    if all([_all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
+                        found.append(run.index)
+                        return
+
+        is_whole = None not in in_order.made.values()
+        self.run(descend if is_whole else None)
+        return found[0] if found else None
+
+    def _again(self, run: StageRun, inbox: Sequence[Message], states: Sequence[Any]) -> list[Message] | None:
+        """A stage as it ran before, but after others."""
+        run.rewind()
+        with self._generators.at(states):
+            return self._made_by(run, inbox)
+
+    def _perform(self, action: Action) -> None:
+        stage = action.stage
+        run, inbox = self._run[stage], self._mailbox.take(stage, 0)
+        self._inboxes[stage] = inbox, self._generators.states()
+        self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
+        if stage != self._last:
+            nothing = Message(flatten(None, run.name), ())
+            self._mailbox.put(stage, 0, [nothing] * len(self._setup.values.made_by[stage]) if made is None else made)
+
+    @staticmethod
+    def _made_by(run: StageRun, inbox: Sequence[Message]) -> list[Message] | None:
+        try:
+            return run.forward(0, inbox, False, False)
+        except Exception:  # where the layers cannot do this, the call itself says so, or nothing is known
+            return None
+
+
+# ------------------------------------------------------------------------------------------------------ comparisons
+
+
+def _first_to_mix(ours: Sequence[Layer], theirs: Sequence[Layer], batch_dim: int, rows: int) -> Layer | None:
+    """The first layer whose rows have changed though those that came in have not."""
+    for one, other in zip(ours, theirs):
+        if _any_mixed(one.came, other.came, batch_dim, rows):
+            return None
+        if _any_mixed(one.made, other.made, batch_dim, rows):
+            return one
+    return None
+
+
+def _mixes(alone: ProbeCall, beside: ProbeCall, batch_dim: int, rows: int) -> bool:
+    """Whether rows came out otherwise since others stood beside them."""
+    if alone.output is None or beside.output is None:
+        return False
+    return _any_mixed(alone.output.tensors, beside.output.tensors, batch_dim, rows)
+
+
+def _any_mixed(ones: Sequence[Tensor], others: Sequence[Tensor], batch_dim: int, rows: int) -> bool:
+    return len(ones) == len(others) and any([
+        _is_mixed(one, other, batch_dim, rows) for one, other in zip(ones, others)
+    ])
+
+
+def _is_mixed(one: Tensor, other: Tensor, batch_dim: int, rows: int) -> bool:
+    """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)"""
+    if one.shape != other.shape or one.dim() == 0 or one.layout is not torch.strided or not one.numel():
+        return False
+    dim = row_dim(one, batch_dim)
+    if one.shape[dim] % rows:
+        return False
+    with without_function_modes():
+        parts, other_parts = one.tensor_split(rows, dim), other.tensor_split(rows, dim)
+        kept = range(1, rows, 2)
+        kept = kept[:: -(-len(kept) // _MOST_ROWS)]
+        moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept])
+        changes = [_change(parts[row], other_parts[row]) for row in kept]
+    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
+    changed = [change > _LEAST * moved + rounding * size for change, size in changes]
+    return 4 * sum(changed) >= len(changed)
+
+
+def _change(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """The mean size of the difference, and of the values."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return (one != other).float().mean().item(), 0.0
+    difference = torch.where((one == other) | one.isnan() & other.isnan(), 0, one - other)
+    finite = torch.where(one.isfinite(), one, 0)
+    return difference.abs().mean(dtype=torch.float64).nan_to_num(1.0, 1.0).item(), (
+        finite.abs().mean(dtype=torch.float64).item()
+    )
+
+
+def _all_same(ones: Sequence[Message] | None, others: Sequence[Message] | None) -> bool:
+    if ones is None or others is None:
+        return ones is others
+    return len(ones) == len(others) and all([
+        _same(one.tree, other.tree) for one, other in zip(ones, others, strict=True)
+    ])
+
+
+def _same(one: Tree | None, other: Tree | None) -> bool:
+    """Whether two trees have the same tensors, but for rounding."""
+    if one is None or other is None:
+        return one is other
+    return len(one.tensors) == len(other.tensors) and all([
+        mine.shape == theirs.shape and mine.dtype == theirs.dtype and _close(mine, theirs)
+        for mine, theirs in zip(one.tensors, other.tensors, strict=True)
+    ])
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    change, size = _change(one, other) if one.numel() else (0.0, 0.0)
+    return change <= _ROUNDING.get(one.dtype, _HALF_ROUNDING) * size
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers_of(module).items()}
+
+
+def _same_buffers(ones: dict[str, Tensor | None], others: dict[str, Tensor | None]) -> bool:
+    if ones.keys() != others.keys():
+        return False
+    pairs = [(one, others[name]) for name, one in ones.items()]
+    return all([same_values(one, other) if one is not None and other is not None else one is other
+                for one, other in pairs])  # fmt: skip
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Copies of those in a value, which a later layer may write in place."""
+    return [leaf.clone() for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# ------------------------------------------------------------------------------------------------ what is left alone
+
+
+@contextmanager
+def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    found = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, training in zip(modules, found, strict=True):
+            module.training = training
+
+
+@contextmanager
+def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within: buffers are copies. Written back to, they would seem written to a graph that has saved them."""
+    found = [(place, place.copy()) for place in map(buffers_of, modules)]
+    copies: dict[int, Tensor] = {}
+    try:
+        for place, buffers in found:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    place[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+        yield
+    finally:
+        for place, buffers in found:
+            place.clear()
+            place.update(buffers)
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """Within: torch.compile runs what it has compiled as plain Python; for other modes it would compile anew."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _without_cached_weights() -> Iterator[None]:
+    """Within: `parametrize.cached()` keeps nothing. What is computed here has no graph, and is for nobody else."""
+    module: Any = parametrize
+    found = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = found

@@ -1,0 +1,262 @@
+"""How do layers that were built on the meta device get memory and values, without any process having the whole model?
+
+    with torch.device("meta"):                 names, shapes and types; no memory
+        model = nn.Sequential(...)
+                    |
+    own layers --survey--> tensors without memory --give memory--> the same objects, on their device
+                                                                      |
+    materialize= callable:  layer by layer, the default generators at layer_seed(seed, 0, index)
+                 state_dict, or the path of a checkpoint directory: by the plain module's names
+                 (callable, state): the callable first, then the state over it
+
+Initial values belong to (seed, layer), so they do not depend on how many ranks there are. Objects stay the same: what
+holds one of them (another place, a list, an optimizer) holds it still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from os import PathLike, fspath
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.common.arguments import shown
+from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.meta_tensors import Empty, Layers, Memory, check_reachable, is_marked, places, survey
+from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
+
+Init: TypeAlias = Callable[[nn.Module], object]
+State: TypeAlias = Mapping[str, Any] | str | PathLike[str]
+How: TypeAlias = Init | State | tuple[Init, State] | None
+
+_REMEDY = (
+    "Give materialize=: a callable that fills a layer in place (pipeline.reset_parameters does, for layers "
+    "of torch.nn), a state_dict, the path of a torch.distributed.checkpoint directory, or (callable, state)."
+)
+
+
+def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed: int) -> None:
+    """Give memory and values to all parameters and buffers of some layers that are on the meta device.
+
+    What is not on the meta device is untouched. A tensor that stands at several places is filled at its first: by the
+    callable's call for that layer, or from the state under any of its names. Every generator is left as it was found.
+
+    Args:
+        layers: this process's own: (index in the nn.Sequential, name, layer).
+        how: where values come from. A callable gets each layer that needs values, once, and fills it in place, without
+            gradients; the default generators of torch, Python and numpy are at `layer_seed(seed, 0, index)` then. A
+            mapping has the plain module's names, and only those that are needed are read. A path is that of a
+            torch.distributed.checkpoint directory, where the names stand as they are or under "model".
+            (callable, state): the callable fills, and the state replaces all but buffers that no state_dict has.
+        devices: of each layer.
+        seed: of the initial values.
+
+    Raises:
+        ValueError: values that nobody gives, or of another shape or type; tensors without memory that are no parameters
+            or buffers, or are no plain tensors. The message names them.
+        TypeError: `how` is none of these.
+        RuntimeError: the callable put other objects in the place of those that it should fill.
+
+    Example:
+        >>> layer = nn.Linear(2, 3, device="meta")
+        >>> materialize([(0, "0", layer)], reset_parameters, [torch.device("cpu")], seed=7)
+        >>> _ = torch.manual_seed(layer_seed(7, 0, 0))
+        >>> torch.equal(layer.weight, nn.Linear(2, 3).weight)
+        True
+    """
+    init, state = _sources(how)
+    empty = survey(layers, devices)
+    check_reachable(layers, empty)
+    if not empty:
+        return
+    saved = None if state is None else _open(state, empty.values())
+    _check_given(empty.values(), init is not None, saved)
+    memory = Memory()
+    for each in empty.values():
+        memory.give(each, marked=init is not None)
+    if init is not None:
+        with torch.no_grad(), generators_kept(devices):
+            for position in sorted({each.at for each in empty.values()}):
+                _initialise(init, *layers[position], empty, position, devices, seed)
+    if saved is not None:
+        with torch.no_grad():
+            for each in empty.values():
+                _fill(each, saved)
+        _set_extra_state([layers[position] for position in {each.at for each in empty.values()}], saved)
+    _check_filled([each for each in empty.values() if saved is None or not _has(saved, each)])
+
+
+def reset_parameters(layer: nn.Module) -> None:
+    """Initialise a layer anew, in place, as its class does: call `reset_parameters()` of all of its modules.
+
+    Children come before their parents, as when they are built: under one seed, layers of torch.nn get the values of new
+    ones. A method named `_reset_parameters` counts too, as in nn.MultiheadAttention.
+
+    Raises:
+        ValueError: some modules have parameters of their own but no such method; all are named. Nothing was done.
+
+    Example:
+        >>> layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> layer[1].running_mean += 5
+        >>> reset_parameters(layer)
+        >>> layer[1].running_mean
+        tensor([0., 0.])
+    """
+    modules = list(_children_first("", layer))
+    without = [
+        f"{name or 'the layer'} ({type(module).__name__})"
+        for name, module in modules
+        if _reset_of(module) is None and next(module.parameters(recurse=False), None) is not None
+    ]
+    if without:
+        raise ValueError(
+            f"modules with parameters but no reset_parameters(): {', '.join(without)}. Give them that method, or "
+            "initialise the layer with a callable of your own."
+        )
+    for _, module in modules:
+        reset = _reset_of(module)
+        if reset is not None:
+            reset()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, once each, those that a module has before itself."""
+    done: set[int] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) not in done:
+            done.add(id(module))
+            for key, child in module.named_children():
+                yield from walk(f"{prefix}.{key}" if prefix else key, child)
+            yield prefix, module
+
+    return walk(name, module)
+
+
+def _sources(how: How) -> tuple[Init | None, State | None]:
+    init, state = how if isinstance(how, tuple) and len(how) == 2 else (None, how)
+    if not isinstance(how, tuple) and callable(how):
+        init, state = how, None
+    known = state is None or isinstance(state, Mapping | str | PathLike)
+    known = known and not isinstance(how, type | nn.Module)
+    if not known or isinstance(how, tuple) and not (callable(init) and state is not None):
+        raise TypeError(f"materialize is {shown(how)}. {_REMEDY}")
+    return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
+
+
+def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | None) -> None:
+    """Refuse, by name, what nobody will give a value."""
+    if saved is None:
+        if not init:
+            names = [each.names[0] for each in empty]
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"on the meta device, so without values: {', '.join(names[:5])}{more}. {_REMEDY}")
+        return
+    lacking = [each for each in empty if not _has(saved, each)]
+    unsaved = [each.names[0] for each in lacking if not each.saved]
+    if unsaved and not init:
+        raise ValueError(
+            f"buffers on the meta device that no state_dict has (persistent=False): {unsaved}. Give "
+            "materialize=(callable, state), where the callable fills them, or a callable alone."
+        )
+    missing = [each.names[0] for each in lacking if each.saved]
+    if missing:
+        raise ValueError(
+            f"the state in materialize= has no values for {missing}. It has {len(saved)} entries, which should have "
+            "the plain module's names."
+        )
+
+
+def _has(saved: Mapping[str, Any], each: Empty) -> bool:
+    return any(name in saved for name in each.names)
+
+
+def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
+    """The state by the plain module's names; those of a directory may stand under "model"."""
+    if isinstance(state, Mapping):
+        return state
+    whole = Saved(fspath(state))
+    plain = any(_has(whole, each) for each in empty)
+    return whole if plain or "model" not in whole else Saved(fspath(state), "model")
+
+
+def _initialise(
+    init: Init,
+    index: int,
+    name: str,
+    layer: nn.Module,
+    empty: Mapping[int, Empty],
+    position: int,
+    devices: Sequence[torch.device],
+    seed: int,
+) -> None:
+    """Let the callable fill a layer; what got its value before keeps it."""
+    before = {place: tensor for place, tensor, _ in places(name, layer)}
+    others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].at != position]
+    kept = [(tensor, tensor.clone()) for tensor in others]
+    for generator in default_generators(devices):
+        generator.manual_seed(layer_seed(seed, 0, index))
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+        init(layer)
+    after = {place: tensor for place, tensor, _ in places(name, layer)}
+    changed = [place for place in {**before, **after} if before.get(place) is not after.get(place)]
+    if changed:
+        raise RuntimeError(
+            f"the callable in materialize= put other objects at {changed}. It should fill the tensors that are there, "
+            "as torch.nn.init does."
+        )
+    for tensor, value in kept:
+        tensor.copy_(value)
+
+
+def _fill(each: Empty, saved: Mapping[str, Any]) -> None:
+    """Give a tensor its value, which may stand under any of its names, if it is the same under all."""
+    first: Tensor | None = None
+    for name in each.names:
+        if name in saved:
+            value = saved[name]
+            _check_fits(name, each.tensor, value)
+            if first is None:
+                each.tensor.copy_(value)
+                first = value
+            elif value is not first and not torch.equal(value, first):
+                raise ValueError(
+                    f"{' and '.join(map(repr, each.names))} are one tensor, but the state in materialize= has "
+                    "different values for them. Give them one value, or let the module have two parameters."
+                )
+
+
+def _check_fits(name: str, tensor: Tensor, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"the state in materialize= has a {type(value).__name__} for {name!r}, which is a tensor.")
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ValueError(
+            f"the state in materialize= has {value.dtype} of shape {list(value.shape)} for {name!r}, which is "
+            f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that type and shape, or convert."
+        )
+
+
+def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mapping[str, Any]) -> None:
+    """What a state_dict has besides tensors."""
+    for _, name, layer in layers:
+        for prefix, module in layer.named_modules(prefix=name):
+            if f"{prefix}._extra_state" in saved:
+                module.set_extra_state(saved[f"{prefix}._extra_state"])
+
+
+def _check_filled(empty: Iterable[Empty]) -> None:
+    """Refuse, by name, what the callable left without values."""
+    left = [each.names[0] for each in empty if is_marked(each)]
+    if left:
+        raise ValueError(
+            f"the callable in materialize= left {left} without values, or with some nan. Where a module is "
+            "parametrized, fill the original (parametrizations.weight.original) or assign: module.weight = value."
+        )

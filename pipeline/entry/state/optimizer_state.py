@@ -1,0 +1,361 @@
+"""How is the state of an optimizer saved by name, so that it loads wherever the parameters are?
+
+    optimizer.state_dict()   parameters by number, in the order of this process's groups
+          |  ^
+          v  |
+    "state.<name>.exp_avg"           what the optimizer keeps for a parameter
+    "state_keys.<name>"              which of these there are: none, for a parameter that was never stepped
+    "param_groups.<name>.lr"         the options of its group
+
+Every key has the name of one place of a parameter in it, so the dicts of several ranks are parts of one, and no two
+ranks write the same key. But for "state_keys" it is what torch's get_optimizer_state_dict makes with
+StateDictOptions(flatten_optimizer_state_dict=True).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipeline.entry.state.dcp import Saved
+
+NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
+
+
+def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer by the names of its parameters, in one flat dict.
+
+    For a parameter that an optimizer of torch.optim has not stepped yet there are values too, which only make places
+    that torch.distributed.checkpoint.load can fill; "state_keys.<name>" says that they mean nothing. As with
+    `optimizer.state_dict()` the tensors are the optimizer's own, not copies.
+
+    Args:
+        named_parameters: this process's, a tied one under all its names. One named "" stands for none, where an
+            optimizer must have some: nothing is saved for it.
+        optimizer: of some or all of them.
+
+    Raises:
+        ValueError: the optimizer has a parameter without a name, or keeps what belongs to no one parameter (L-BFGS).
+        TypeError: it keeps values that cannot be saved by name.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> state = optimizer_state(layer.named_parameters(), optimizer)
+        >>> state["param_groups.weight.lr"], state["state_keys.weight"]
+        (0.1, ())
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer_state(layer.named_parameters(), optimizer)["state.weight.momentum_buffer"]
+        tensor([[1., 1.],
+                [1., 1.]])
+    """
+    check_optimizer(optimizer)
+    names = _names_of(named_parameters)
+    packed = optimizer.state_dict()
+    flat: dict[str, Any] = {}
+    for number, group, param in numbered(optimizer, packed):
+        own = names.get(id(param))
+        if own is None:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {list(param.shape)} that is none of those named. Give it an "
+                "optimizer of its own."
+            )
+        if own == [""]:
+            continue
+        kept = dict(flattened(own[0], packed["state"].get(number, {})))
+        shown = kept or dict(flattened(own[0], _places_for(optimizer, group, param)))
+        for name in own:
+            flat.update({f"state.{name}.{key}": value for key, value in shown.items()})
+            flat[f"state_keys.{name}"] = tuple(sorted(kept))
+            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+    return flat
+
+
+def load_optimizer_state(
+    named_parameters: Iterable[tuple[str, Tensor]],
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    all_names: Iterable[str] | None = None,
+) -> None:
+    """Put an optimizer where `optimizer_state` found another one, whoever had which parameters then.
+
+    What the optimizer kept before is gone. Only the values of own names are read. Tensors are taken over where they
+    have the right type and device, as by `optimizer.load_state_dict`: do not load one dict into two optimizers.
+
+    Args:
+        named_parameters: this process's, as for `optimizer_state`.
+        optimizer: of the same class, with groups that cut the parameters as the saved one's did, if not in that order.
+        state: from `optimizer_state`, of this process or of all; or from torch's get_optimizer_state_dict, flattened.
+        all_names: of the whole model's parameters. None: there are no others than this process's.
+
+    Raises:
+        ValueError: entries of parameters that nobody has or that the optimizer does not hold; parameters that the
+            state does not know; options that differ within a group; state that was saved but is not here.
+
+    Example:
+        >>> one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> state = optimizer_state(one.named_parameters(), torch.optim.Adam(one.parameters(), lr=0.5))
+        >>> optimizer = torch.optim.Adam(other.parameters())
+        >>> load_optimizer_state(other.named_parameters(), optimizer, state)
+        >>> optimizer.param_groups[0]["lr"]
+        0.5
+    """
+    check_optimizer(optimizer)
+    names = _names_of(named_parameters)
+    entries = _entries(state, {name for own in names.values() for name in own if name}, all_names)
+    packed = optimizer.state_dict()
+    chosen = _chosen(optimizer, names, entries)
+    packed["state"] = {
+        number: nested for number, _, param in numbered(optimizer, packed) if (nested := chosen[id(param)].nested())
+    }
+    for index, (group, held) in enumerate(zip(packed["param_groups"], optimizer.param_groups, strict=True)):
+        group.update(_options(index, [(names[id(param)][0], chosen[id(param)]) for param in held["params"]]))
+    optimizer.load_state_dict(packed)
+
+
+def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> OrderedDict[str, Any]:
+    """A state_dict of the whole model without the values of layers that are elsewhere: those are not even read.
+
+    Their keys stay, with None, so that loading still tells keys that belong to no layer.
+
+    Args:
+        state_dict: of the whole model; one that reads its values when asked (`pipeline.Saved`) reads few.
+        elsewhere: the names of the layers that other ranks have.
+
+    Example:
+        >>> own_part({"0.weight": 5, "1.weight": 7}, elsewhere=["1"])
+        OrderedDict([('0.weight', 5), ('1.weight', None)])
+    """
+    part = OrderedDict((key, None if key.partition(".")[0] in elsewhere else state_dict[key]) for key in state_dict)
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        part._metadata = versions  # type: ignore[attr-defined]  # where torch keeps it
+    return part
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS keeps its history of all parameters as one, which cannot be saved by name. Save "
+            "optimizer.state_dict(), which loads with the same parameters in one process."
+        )
+
+
+def _names_of(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, param in named_parameters:
+        names[id(param)].append(name)
+    return dict(names)
+
+
+def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any], Tensor]]:
+    """(number, group, parameter) in the packed state of an optimizer."""
+    for held, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for number, param in zip(group["params"], held["params"], strict=True):
+            yield number, group, param
+    known = {number for group in packed["param_groups"] for number in group["params"]}
+    others = [key for key in packed["state"] if key not in known]
+    if others:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter, under {others}. It cannot be saved "
+            "by name: save optimizer.state_dict() on each rank, which loads at the same balance."
+        )
+
+
+def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What an optimizer keeps for a parameter, with dotted keys where dicts are nested."""
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or "." in key:
+            raise TypeError(f"the optimizer's state of {name!r} has the key {key!r}. Keys are words without dots.")
+        if isinstance(value, Mapping):
+            yield from flattened(name, value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor | bool | int | float) or value is None:
+            yield prefix + key, value
+        else:
+            raise TypeError(
+                f"the optimizer's state of {name!r} has a {type(value).__name__} under {prefix + key!r}. What is saved "
+                "by name are tensors, numbers and None."
+            )
+
+
+def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """What an optimizer of torch.optim would keep for a parameter after its first step: found by one, on a copy.
+
+    Others may do in a step what only they know, such as exchange with other ranks; they get no places.
+    """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return {}
+    zero = torch.zeros_like(param).requires_grad_()
+    zero.grad = torch.zeros_like(param)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        zero.grad = zero.grad.to_sparse()
+    trial = type(optimizer).__new__(type(optimizer))
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    options = {**group, "params": [zero]}
+    trial.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": [options]})
+    with torch.no_grad():
+        unwrap(type(optimizer).step)(trial)  # without hooks, of which some are for all optimizers
+    return state[zero]
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(eq=False)
+class _Entry:
+    """What was saved for a name.
+
+    Attributes:
+        options: of its group.
+        state: what the optimizer kept, by dotted keys.
+        keys: which keys of it count; None: nobody said, so all.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    keys: tuple[str, ...] | None = None
+
+    def put(self, kind: str, what: str, value: Any) -> None:
+        """Take in one value of a flat state."""
+        if kind == "state_keys":
+            self.keys = tuple(value)
+        elif kind == "state":
+            self.state[what] = value
+        elif what not in NOT_OPTIONS:
+            self.options[what] = value
+
+    def nested(self) -> dict[str, Any]:
+        """The state as the optimizer had it."""
+        found: dict[str, Any] = {}
+        for key, value in self.state.items():
+            if self.keys is None or key in self.keys:
+                *outer, last = key.split(".")
+                inner = found
+                for each in outer:
+                    inner = inner.setdefault(each, {})
+                inner[last] = value
+        return found
+
+
+def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _Entry]:
+    """What a flat state holds for own names."""
+    known = {*own, *(all_names or ())}
+    wanted: dict[str, tuple[str, str, str]] = {}  # (kind, name, what) of each key that is this process's
+    unknown = []
+    for key in state:
+        kind, _, rest = key.partition(".")
+        name = rest if rest in known else _name_in(rest, known)
+        if kind not in ("state", "state_keys", "param_groups") or name is None:
+            unknown.append(key)
+        elif name in own:
+            wanted[key] = kind, name, rest.removeprefix(name).removeprefix(".")
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise ValueError(
+            f"entries that belong to no parameter: {', '.join(unknown[:5])}{more}. The state has the names of another "
+            "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
+        )
+    values = state.read(wanted) if isinstance(state, Saved) else {key: state[key] for key in wanted}
+    entries: dict[str, _Entry] = defaultdict(_Entry)
+    for key, (kind, name, what) in wanted.items():
+        entries[name].put(kind, what, values[key])
+    return dict(entries)
+
+
+def _name_in(rest: str, known: Collection[str]) -> str | None:
+    """The name that a key begins with. No name begins with another one: a parameter has no parameters."""
+    name = rest
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _chosen(
+    optimizer: Optimizer, names: Mapping[int, list[str]], entries: Mapping[str, _Entry]
+) -> dict[int, _Entry]:
+    """The entry of each parameter that an optimizer holds, by id; a tied one's may stand under any of its names."""
+    chosen: dict[int, _Entry] = {}
+    missing, held = [], set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        own = names.get(id(param), [])
+        held.update(own)
+        if own == [""]:
+            chosen[id(param)] = _Entry()
+            continue
+        found = [(name, entries[name]) for name in own if name in entries and entries[name].options]
+        if not found:
+            missing.append(own[0] if own else f"one of shape {list(param.shape)} without a name")
+            continue
+        for name, entry in found:
+            _check_complete(name, entry)
+        chosen[id(param)] = _one_of(found)
+    if missing:
+        raise ValueError(
+            f"the state knows nothing of parameters that the optimizer holds: {missing}. Was it saved by an optimizer "
+            "of the same parameters?"
+        )
+    foreign = [name for name in entries if name not in held]
+    if foreign:
+        raise ValueError(
+            f"the state is of parameters that the optimizer does not hold: {foreign}. Give it those, or take their "
+            "entries out."
+        )
+    return chosen
+
+
+def _check_complete(name: str, entry: _Entry) -> None:
+    absent = [key for key in entry.keys or () if key not in entry.state]
+    if absent:
+        raise ValueError(
+            f"the state says that {name!r} had {absent}, which are not here. torch.distributed.checkpoint.load fills "
+            "only what it is given places for; Saved(path, 'optimizer') of pipeline.entry.state.dcp has all there is."
+        )
+
+
+def _one_of(found: Sequence[tuple[str, _Entry]]) -> _Entry:
+    """The entry of a parameter that was saved under several names: one that was stepped, as all that were agree."""
+    stepped = [(name, entry) for name, entry in found if entry.nested()] or list(found)
+    first, chosen = stepped[0]
+    for name, entry in stepped[1:]:
+        if not same(chosen.nested(), entry.nested()) or not same(chosen.options, entry.options):
+            raise ValueError(
+                f"{first!r} and {name!r} are one parameter, but the state has different values for them. Take the "
+                "entries of one out."
+            )
+    return chosen
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return bool(one == other)
+
+
+def _options(index: int, members: Iterable[tuple[str, _Entry]]) -> dict[str, Any]:
+    """The options of a group, on which all of its parameters must agree. None here: those it has."""
+    first: tuple[str, _Entry] | None = None
+    for name, entry in members:
+        first = first or (name, entry)
+        for key in {**first[1].options, **entry.options}:
+            one, other = first[1].options.get(key), entry.options.get(key)
+            if not same(one, other):
+                raise ValueError(
+                    f"group {index} of the optimizer has {first[0]!r} and {name!r}, which were saved with {key} {one} "
+                    f"and {other}. Build the groups as they were when saved."
+                )
+    return {} if first is None else first[1].options

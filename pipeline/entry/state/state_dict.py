@@ -1,0 +1,180 @@
+"""What does a Pipe save and load? The plain module's state under its names; over ranks, each rank its part.
+
+    state_dict()  optimizer_state_dict(o)     this rank's part, for torch.distributed.checkpoint.save
+    load_state_dict(s)  load_optimizer_state_dict(o, s)     the whole model's, or any part that has this rank's
+    full_state_dict()  full_optimizer_state_dict(o)         all of it, on rank 0
+
+So a checkpoint that four ranks wrote loads on one, two or three, and in the plain module.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.common.call_lock import turn
+from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.topology import Company
+from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
+from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
+from pipeline.execution.communicator import Peers
+from pipeline.skip import Enclosed
+from pipeline.stage.batchnorm import batch_norms
+
+
+class Stateful(Enclosed, ABC):
+    """The part of a Pipe that saves and loads."""
+
+    _company: Company | None
+
+    @abstractmethod
+    def to_sequential(self) -> nn.Sequential:
+        """The plain module."""
+
+    @abstractmethod
+    def _peers(self, door: str) -> Peers:
+        """The processes that run a call."""
+
+    def full_state_dict(self) -> OrderedDict[str, Any] | None:
+        """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
+
+        Example:
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> list(Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1]).full_state_dict())
+            ['0.weight', '0.bias']
+        """
+        with turn(), self._peers("full_state_dict") as peers:
+            peers.open(lambda values: {}, draws=False)
+            state = self.state_dict()
+            found = peers.gather(state)
+        if found is None:
+            return None
+        places = {name: index for index, name in enumerate(self._modules)}
+        names = sorted(found, key=lambda name: places.get(name.partition(".")[0], -1))
+        whole = OrderedDict((name, _on_cpu(found[name])) for name in names)
+        setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
+        return whole
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of this rank's parameters, by their names, to be saved with `state_dict()`.
+
+        Args:
+            optimizer: one of torch.optim's, but LBFGS.
+
+        Returns:
+            A flat dict: "state.<name>.exp_avg", "param_groups.<name>.lr", ..., as torch's get_optimizer_state_dict
+            makes with flatten_optimizer_state_dict=True. Those of several ranks are parts of one.
+
+        Raises:
+            ValueError: the optimizer has parameters that this rank's stages do not.
+        """
+        return optimizer_state(self._all_places(), optimizer)
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """The state of an optimizer of all parameters, on the CPU, on rank 0; None on other ranks. All ranks call it.
+
+        Args:
+            optimizer: one of torch.optim's, but LBFGS, of this rank's parameters; its groups in the order of the model.
+
+        Returns:
+            What `optimizer.state_dict()` is for the plain module's parameters, with their names ("param_names").
+            It loads there, and by `load_optimizer_state_dict` on any number of ranks.
+
+        Raises:
+            ValueError: the groups, their options or the order of parameters are not those of one optimizer.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1])
+            >>> state = pipe.full_optimizer_state_dict(torch.optim.SGD(pipe.parameters(), lr=0.5))
+            >>> state["param_groups"][0]["param_names"], state["param_groups"][0]["params"]
+            (['0.weight', '0.bias'], [0, 1])
+        """
+        company = self._company
+        with turn(), self._peers("full_optimizer_state_dict") as peers:
+            peers.open(lambda values: {}, draws=False)
+            nothing = [] if company is None else [("", company.nothing)]
+            named = [*self.named_parameters(), *nothing]
+            entries = peers.gather(own_entries(named, optimizer, 0 if company is None else company.ranks.rank))
+            whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
+            peers.close()
+        return whole
+
+    def _first_names(self) -> Mapping[str, str]:
+        """For every name of a parameter of the whole model its first one, in order."""
+        return first_names_of(self) if self._company is None else self._company.first_names
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Put an optimizer where another one was, on however many ranks that ran.
+
+        Args:
+            optimizer: of the same class, over this rank's parameters.
+            state_dict: from `optimizer_state_dict`, of this rank's parameters at least; or from
+                `full_optimizer_state_dict`, or an optimizer of the plain module's parameters.
+
+        Raises:
+            ValueError: names that nobody has, or that are missing.
+        """
+        if is_packed(state_dict):
+            state_dict = by_name(state_dict, self._first_names())
+        all_names = None if self._company is None else self._company.first_names
+        load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's: over ranks, this rank's, by the plain module's names and in its order.
+
+        A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
+        """
+        company = self._company
+        if company is None or not company.hosting.ties or not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        dot = f"{prefix}." if prefix else ""
+        return ((dot + name, each) for name, each in company.named(super().named_parameters(), remove_duplicate))
+
+    def _all_places(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters by the names of its own layers: no two ranks save under one key."""
+        found = list(super().named_parameters(remove_duplicate=False))
+        nothing = [] if found or self._company is None else [("", each) for each in self.parameters()]
+        return iter([*found, *nothing])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""
+        elsewhere = [name for name, layer in self._modules.items() if isinstance(layer, Elsewhere)]
+        if elsewhere:
+            state_dict = own_part(state_dict, elsewhere)
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None and "partitions" not in self._modules:
+            renamed = OrderedDict(state_dict)
+            names = {key: key.split(".", 2)[-1] for key in versions if re.match(r"partitions\.\d+\.", key)}
+            setattr(renamed, "_metadata", OrderedDict((names.get(key, key), value) for key, value in versions.items()))
+            state_dict = renamed
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Read torchgpipe's keys too: `partitions.<stage>.<layer>...` names the layer as the plain module does."""
+        old = f"{prefix}partitions."
+        if "partitions" not in self._modules:
+            norms = {path for path, _ in batch_norms(self.to_sequential())}
+            for key in [key for key in state_dict if key.startswith(old)]:
+                value = state_dict.pop(key)
+                _, _, name = key[len(old) :].partition(".")
+                layer, _, last = name.rpartition(".")
+                if layer in norms and last in ("sum", "sum_squares"):
+                    continue  # what its DeferredBatchNorm has of an unfinished mini-batch
+                state_dict[prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,141 @@
+"""The state of an optimizer of the whole model, as the plain module's own optimizer has it; and back, by names.
+
+    each rank   {"0.weight": (group, what is kept), ...}  --gathered-->  one torch.optim state_dict, on rank 0
+    that dict, parameters by number  -->  "state.<name>.exp_avg", ...    which any number of ranks load
+
+Numbers follow the groups, and within each the order of the model, as in an optimizer of the plain module's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from pipeline.entry.state.optimizer_state import NOT_OPTIONS, check_optimizer, flattened, numbered, same
+
+_GROUP, _PARAMETER = "group.", "parameter."
+
+
+def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, rank: int) -> dict[str, Any]:
+    """What this process's optimizer has: the options of its groups, and what it keeps for each parameter.
+
+    Args:
+        named_parameters: this process's, each once, in the order of the model. One named "" stands for none.
+        optimizer: of some or all of them.
+        rank: this process's number.
+
+    Raises:
+        ValueError: a parameter without a name; or groups that have theirs in another order, which numbers depend on.
+    """
+    check_optimizer(optimizer)
+    places = {id(param): (place, name) for place, (name, param) in enumerate(named_parameters)}
+    packed = optimizer.state_dict()
+    entries: dict[str, Any] = {}
+    for index, group in enumerate(packed["param_groups"]):
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        entries[f"{_GROUP}{index}.{rank}"] = options
+        held = [places.get(id(param)) for param in optimizer.param_groups[index]["params"]]
+        known = [place for place in held if place is not None]
+        if len(known) < len(held):
+            raise ValueError(
+                "the optimizer has a parameter that is none of this rank's of the Pipe. Give it an optimizer of its "
+                "own."
+            )
+        if known != sorted(known):
+            raise ValueError(
+                f"group {index} of the optimizer has its parameters in another order than the model: "
+                f"{[name for _, name in known][:5]}. Their numbers would be others in an optimizer of the plain "
+                "module: build the groups in the order of pipe.named_parameters()."
+            )
+        for number, (_, name) in zip(group["params"], known, strict=True):
+            if name:
+                entries[_PARAMETER + name] = {"group": index, "kept": dict(packed["state"].get(number, {}))}
+    list(numbered(optimizer, packed))  # raises where something is kept for no parameter
+    return entries
+
+
+def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A torch.optim state_dict, on the CPU, of what all processes have.
+
+    Args:
+        entries: of all of them, as from `own_entries`.
+        names: of the model's parameters, each once, in order.
+
+    Raises:
+        ValueError: the ranks' optimizers have other groups, or other options.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for key in (key for key in entries if key.startswith(_GROUP)):
+        _, group, rank = key.split(".")
+        index, theirs = int(group), entries[key]
+        options = groups.setdefault(index, theirs)
+        differing = [what for what in {**options, **theirs} if not same(options.get(what), theirs.get(what))]
+        if differing:
+            raise ValueError(
+                f"group {index} of the optimizer has another {', '.join(differing)} on rank {rank}. Build the groups "
+                "alike on all ranks, and change their options alike."
+            )
+    packed: dict[str, Any] = {"state": {}, "param_groups": []}
+    by_group: dict[int, list[str]] = {index: [] for index in sorted(groups)}
+    for name in (name for name in names if _PARAMETER + name in entries):
+        by_group[entries[_PARAMETER + name]["group"]].append(name)
+    number = 0
+    for index, members in by_group.items():
+        numbers = range(number, number + len(members))
+        packed["param_groups"].append({**groups[index], "param_names": members, "params": list(numbers)})
+        kept = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
+        packed["state"].update({number: state for number, state in kept.items() if state})
+        number += len(members)
+    found: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), packed)
+    return found
+
+
+def is_packed(state: Mapping[str, Any]) -> bool:
+    """Whether this is a torch.optim state_dict, whose parameters have numbers."""
+    return "param_groups" in state and isinstance(state["param_groups"], Sequence)
+
+
+def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[str, Any]:
+    """A torch.optim state_dict by names, as `optimizer_state.optimizer_state` makes it of the whole model.
+
+    Args:
+        packed: from `whole_state`; or of an optimizer of all the plain module's parameters.
+        first_names: for every name of a parameter of the model its first one, in order.
+
+    Raises:
+        ValueError: groups that do not say which parameters they have.
+    """
+    aliases: dict[str, list[str]] = {}
+    for name, first in first_names.items():
+        aliases.setdefault(first, []).append(name)
+    groups = packed["param_groups"]
+    is_all = len(groups) == 1 and len(groups[0]["params"]) == len(aliases)
+    flat: dict[str, Any] = {}
+    for index, group in enumerate(groups):
+        names = group.get("param_names") or (list(aliases) if is_all else [])
+        if len(names) != len(group["params"]):
+            raise ValueError(
+                f"group {index} of the state has {len(group['params'])} parameters by number, of the model's "
+                f"{len(aliases)}. Which ones is known where it has 'param_names': save "
+                "pipe.full_optimizer_state_dict(optimizer), or give the plain optimizer model.named_parameters()."
+            )
+        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+        for number, first in zip(group["params"], names, strict=True):
+            kept = dict(flattened(first, packed["state"].get(number, {})))
+            for name in aliases.get(first_names.get(first, first), [first]):
+                flat.update({f"state.{name}.{key}": value for key, value in kept.items()})
+                flat[f"state_keys.{name}"] = tuple(sorted(kept))
+                flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+    return flat
+
+
+def first_names_of(module: torch.nn.Module) -> dict[str, str]:
+    """For every name of a parameter of a module its first one, in order."""
+    firsts: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: firsts.setdefault(id(param), name) for name, param in named}

@@ -1,0 +1,325 @@
+"""What is refused before anything runs, and what is chosen where nothing was said?
+
+    Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_places, check_schedule
+    pipe.step(...)                                    -->  check_step
+
+Each error says what was wrong, the value, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from partition import balance_costs
+from partition.contiguous import whole
+from partition.splitting import check_balance
+from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
+from pipeline.common.places import Place, place_of
+from pipeline.distributed.group import Ranks, ranks_of
+from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.entry.state.meta_init import How, materialize
+from pipeline.gradients.eager import EagerUpdate
+from scheduler import Action, Kind, Schedule, ScheduleError, by_name
+
+_ANEW = (
+    "It is another model's, or was made before parameters were replaced (load_state_dict(assign=True), a cast that "
+    "makes new ones): make it of pipe.parameters(). What is not to be trained: requires_grad_(False)."
+)
+
+
+class StageView(nn.Sequential):
+    """A stage as the caller sees it: the Pipe's own layers, in a Sequential that nobody runs."""
+
+    def __init__(self, stage: nn.Sequential) -> None:
+        super().__init__()
+        layers: Mapping[str, Any] = stage._modules
+        self._modules.update(layers)
+        self.training = stage.training
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "pipe.partitions shows the stages; the Pipe runs their layers, not these Sequentials, so a hook or a layer "
+            "put on one would have no effect. Put the hook on a layer, such as pipe.partitions[0][-1], or change the "
+            "nn.Sequential and wrap it anew."
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+    __setitem__ = __delitem__ = append = extend = insert = _refuse
+
+
+def check_batch_dim(batch_dim: object) -> int:
+    """The dim that counts rows, as an int.
+
+    Raises:
+        TypeError: no whole number.
+        ValueError: negative.
+    """
+    found = whole(batch_dim)
+    if found is None:
+        raise TypeError(f"batch_dim is {batch_dim!r}. Give a whole number: 0, or 1 for time-first data.")
+    if found < 0:
+        raise ValueError(
+            f"batch_dim is {found}. Count dims from the front: 0, or 1 for time-first data. (From the back, tensors "
+            "of different dims would be cut along different ones.)"
+        )
+    return found
+
+
+def check_plain(module: nn.Sequential) -> None:
+    """Refuse what the Sequential itself would do besides calling its layers: a Pipe would leave it out."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
+    if module._state_dict_hooks or module._state_dict_pre_hooks or module._load_state_dict_pre_hooks:
+        raise ValueError("the nn.Sequential has state_dict hooks of its own, which would not run. Put them on a layer.")
+    if module._parameters or module._buffers:
+        names = ", ".join([*module._parameters, *module._buffers])
+        raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
+    elsewhere = [name for name, layer in module.named_children() if isinstance(layer, Elsewhere)]
+    if elsewhere:
+        raise ValueError(
+            f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
+            "Pipe from the module itself (on the meta device, if it is large)."
+        )
+    inner = [name for name, each in module.named_modules() if getattr(each, "_company", None) is not None]
+    if inner:
+        raise ValueError(
+            f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "
+            "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
+        )
+    lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
+    if lazy:
+        raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
+
+
+def find_ranks(
+    group: Any, devices: Sequence[Place] | None, workers: str | None, heartbeat: float, timeout: float
+) -> Ranks | None:
+    """The ranks to run on; None: this process runs everything, because devices are given or because it is alone.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot be, or that exclude each other.
+    """
+    for name, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"{name} is {seconds!r}. Give seconds, such as {name}=30.0.")
+        if not seconds > 0:
+            raise ValueError(f"{name} is {seconds}. Give seconds above 0, such as {name}=30.0.")
+    if devices is not None:
+        if group is not None:
+            raise ValueError(
+                "devices=[...] runs all stages in this process and group=... runs them on the ranks of a group. Give "
+                "one of them."
+            )
+        return None
+    ranks = ranks_of(group, heartbeat, timeout)
+    if ranks is not None and workers is not None:
+        raise ValueError(
+            f"workers is {workers!r} but the Pipe runs over {ranks.size} ranks, where each has one thread. Leave "
+            "workers out, or give devices=[...] to run in one process."
+        )
+    return ranks
+
+
+def choose_balance(
+    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[Place] | None, ranks: Ranks | None = None
+) -> list[int]:
+    """Layers per stage: as given, or cut so that parameter bytes are even over the devices or ranks."""
+    if balance is not None:
+        return check_balance(balance, len(module))
+    if ranks is not None:
+        count = ranks.size
+    else:
+        count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
+    costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
+    return balance_costs(costs, min(count, len(costs)))
+
+
+def choose_places(given: list[Place] | None, stages: int, ranks: Ranks | None = None) -> list[Place]:
+    """One place a stage: the first of those given, of all CUDA devices, or the CPU for all. On a rank: its own."""
+    if ranks is not None:
+        return [Place(ranks.device)] * stages
+    if given is None:
+        count = torch.cuda.device_count()
+        given = [place_of(index) for index in range(count)] or [place_of("cpu")] * stages
+    if len(given) < stages:
+        raise ValueError(
+            f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "
+            f"devices=[...] with {stages} entries (repeats are allowed), or a balance of {len(given)} stages."
+        )
+    return given[:stages]
+
+
+def check_shared(stages: Sequence[nn.Sequential]) -> None:
+    """Refuse what stages cannot share: buffers, which two stages would write. (Parameters they can.)"""
+    owner: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        for name, buffer in stage.named_buffers():
+            other = owner.setdefault(id(buffer), index)
+            if other != index:
+                raise ValueError(
+                    f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
+                    "Put their layers into one stage, or give each a buffer of its own."
+                )
+
+
+def schedule_named(name: str, stages: int, chunks: int) -> Schedule:
+    """The schedule of this name for so many stages, on as many lanes as that makes."""
+    schedule = by_name(name, stages, chunks)
+    each = schedule.stages // stages
+    if stages % each:
+        raise ScheduleError(
+            f"schedule {name} has {each} stages a lane but the balance has {stages}, no multiple of that. Use a "
+            f"balance of {stages - stages % each + each} stages, or a schedule with one stage a lane, such as 1f1b."
+        )
+    return schedule if each == 1 else by_name(name, stages // each, chunks)
+
+
+def check_schedule(schedule: Schedule, stages: int) -> None:
+    if schedule.stages != stages:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {schedule.stages} stages but the balance has {stages}. Make it for {stages} "
+            "stages."
+        )
+    before: dict[int, Action] = {}
+    for action in schedule.actions:
+        if action.kind is Kind.F:
+            if action.chunk < before.setdefault(action.stage, action).chunk:
+                raise ScheduleError(
+                    f"schedule {schedule.name} runs {action} after {before[action.stage]}. In a Pipe the forwards of a "
+                    f"stage ascend in chunks, since running statistics depend on their order: put {action} first."
+                )
+            before[action.stage] = action
+
+
+def check_placement(schedule: Schedule, rank_of: Sequence[int]) -> None:
+    """Refuse a schedule that puts stages on other ranks than those which have their layers."""
+    found = schedule.placement.lane_of
+    if found != tuple(rank_of):
+        stage = next(index for index, rank in enumerate(rank_of) if found[index] != rank)
+        raise ScheduleError(
+            f"schedule {schedule.name} runs stage {stage} on rank {found[stage]}, but its layers are on rank "
+            f"{rank_of[stage]}. Build another Pipe with this schedule, or choose one that has stages where these are: "
+            f"{list(rank_of)}."
+        )
+
+
+def settle(
+    stages: Sequence[nn.Sequential],
+    own: Iterable[int],
+    devices: Sequence[torch.device],
+    how: How,
+    seed: Callable[[], int],
+) -> None:
+    """Put some stages on their devices, and values into what is on the meta device.
+
+    Args:
+        stages: all.
+        own: those to settle.
+        devices: of each stage.
+        how: where values come from, see entry/state/meta_init.py.
+        seed: draws one, if it is needed.
+    """
+    index, found, places = 0, [], []
+    for stage, layers in enumerate(stages):
+        table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
+        for name, layer in table.items():
+            if stage in own:
+                found.append((index, name, layer))
+                places.append(devices[stage])
+            index += 1
+    materialize(found, how, places, seed() if how is not None else 0)
+    for stage in sorted(own, reverse=True):
+        stages[stage].to(devices[stage])  # what several stages share ends up with the first
+
+
+def check_step(
+    optimizer: torch.optim.Optimizer | EagerUpdate | None,
+    clip: float | None,
+    scaler: torch.amp.GradScaler | None,
+    grads: str,
+) -> None:
+    if grads not in ("param", "store"):
+        raise ValueError(f"grads is {grads!r}. Use 'param' or 'store'.")
+    if optimizer is not None and not isinstance(optimizer, EagerUpdate):
+        check_optimizer(optimizer)
+    if scaler is not None:
+        check_scaler(scaler)
+    if clip is not None:
+        check_limit("clip_grad_norm", clip)
+    if grads == "store" and optimizer is not None:
+        raise ValueError(
+            "grads='store' keeps the gradients for you, so no optimizer can step. Use store.apply(optimizer)."
+        )
+    if isinstance(optimizer, EagerUpdate):
+        _check_eager(optimizer, clip, scaler)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times a step: write a closure around pipe.step(x, y, loss_fn=f)."
+        )
+    if clip is not None and optimizer is None and grads == "param":
+        raise ValueError(
+            "clip_grad_norm without an optimizer would clip what .grad will hold, which you may still add to. Call "
+            "pipe.clip_grad_norm_ before your own optimizer step, or give optimizer=... or grads='store'."
+        )
+    if scaler is not None and optimizer is None and clip is not None:
+        raise ValueError("clip_grad_norm with a scaler needs the optimizer, which unscales: give optimizer=...")
+
+
+def parameters_of(loss_fn: object) -> list[Tensor]:
+    """The parameters of a loss, where it is a module."""
+    return list(loss_fn.parameters()) if isinstance(loss_fn, nn.Module) else []
+
+
+def check_holds(
+    optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], beside: Iterable[Tensor]
+) -> None:
+    """Refuse an optimizer that would drop the gradients: of another model, or of parameters that are no more.
+
+    One with other tensors beside the Pipe's is fine (a loss's own parameters); so is one without some of the Pipe's.
+
+    Args:
+        named: the Pipe's parameters, of this process.
+        beside: what else a step gives gradients to: the input, the loss's own parameters.
+
+    Raises:
+        ValueError: it has none of them; or, in place of some, others of their shapes.
+    """
+    if isinstance(optimizer, EagerUpdate):
+        if optimizer.optimizer is None:  # a rule gets them all
+            return
+        optimizer = optimizer.optimizer
+    held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    lacking = {id(param): (name, param) for name, param in named if param.requires_grad and id(param) not in held}
+    if not lacking:
+        return
+    known = {id(tensor) for tensor in beside}.union([id(param) for _, param in named])
+    strange = [param for key, param in held.items() if key not in known and param.requires_grad]
+    if not held.keys() & known:
+        raise ValueError(f"the optimizer has none of the Pipe's parameters, so their gradients would be lost. {_ANEW}")
+    if strange and Counter([param.shape for param in strange]) <= Counter([p.shape for _, p in lacking.values()]):
+        shapes = [param.shape for param in strange]
+        names = [name for name, param in lacking.values() if param.shape in shapes]
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that are not the Pipe's, and none of {names[:5]}, which "
+            f"have their shapes: gradients would be lost. {_ANEW}"
+        )
+
+
+def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.GradScaler | None) -> None:
+    if clip is not None:
+        raise ValueError(
+            "clip_grad_norm clips by the norm over all gradients, which an EagerUpdate does not know before its first "
+            f"update. Use EagerUpdate(..., clip='two_pass', max_norm={clip}), or 'optimistic'."
+        )
+    if scaler is not None:
+        raise ValueError(
+            "a GradScaler leaves the whole step out where one gradient overflows, and an EagerUpdate has used the "
+            "others by then. Use bfloat16, which needs no scaler, or the optimizer itself."
+        )

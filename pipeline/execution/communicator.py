@@ -1,0 +1,342 @@
+"""What does a call need of other processes?
+
+    one process     Alone         nothing: every stage is here
+    torchrun        distributed   values that cross ranks, the output and the loss for everyone, one verdict
+
+The doors and the call speak to this interface alone, so they are the same in both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.common.places import Place
+from pipeline.data.pytrees import Grads, Tree, add_grads
+from pipeline.data.values import Values
+from pipeline.execution.mailbox import Mailbox, Post
+from pipeline.recompute.randomness import draw_seed
+from pipeline.transports.local import Local
+from scheduler import Action, Event
+
+Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
+Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its gradient
+
+
+class Output(NamedTuple):
+    """The joined output of a call, and which of its tensors want a gradient."""
+
+    tree: Tree
+    needs_grad: Sequence[bool]
+
+
+class Verdict(NamedTuple):
+    """What all processes of a step agree on.
+
+    Attributes:
+        loss: of the mini-batch. None: where no rank computed one.
+        divisor: what the summed gradients are to be divided by. None: nothing.
+        reached: whether any process has a gradient.
+        hooks: whether any has hooks that the gradients are to pass: the step has not taken place until they have.
+        metrics: of the mini-batch, where the last stage is; then everyone has them.
+    """
+
+    loss: Tensor | None
+    divisor: Tensor | None
+    reached: bool
+    hooks: bool = False
+    metrics: Mapping[str, Tensor] = {}
+
+
+class Peers(ABC):
+    """The processes that run a call together. A context: within it the call runs; a failure in it is everyone's."""
+
+    @abstractmethod
+    def __enter__(self) -> Peers: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
+        """Make sure that everyone makes the same call.
+
+        Args:
+            words: what must be the same, by name, in words; given whether the values of the mini-batch are too.
+            draws: whether this call draws a seed from torch's default CPU generator.
+            tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
+                finds out whether they are.
+
+        Returns:
+            The seed of the call; 0 if it draws none.
+
+        Raises:
+            MismatchError: someone does not.
+        """
+
+    def check_output_grads(self, grads: Grads) -> None:
+        """Have `agree` make sure that everyone's gradients of the output are the same, but for rounding.
+
+        Args:
+            grads: with which this process's backward begins. None: zeros.
+        """
+
+    def compare(self) -> None:
+        """Compare at once what `agree` would.
+
+        Raises:
+            MismatchError: something is not the same on all ranks.
+        """
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether this process has every stage."""
+
+    @property
+    def failures(self) -> int:
+        """How many calls have failed on all processes together; the same number on each."""
+        return 0
+
+    @abstractmethod
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        """Raise if gradients of these leaves would be lost on other ranks.
+
+        Args:
+            leaves: what `who` computed with besides its input and the parameters of its modules.
+            who: a stage, or the loss.
+            stage: which. None: the loss.
+        """
+
+    @property
+    @abstractmethod
+    def stand_in(self) -> Tensor:
+        """A leaf for a process all of whose parameters are elsewhere."""
+
+    @abstractmethod
+    def has(self, stage: int) -> bool:
+        """Whether this process runs a stage."""
+
+    @abstractmethod
+    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
+        """What will be sent in each phase: a `pipeline.distributed.p2p_plan.Traffic` each."""
+
+    @abstractmethod
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+        """Where values wait between the action that makes them and the one that reads them."""
+
+    @abstractmethod
+    def begin(self, phase: int) -> None:
+        """The actions of a phase are about to run."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """They have run: everything that was sent has arrived."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether `at` is to be told of every action."""
+        return True
+
+    @abstractmethod
+    def at(self, action: Action) -> None:
+        """An action is about to run."""
+
+    @abstractmethod
+    def again(self) -> Peers:
+        """For the backward of this call."""
+
+    @abstractmethod
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Wait until everyone has come this far; what those know who have it is for all."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until everyone has made its step: hooks of parameters and optimizers are the user's, and may raise."""
+
+    @abstractmethod
+    def share_output(self, output: Output | None) -> Output:
+        """The output, where it was not computed too."""
+
+    @abstractmethod
+    def share_input_grads(self, grads: Grads | None) -> Grads:
+        """The gradients of the input, where stage 0 is not too."""
+
+    @abstractmethod
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        """The norm of all processes' gradients as one vector, to the bit as if one process had them all.
+
+        Args:
+            named: this process's gradients under the plain module's names; "" for those that are not the module's.
+            norm_type: as in torch.nn.utils.clip_grad_norm_.
+        """
+
+    @abstractmethod
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        """The same, of each gradient's own norm."""
+
+    @abstractmethod
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """The sum over all processes, added in the order of the ranks.
+
+        Args:
+            numbers: float64, on the CPU.
+
+        Raises:
+            MismatchError: over ranks, which do not ask for the same.
+        """
+
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        """The divisor of a step, which the process of the last stage knows."""
+        return divisor
+
+    @abstractmethod
+    def any(self, here: bool) -> bool:
+        """Whether something is so in any process."""
+
+    @abstractmethod
+    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
+        """The parameters in use, here or elsewhere, that this process has."""
+
+    @abstractmethod
+    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
+
+    @abstractmethod
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Everyone's named values, on rank 0; None elsewhere."""
+
+    @abstractmethod
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        """What everyone recorded."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over replicas of the whole pipeline."""
+        return False
+
+    def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
+        """All backwards of a stage here have run: what it adds to the gradients of these owners is final."""
+
+    def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
+        """Make whole gradients the means over the replicas, each divided by its replica's divisor first.
+
+        Args:
+            waits: until all have them. Else `agree` does, before anyone uses them.
+            pairs: (owner, whole gradient) of this process; they may be written.
+            divisor: of this replica, where this process knows one.
+        """
+        return pairs
+
+
+class Alone(Peers):
+    """One process has every stage."""
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def open(
+        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+    ) -> int:
+        return draw_seed() if draws else 0
+
+    @property
+    def is_alone(self) -> bool:
+        return True
+
+    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        pass
+
+    @property
+    def stand_in(self) -> Tensor:
+        return torch.empty(0, requires_grad=True, device="cpu")
+
+    def has(self, stage: int) -> bool:
+        return True
+
+    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
+        pass
+
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
+        return Mailbox(values, places, transport)
+
+    def begin(self, phase: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def follows(self) -> bool:
+        return False
+
+    def at(self, action: Action) -> None:
+        pass
+
+    def again(self) -> Alone:
+        return self
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        return verdict
+
+    def close(self) -> None:
+        pass
+
+    def share_output(self, output: Output | None) -> Output:
+        assert output is not None  # the last stage is here
+        return output
+
+    def share_input_grads(self, grads: Grads | None) -> Grads:
+        assert grads is not None  # so is the first
+        return grads
+
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        return torch.nn.utils.get_total_norm([grad for _, grad in named], norm_type)
+
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        if not norms:
+            return torch.zeros((), device="cpu")
+        device = norms[0][1].device
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for _, norm in norms]), norm_type)
+        return total
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def any(self, here: bool) -> bool:
+        return here
+
+    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
+        return owners
+
+    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+        return joined(parts)
+
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        return dict(named)
+
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        return list(events)
+
+
+def joined(parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+    """The parts of each owner, added in the order in which they stand."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for _, owner, grad in parts:
+        earlier = found.get(id(owner))
+        total = grad if earlier is None else add_grads(earlier[1], grad)
+        assert total is not None  # neither part is
+        found[id(owner)] = (owner, total)
+    return found

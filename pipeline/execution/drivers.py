@@ -1,0 +1,178 @@
+"""How do the lanes of a call run: one after the other in the calling thread, or each accelerator in its own?
+
+    workers="inline"     the merged order of the plan, one thread             lanes that share a processor
+    workers="threads"    threads.drive_threads, a thread a group of lanes     lanes with accelerators of their own
+
+With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
+workers="threads" every lane is a group. What groups share, one of them holds at a time: a place, a layer that stands in
+two stages, and the default generators of the host, as long as a stage draws from one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from pipeline.common.places import Place
+from pipeline.common.torch_modes import Ambient
+from pipeline.execution.engine import Perform
+from pipeline.execution.plan import Phase
+from pipeline.execution.threads import drive_threads
+from scheduler import Action
+
+WORKERS = (None, "inline", "threads")
+
+
+def check_workers(workers: str | None) -> None:
+    if workers not in WORKERS:
+        raise ValueError(
+            f"workers is {workers!r}. Use 'inline' (one thread), 'threads' (one for each lane), or None: threads where "
+            "stages are on several accelerators."
+        )
+
+
+def uses_threads(workers: str | None, places: Sequence[Place]) -> bool:
+    """Whether lanes run in threads of their own."""
+    if workers is None:
+        return len({place for place in places if place.is_accelerator}) > 1
+    return workers == "threads"
+
+
+def in_turns(workers: str | None, places: Sequence[Place], lane_of: Sequence[int]) -> list[list[int]]:
+    """The groups of lanes of which one computes at a time: those of one thread, or of one place."""
+    if not uses_threads(workers, places):
+        return [list(dict.fromkeys(lane_of))]
+    return _groups(lane_of, places, apart=False)
+
+
+class Driver:
+    """Runs the phases of one call.
+
+    Args:
+        places: where each stage computes.
+        layers: those of each stage.
+        lane_of: which lane has each stage.
+        workers: see above.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        layers: Sequence[Sequence[nn.Module]],
+        lane_of: Sequence[int],
+        workers: str | None,
+    ) -> None:
+        self._places = places
+        self._gpus = {place.device for place in places if place.device.type == "cuda"}
+        self._groups: list[list[int]] = []
+        self._locks: list[list[threading.Lock]] = []
+        self._generators = threading.Lock()  # of the default generators of the host
+        if uses_threads(workers, places):
+            self._groups = _groups(lane_of, places, apart=workers == "threads")
+            self._locks = _locks(places, layers)
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether several threads may compute at a time."""
+        return len(self._groups) > 1
+
+    def run(self, phase: Phase, perform: Perform, draws: bool, ambient: Ambient, in_turns: bool) -> None:
+        """Run a phase.
+
+        Args:
+            phase: what to run.
+            perform: does the work of an action.
+            draws: whether any stage may draw from a default generator of the host: then they compute one at a time.
+            ambient: torch's switches, as they are in this thread.
+            in_turns: one thread drives all lanes, whatever else was said.
+        """
+        if phase.needs is None or in_turns or not self.has_threads:
+            on_device = self._on_device(perform)
+            for action in phase.merged:
+                on_device(action)
+            return
+
+        def locked(action: Action) -> None:
+            locks = self._locks[action.stage]
+            _holding([*locks, self._generators] if draws else locks, perform, action)
+
+        groups = [{lane: phase.orders[lane] for lane in group} for group in self._groups]
+        enter = _thread_like_this(ambient, self._places, len(groups) - 1)
+        drive_threads(groups, phase.needs, self._on_device(locked), enter, phase.before)
+
+    def _on_device(self, perform: Perform) -> Perform:
+        """Perform with the stage's GPU as the current device; a thread of its own begins with another one."""
+        if not self._gpus or not self.has_threads and self._gpus == {torch.device("cuda", torch.cuda.current_device())}:
+            return perform
+
+        def on_device(action: Action) -> None:
+            device = self._places[action.stage].device
+            with torch.cuda.device(device) if device in self._gpus else nullcontext():
+                perform(action)
+
+        return on_device
+
+
+def _holding(locks: Sequence[threading.Lock], perform: Perform, action: Action) -> None:
+    """Perform while holding locks. By `with` alone: an ExitStack that is interrupted as it enters a lock leaks it."""
+    if not locks:
+        perform(action)
+        return
+    with locks[0]:
+        _holding(locks[1:], perform, action)
+
+
+def _groups(lanes: Sequence[int], places: Sequence[Place], apart: bool) -> list[list[int]]:
+    """Lanes that one thread drives; the last group is that of the last stage."""
+    groups: dict[object, list[int]] = {}
+    for stage, lane in enumerate(lanes):
+        if not any(lane in group for group in groups.values()):
+            groups.setdefault(lane if apart else places[stage], []).append(lane)
+    found = list(groups.values())
+    last = next(group for group in found if lanes[-1] in group)
+    return [group for group in found if group is not last] + [last]
+
+
+def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> list[list[threading.Lock]]:
+    """For each stage what it holds while it computes, in one order for all."""
+    place_locks = {place: threading.Lock() for place in places}
+    modules = [{id(module) for layer in stage for module in layer.modules()} for stage in layers]
+    shared: dict[frozenset[int], threading.Lock] = {}  # by the stages that have a module in common
+    for module in set().union(*modules):
+        stages = frozenset(stage for stage, own in enumerate(modules) if module in own)
+        if len(stages) > 1:
+            shared.setdefault(stages, threading.Lock())
+    ordered = sorted(shared, key=sorted)
+    return [
+        [place_locks[place], *(shared[stages] for stages in ordered if stage in stages)]
+        for stage, place in enumerate(places)
+    ]
+
+
+def _thread_like_this(
+    ambient: Ambient, places: Sequence[Place], own: int
+) -> Callable[[int], AbstractContextManager[object]]:
+    """Make a group's thread what this one is: switches, gradients, streams. `own`: the group of this thread."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    devices = {place.device for place in places if place.device.type == "cuda"}
+    streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextmanager
+    def enter(number: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            if number != own:
+                stack.enter_context(torch.inference_mode(inference))
+                stack.enter_context(torch.set_grad_enabled(grad))
+                for stream in streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                if any([enabled for _, enabled, _ in ambient.autocast]):
+                    torch.autocast_increment_nesting()  # as in the caller: the last one out empties everyone's cache
+                    stack.callback(torch.autocast_decrement_nesting)
+                stack.enter_context(ambient.entered())
+            yield
+
+    return enter

@@ -1,0 +1,162 @@
+"""Where is a value between the action that made it and the action that reads it?
+
+    F(s, i)  --activations[name, i, reader]-->  F(reader, i)
+    B(s, i)  --gradients[name, i, reader]---->  B(producer, i)
+
+Each entry is put once and taken once; taking it is what frees it. What goes to another place starts to move when it is
+put, and must have arrived when it is taken (transports/).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pipeline.common.places import Place
+from pipeline.data.pytrees import Grads, Memory, Message, Tree
+from pipeline.data.values import CALLER, Name, Value, Values
+from pipeline.transports.local import Local, Parcel
+
+
+class Post(ABC):
+    """The values under way in one call. What is put and taken stands in the order of the table."""
+
+    @abstractmethod
+    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+        """Post what `stage` (or the caller) made of `chunk` to all readers."""
+
+    @abstractmethod
+    def take(self, stage: int, chunk: int) -> list[Message]:
+        """Take what `stage` (or the caller) reads of `chunk`."""
+
+    @abstractmethod
+    def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
+        """Post the gradients that `stage` (or the caller) has for the values it read."""
+
+    @abstractmethod
+    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
+        """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
+
+    @abstractmethod
+    def under_way(self, chunk: int) -> Iterator[Memory]:
+        """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many there are."""
+
+
+class Mailbox(Post):
+    """The values under way in one process.
+
+    Args:
+        values: the table.
+        places: where each stage computes; the caller is not among them: it gives and takes things where they are.
+        transport: moves tensors.
+    """
+
+    def __init__(self, values: Values, places: Mapping[int, Place], transport: Local) -> None:
+        self._read_by = values.read_by
+        self._made_by = values.made_by
+        self._place = places.get
+        self._is_one_place = len(set(places.values())) <= 1
+        self._transport = transport
+        self._only_read = _only(values.read_by) if self._is_one_place else {}
+        self._only_made = _only(values.made_by) if self._is_one_place else {}
+        self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel | None]] = {}
+        self._gradients: dict[tuple[Name, int, int], tuple[Grads, Parcel | None]] = {}
+
+    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+        if stage in self._only_made:
+            name, reader = self._only_made[stage]
+            self._activations[name, chunk, reader] = made[0], None
+            return
+        stays = self._is_one_place and stage != CALLER
+        for row, message in zip(self._made_by[stage], made):
+            for reader in row.readers:
+                key = row.name, chunk, reader
+                if stays:
+                    self._activations[key] = message, None
+                else:
+                    parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
+                    self._activations[key] = sent(message, parcel), parcel
+
+    def take(self, stage: int, chunk: int) -> list[Message]:
+        found = []
+        for row in self._read_by[stage]:
+            message, parcel = self._activations.pop((row.name, chunk, stage))
+            if parcel is not None:
+                self._transport.receive(parcel)
+            found.append(message)
+        return found
+
+    def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
+        if stage in self._only_read:
+            name, reader = self._only_read[stage]
+            self._gradients[name, chunk, reader] = grads[0], None
+            return
+        stays = self._is_one_place and stage != CALLER
+        for row, each in zip(self._read_by[stage], grads):
+            parcel = None if stays else self._transport.send(each, self._place(stage), self._place(row.producer))
+            self._gradients[row.name, chunk, stage] = each if parcel is None else parcel.tensors, parcel
+
+    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
+        if stage in self._only_made:
+            name, reader = self._only_made[stage]
+            return [[self._gradients.pop((name, chunk, reader))[0]]]
+        found = []
+        for row in self._made_by[stage]:
+            of_readers = []
+            for reader in row.readers:
+                grads, parcel = self._gradients.pop((row.name, chunk, reader))
+                of_readers.append(grads if parcel is None else self._transport.receive(parcel))
+            found.append(of_readers)
+        return found
+
+    def under_way(self, chunk: int) -> Iterator[Memory]:
+        found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
+        return (memory for message in found for memory in message.memory)
+
+    def __len__(self) -> int:
+        return len(self._activations) + len(self._gradients)
+
+
+def check_alone(index: int, name: str, inbox: Sequence[Message], under_way: Iterable[Memory]) -> None:
+    """A stage that writes its input gets copies: what else shares that memory would not see it written.
+
+    Args:
+        index: the stage that writes its input.
+        name: how an error names it.
+        inbox: what it has read.
+        under_way: the memory of the same chunk's tensors that others will read.
+
+    Raises:
+        RuntimeError: something else shares that memory.
+    """
+    found = [memory for message in inbox for memory in message.memory]
+    own = {memory.origin for memory in found}
+    beside = {memory.origin for memory in under_way}
+    elsewhere = any(memory.until > index for memory in found)
+    if len(own) < len(found) or not own.isdisjoint(beside) or elsewhere:
+        raise RuntimeError(
+            f"{name} writes its input in place, and another tensor of that input, or a skip that a later stage "
+            "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
+            "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
+        )
+
+
+def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]:
+    """For each stage (not the caller) with one value, that has one reader, as a rule: its name, and the reader."""
+    return {
+        stage: (rows[0].name, rows[0].readers[0])
+        for stage, rows in rows_of.items()
+        if stage != CALLER and len(rows) == 1 and len(rows[0].readers) == 1
+    }
+
+
+def sent(message: Message, parcel: Parcel) -> Message:
+    """A message on the tensors that are sent: where they are copies, the originals are not held."""
+    if parcel.tensors is message.tree.tensors:
+        return message
+    tensors = tuple([tensor for tensor in parcel.tensors if tensor is not None])
+    return message._replace(tree=Tree(tensors, message.tree.skeleton))

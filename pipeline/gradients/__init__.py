@@ -1,0 +1,4 @@
+"""Gradients of several passes, segments and ranks: stores, sums, updates during the backward.
+
+Imports common.
+"""

@@ -1,0 +1,346 @@
+"""Parameters that are updated during the backward: each once, as soon as its gradient is whole, which is then let go.
+
+    gradient of p is whole --> EagerStep.take(p, grad) --> clip --> optimizer on p alone, or rule(p, grad)
+    the backward has ended --> finish                       what is left; who had no gradient
+
+    clip "two_pass"     first a run that only takes norms; then the run that updates, with the factor known
+    clip "optimistic"   one run that updates and remembers what was; if the norm is too large: all back, and once more
+
+Who says when a gradient is whole: execution/final_gradients.py for a Pipe, entry/eager_backward.py for any module.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.common.arguments import check_flag, check_limit, shown
+from pipeline.common.interrupts import firm
+from pipeline.gradients.per_parameter import OneByOne
+
+Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
+CLIPS = (None, "value", "per_parameter", "two_pass", "optimistic")
+_TORN = (
+    "the step before has failed half-way: some parameters are updated and some are not ({}). Load a checkpoint "
+    "(optimizer.load_state_dict does), or call acknowledge_torn_step() of the EagerUpdate to go on with what is there."
+)
+
+
+class EagerUpdate:
+    """Updates each parameter during the backward, as soon as its gradient is whole; the gradient is then let go.
+
+    Give it to `pipe.step` in the optimizer's place, or to `eager_backward` with any loss. The result is that of the
+    ordinary step, to the bit. The optimizer stays the real one: its groups, schedulers and state_dict are those of
+    ordinary training, and one may go on with the other at any time. What it saves, and when: see docs/gradients.md.
+
+    Args:
+        update: an optimizer that treats each parameter by itself, or a rule(param, grad), called once for each
+            parameter without gradients; it writes the parameter in place.
+        clip: None; "value": each entry to at most clip_value; "per_parameter": each gradient to a norm of at most
+            max_norm; "two_pass": all gradients to a norm of max_norm, as torch.nn.utils.clip_grad_norm_, at the price
+            of a second run of forward and backward; "optimistic": the same result, at the price of a second run only
+            where the norm is larger, and of copies of parameters and optimizer state during the step.
+        clip_value: for "value".
+        max_norm: for the others.
+        separable: of an optimizer that is not torch's: it treats each parameter by itself.
+
+    Raises:
+        TypeError: update is neither an optimizer nor callable.
+        ValueError: an optimizer that looks at several parameters at once; arguments that do not go together; a norm
+            over all gradients in one pass, which is known only when the last gradient is there.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline import EagerUpdate, Pipe
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], chunks=2)
+        >>> update = EagerUpdate(torch.optim.AdamW(pipe.parameters(), lr=0.1))
+        >>> step = pipe.step(torch.ones(4, 2), torch.ones(4, 1), loss_fn=nn.MSELoss(), optimizer=update)
+        >>> [parameter.grad for parameter in pipe.parameters()]
+        [None, None, None, None]
+    """
+
+    def __init__(
+        self,
+        update: torch.optim.Optimizer | Rule,
+        clip: str | None = None,
+        clip_value: float | None = None,
+        max_norm: float | None = None,
+        *,
+        separable: bool = False,
+    ) -> None:
+        is_optimizer = isinstance(update, torch.optim.Optimizer)
+        if not is_optimizer:
+            _check_rule(update)
+        check_flag("separable", separable)
+        _check_clip(clip, clip_value, max_norm, is_optimizer)
+        self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
+        self._one_by_one = OneByOne(update, separable) if isinstance(update, torch.optim.Optimizer) else None
+        self._rule: Rule | None = None if isinstance(update, torch.optim.Optimizer) else update
+        self._torn = ""
+        self._looks = 0
+        self.without_gradient: list[Tensor] = []
+        """The parameters of the optimizer that had no gradient in the last step, and were left alone."""
+        if self._one_by_one is not None:
+            _acknowledge_after_loading(self, self._one_by_one.optimizer)
+
+    def __repr__(self) -> str:
+        what = "a rule" if self.optimizer is None else type(self.optimizer).__name__
+        limit = self.clip_value if self.clip == "value" else self.max_norm
+        return f"EagerUpdate({what}, clip={self.clip!r}{'' if self.clip is None else f' to {limit}'})"
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None for a rule."""
+        return None if self._one_by_one is None else self._one_by_one.optimizer
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step has failed half-way, and nobody has said that this is known."""
+        return bool(self._torn)
+
+    def acknowledge_torn_step(self) -> None:
+        """Go on after a step that failed half-way, with the parameters as they are."""
+        self._torn = ""
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters of the optimizer; none for a rule, which has no list."""
+        return [] if self._one_by_one is None else list(self._one_by_one.params)
+
+    @property
+    def needs_two_runs(self) -> bool:
+        """Whether the norm over all gradients is wanted before the first update."""
+        return self.clip == "two_pass"
+
+    def get_ready(self) -> None:
+        """A step begins.
+
+        Raises:
+            RuntimeError: an earlier step is torn; step hooks of the optimizer.
+        """
+        if self._torn:
+            raise RuntimeError(_TORN.format(self._torn))
+        if self._one_by_one is not None:
+            self._one_by_one.begin()
+
+    def run(self, factor: Tensor | None = None, only_norms: bool = False) -> EagerStep:
+        """A run of forward and backward.
+
+        Args:
+            factor: multiply all gradients by it first.
+            only_norms: update nothing.
+        """
+        return EagerStep(self, factor, only_norms)
+
+    @contextmanager
+    def guarded(self, step: EagerStep, alone: bool = True) -> Iterator[None]:
+        """Within: what fails after an update leaves the step torn. `alone`: no other process updates its own."""
+        try:
+            yield
+        except BaseException as error:
+            if step.updated or not (alone or step.only_norms):
+                counts = f"{len(step.updated)} were updated here" + ("" if alone else ", others perhaps on other ranks")
+                self._torn = f"{counts}; then {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether it is ours to update."""
+        return isinstance(param, nn.Parameter) if self._one_by_one is None else param in self._one_by_one
+
+    def apply(self, param: Tensor, grad: Tensor) -> None:
+        """Update one parameter."""
+        if self._one_by_one is not None:
+            self._one_by_one.step(param, grad)
+            return
+        assert self._rule is not None  # one of the two
+        with torch.no_grad():
+            self._rule(param, grad)
+
+    def kept(self, param: Tensor) -> Callable[[], None]:
+        """Remember a parameter and its state; what is returned puts them back."""
+        assert self._one_by_one is not None  # a rule cannot be taken back: checked when it was given
+        return self._one_by_one.kept(param)
+
+    def is_to_look(self) -> bool:
+        """Whether what takes long to look for is to be looked for: at times 1, 2, 4, 8, ... of asking."""
+        self._looks += 1
+        return self._looks & (self._looks - 1) == 0
+
+    def note_untouched(self, updated: set[int]) -> None:
+        """A step has ended in which these were updated."""
+        self.without_gradient = [each for each in self.params if id(each) not in updated and each.requires_grad]
+
+
+def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
+    """A torn step is over when the optimizer's state is loaded. The optimizer may live longer, and holds no update."""
+    acknowledge = weakref.WeakMethod(update.acknowledge_torn_step)
+
+    def loaded(_: torch.optim.Optimizer) -> None:
+        whole = acknowledge()
+        if whole is not None:
+            whole()
+
+    handle = optimizer.register_load_state_dict_post_hook(loaded)
+    weakref.finalize(update, handle.remove).atexit = False
+
+
+class EagerStep:
+    """One run: who was updated, what the norms are."""
+
+    def __init__(self, update: EagerUpdate, factor: Tensor | None, only_norms: bool) -> None:
+        self._update = update
+        self._factor = factor
+        self.only_norms = only_norms
+        self.updated: set[int] = set()
+        self.norms: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id
+        self._undo: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def take(self, param: Tensor, grad: Tensor, name: str = "") -> None:
+        """The whole gradient of a parameter: update it, once.
+
+        Raises:
+            RuntimeError: it was updated in this run.
+        """
+        with self._lock:
+            if id(param) in self.updated:
+                raise RuntimeError(
+                    f"late gradient for {name or 'a parameter'} of shape {list(param.shape)}: it was updated already "
+                    "in this step, and this part of its gradient was not in it. A layer runs a backward of its own "
+                    "(a reentrant checkpoint); use checkpoint_blocks or use_reentrant=False, or the optimizer itself."
+                )
+            self._take(param, grad)
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether the norm over all gradients is wanted, and not known."""
+        return self.only_norms or (self._update.clip == "optimistic" and self._factor is None)
+
+    def note(self, param: Tensor, grad: Tensor) -> None:
+        """Count a gradient in the norm, if one is wanted."""
+        if self.takes_norms:
+            self.norms[id(param)] = param, _norm(grad.to(param.dtype))
+
+    def _take(self, param: Tensor, grad: Tensor) -> None:
+        update = self._update
+        grad = grad.to(param.dtype)
+        self.note(param, grad)
+        if self.only_norms:
+            return
+        if self.takes_norms:
+            self._undo.append(update.kept(param))
+        firm()
+        self.updated.add(id(param))
+        update.apply(param, self._clipped(grad))
+
+    def _clipped(self, grad: Tensor) -> Tensor:
+        update = self._update
+        if self._factor is not None:
+            return _scaled(grad, self._factor)
+        if update.clip == "value":
+            assert update.clip_value is not None  # checked
+            values = grad.coalesce() if grad.is_sparse else grad
+            (values._values() if grad.is_sparse else values).clamp_(-update.clip_value, update.clip_value)
+            return values
+        if update.clip == "per_parameter":
+            return _scaled(grad, factor_of(update, _norm(grad)))
+        return grad
+
+    def undo(self) -> None:
+        """Put all parameters and their state back, where they are remembered; elsewhere what was updated stays so."""
+        if not self._undo:
+            return
+        for put_back in reversed(self._undo):
+            put_back()
+        self._undo.clear()
+        self.updated.clear()
+
+    def finish(self) -> None:
+        """The run has ended well."""
+        self._undo.clear()
+        self._update.note_untouched(self.updated)
+
+
+def factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
+    """What gradients of a norm are multiplied by, as in torch.nn.utils.clip_grad_norm_."""
+    assert update.max_norm is not None  # checked
+    return torch.clamp(update.max_norm / (total + 1e-6), max=1.0)
+
+
+def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if something else than an EagerUpdate waits for these parameters' gradients.
+
+    Raises:
+        RuntimeError: a `.grad` is set; another library's hook would see it, or see none.
+    """
+    for name, param in named:
+        if param.grad is not None:
+            raise RuntimeError(
+                f"{name} has a .grad already, which this step would not use. An EagerUpdate lets each gradient go as "
+                "soon as it is used: call zero_grad() first, or use the optimizer itself to add to what is there."
+            )
+        if param._post_accumulate_grad_hooks:
+            raise RuntimeError(
+                f"{name} has post-accumulate hooks (register_post_accumulate_grad_hook), which wait for a .grad that "
+                "an EagerUpdate never leaves: another optimizer that steps in the backward, say. Remove them."
+            )
+
+
+def _norm(grad: Tensor) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad)
+    return total
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    grad.mul_(factor.to(grad.device))
+    return grad
+
+
+def _check_rule(rule: Any) -> None:
+    made = rule.func if isinstance(rule, partial) else rule
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        raise TypeError(f"update is {shown(made)}. Give an object: {made.__name__}(pipe.parameters(), lr=0.01).")
+    if not callable(rule) or isinstance(rule, type | nn.Module):
+        raise TypeError(f"update is {shown(rule)}. Give a torch optimizer, or a rule: callable(param, grad).")
+    try:
+        signature(rule).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"update is {shown(rule)}, which is no rule(param, grad): {error}.") from None
+    except ValueError:  # one that C has, of which nobody knows
+        pass
+
+
+def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | None, is_optimizer: bool) -> None:
+    if clip not in CLIPS:
+        raise ValueError(
+            f"clip is {clip!r}. Use None, 'value', 'per_parameter', 'two_pass' or 'optimistic'. A norm over all "
+            "gradients is known only when the last of them is there, when most have been used and let go: 'two_pass' "
+            "runs forward and backward twice, 'optimistic' takes the updates back where it must."
+        )
+    if clip is None and max_norm is not None:
+        raise ValueError(
+            f"max_norm is {max_norm} without a clip. A norm over all gradients is not known before the first update: "
+            "use clip='two_pass' or 'optimistic' for that, or 'per_parameter'."
+        )
+    wanted = {"clip_value": clip == "value", "max_norm": clip in ("per_parameter", "two_pass", "optimistic")}
+    for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
+        if wanted[name] != (value is not None):
+            raise ValueError(
+                f"{name} is {value}, but clip is {clip!r}. Give clip_value for 'value', max_norm for the others."
+            )
+        if value is not None:
+            check_limit(name, value)
+    if clip == "optimistic" and not is_optimizer:
+        raise ValueError(
+            "clip='optimistic' takes updates back, and a rule may keep state of its own that cannot be. Use "
+            "'two_pass', or an optimizer."
+        )

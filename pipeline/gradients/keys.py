@@ -1,0 +1,112 @@
+"""Which parameter of a store does a key mean, and in which order does the store know them?
+
+    module | (name, parameter) pairs | dict | parameters   -->   slots, in that order, by id; names -> slots
+    key: a parameter, or one of its names                  -->   its Slot
+
+A tied parameter is one slot under all its names. An open table takes parameters that it has not met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from pipeline.common.arguments import shown
+from pipeline.gradients.slot import Slot
+
+Key: TypeAlias = Tensor | str
+Params: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]]
+
+
+_PARAMS = "Give a module, a dict or (name, parameter) pairs, or a list of parameters; nothing for an open store."
+
+
+class Keys:
+    """The slots of a store.
+
+    Args:
+        params: what the store is made of; None: an open table.
+        by_index: as in Slot.
+        densify: as in Slot.
+    """
+
+    def __init__(self, params: Params | None, by_index: bool, densify: bool) -> None:
+        self.is_open = params is None
+        self.slots: dict[int, Slot] = {}  # by the parameter's id: equal parameters are different keys
+        self.names: dict[str, Slot] = {}
+        self._by_index, self._densify = by_index, densify
+        for name, param in _named(params):
+            slot = self._slot_of(param)
+            if name is not None and self.names.setdefault(name, slot) is not slot:
+                raise ValueError(f"two parameters are named {name!r}. Give each a name of its own.")
+
+    def find(self, key: Key) -> Slot:
+        """The slot of a key. Raises KeyError where there is none."""
+        if isinstance(key, str):
+            if key not in self.names:
+                raise KeyError(f"the GradStore has no parameter named {key!r}.{_nearest(key, self.names)}")
+            return self.names[key]
+        if not isinstance(key, Tensor):
+            raise TypeError(f"the key is {shown(key)}. Give a parameter, or its name.")
+        if id(key) not in self.slots and not self.is_open:
+            raise KeyError(
+                f"the GradStore does not know this parameter of shape {list(key.shape)}. It holds "
+                f"{len(self.slots)} parameters and is closed: GradStore() without arguments takes new ones."
+            )
+        return self._slot_of(key)
+
+    def first_names(self) -> dict[int, str]:
+        """The first name of each parameter that has one, by the parameter's id."""
+        return {id(slot.param): name for name, slot in reversed(self.names.items())}
+
+    def learn(self, other: Keys) -> None:
+        """Take over another table's names of the parameters that are here."""
+        for name, slot in other.names.items():
+            if id(slot.param) in self.slots:
+                self.names.setdefault(name, self.slots[id(slot.param)])
+
+    def filled(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The slots that have a gradient, with it."""
+        return ((slot, grad) for slot in self.slots.values() if (grad := slot.sum) is not None)
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        for slot in self.slots.values():
+            slot.put(None)
+
+    def _slot_of(self, param: Tensor) -> Slot:
+        found = self.slots.get(id(param))
+        return found or self.slots.setdefault(id(param), Slot(param, self._by_index, self._densify))
+
+
+def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:
+    if params is None:
+        return
+    if isinstance(params, nn.Module):
+        yield from params.named_parameters(remove_duplicate=False)
+        return
+    if isinstance(params, Tensor):  # an iterable too: of its rows
+        raise TypeError("params is one tensor. Give a list: GradStore([parameter]).")
+    if isinstance(params, str | bytes | type) or not isinstance(params, Iterable):
+        raise TypeError(f"params is {shown(params)}. {_PARAMS}")
+    for each in params.items() if isinstance(params, Mapping) else params:
+        if isinstance(each, Tensor):
+            yield None, each
+        elif isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[1], Tensor):
+            yield _name_in(each), each[1]
+        else:
+            raise TypeError(f"params holds {shown(each)}. {_PARAMS}")
+
+
+def _name_in(pair: Sequence[Any]) -> str:
+    if not isinstance(pair[0], str):
+        raise TypeError(f"params has a parameter named {shown(pair[0])}. Names are strings.")
+    return pair[0]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,159 @@
+"""How do the gradients in the stores of several ranks become one sum, the same on each?
+
+    words of all ranks, gathered   -->   the union of their keys, in the order of the parameters
+        dense:    flat buckets   --all_reduce-->   each key's part
+        sparse:   padded indices and values   --all_gather-->   one after the other, by rank
+
+A key that some ranks lack counts as nothing there; one that all lack stays absent. What to send is decided from the
+words alone, which are the same everywhere, so that ranks refuse together and none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.common.arguments import check_group
+from pipeline.gradients.slot import Slot, mixed_layouts, sum_dtype
+
+OPS = ("sum", "mean")
+BUCKET_BYTES = 25 << 20  # enough that bandwidth counts, not latency; DistributedDataParallel's size
+
+
+class Word(NamedTuple):
+    """What a rank says of one parameter."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # of the sum; None: absent
+    device: str
+    sparse: int  # how many of its dimensions; 0: dense
+    entries: int  # that it keeps, if sparse
+
+
+Column: TypeAlias = tuple[Word, ...]  # by rank
+
+
+def all_reduce(
+    named: Sequence[tuple[str | None, Slot]], group: dist.ProcessGroup | None, op: str, strict: bool
+) -> None:
+    """Put the sum (or mean) over all ranks of a group into every slot that any of them has filled.
+
+    Raises:
+        ValueError: an unknown op, another one on another rank, or ranks whose parameters differ.
+        TypeError: a gradient that is sparse on one rank and dense on another, where `strict`.
+    """
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}. Use 'sum', or 'mean', which divides by the number of ranks.")
+    check_group(group)
+    world = dist.get_world_size(group)
+    said: list[tuple[str, list[Word]]] = [("", [])] * world
+    dist.all_gather_object(said, (op, [_word(name, slot) for name, slot in named]), group=group)
+    _check_equal(said)
+    columns = list(zip(*(words for _, words in said), strict=True))
+    slots = [slot for _, slot in named]
+    sparse = {key for key, column in enumerate(columns) if all(each.sparse for each in column if each.dtype)}
+    if strict:
+        for key, column in enumerate(columns):
+            if key not in sparse and any(each.sparse for each in column):
+                raise TypeError(mixed_layouts(slots[key].param))
+    filled = [key for key, column in enumerate(columns) if any(each.dtype for each in column)]
+    for bucket in _buckets([key for key in filled if key not in sparse], columns):
+        _reduce_dense([slots[key] for key in bucket], _dtype(columns[bucket[0]]), group, op, world)
+    for key in filled:
+        if key in sparse:
+            _reduce_sparse(slots[key], columns[key], group, op)
+
+
+def _word(name: str | None, slot: Slot) -> Word:
+    grad = slot.sum
+    if grad is None:
+        return Word(name, tuple(slot.param.shape), None, str(slot.param.device), 0, 0)
+    sparse, count = (grad.sparse_dim(), grad._nnz()) if grad.is_sparse else (0, 0)
+    return Word(name, tuple(grad.shape), grad.dtype, str(grad.device), sparse, count)
+
+
+def _check_equal(said: Sequence[tuple[str, list[Word]]]) -> None:
+    ops = [op for op, _ in said]
+    if len(set(ops)) > 1:
+        raise ValueError(f"the ranks called all_reduce_ with different ops: {ops}, by rank. Use the same on all.")
+    counts = [len(words) for _, words in said]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the GradStores of the ranks hold {counts} parameters, by rank. Make them of the same model.")
+    for key, column in enumerate(zip(*(words for _, words in said), strict=True)):
+        if len({(each.name, each.shape) for each in column}) > 1:
+            found = ", ".join(f"{each.name or 'no name'} {list(each.shape)}" for each in column)
+            raise ValueError(
+                f"parameter {key} of the GradStore is not the same on all ranks: {found}, by rank. Make the stores of "
+                "the same model, its parameters in the same order."
+            )
+
+
+def _dtype(column: Column) -> torch.dtype:
+    """The widest type that a rank has summed in."""
+    return sum_dtype(*(torch.empty(0, dtype=each.dtype, device="cpu") for each in column if each.dtype))
+
+
+def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[int]]:
+    """Neighbours that have one type, and on each rank one device; no more than BUCKET_BYTES, or one alone."""
+    bucket: list[int] = []
+    kind, size = None, 0
+    for key in keys:
+        dtype = _dtype(columns[key])
+        found = (dtype, *(each.device for each in columns[key]))
+        more = torch.Size(columns[key][0].shape).numel() * dtype.itemsize
+        if bucket and (found != kind or size + more > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(key)
+        kind, size = found, size + more
+    if bucket:
+        yield bucket
+
+
+def _reduce_dense(
+    slots: Sequence[Slot], dtype: torch.dtype, group: dist.ProcessGroup | None, op: str, world: int
+) -> None:
+    flat = torch.cat([_dense(slot, dtype).reshape(-1) for slot in slots])
+    dist.all_reduce(flat, group=group)
+    if op == "mean":
+        flat.div_(world)
+    for slot, part in zip(slots, flat.split([slot.param.numel() for slot in slots]), strict=True):
+        slot.put(part.view(slot.param.shape).clone())  # of its own: pop() must not keep the bucket
+
+
+def _dense(slot: Slot, dtype: torch.dtype) -> Tensor:
+    if slot.sum is None:
+        return torch.zeros_like(slot.param, dtype=dtype, memory_format=torch.contiguous_format)
+    return slot.sum.to_dense().to(dtype)
+
+
+def _reduce_sparse(slot: Slot, column: Column, group: dist.ProcessGroup | None, op: str) -> None:
+    dims, most, dtype = max(each.sparse for each in column), max(each.entries for each in column), _dtype(column)
+    own, shape = slot.sum, slot.param.shape
+    device = slot.param.device if own is None else own.device
+    indices = torch.zeros(dims, most, dtype=torch.int64, device=device)
+    values = torch.zeros(most, *shape[dims:], dtype=dtype, device=device)
+    if own is not None:
+        indices[:, : own._nnz()] = own._indices()
+        values[: own._nnz()] = own._values()
+    all_indices, all_values = _gathered(indices, group), _gathered(values, group)
+    cut = list(enumerate(each.entries for each in column))
+    total = torch.sparse_coo_tensor(
+        torch.cat([all_indices[rank][:, :count] for rank, count in cut], 1),
+        torch.cat([all_values[rank][:count] for rank, count in cut]),
+        shape,
+        check_invariants=True,
+    ).coalesce()
+    slot.put(total / len(column) if op == "mean" else total)
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    if tensor.numel():
+        dist.all_gather(found, tensor, group=group)
+    return found

@@ -1,0 +1,353 @@
+"""Where do the gradients of several backward passes become one? In a store, before one optimizer step.
+
+    from_grads(module), add_(key, gradient), merge_(another store)   -->   a Slot for each parameter
+        -->   all_reduce_   -->   scale_, clip_   -->   apply(optimizer) or assign()
+
+What a key means is in gradients/keys.py, how a slot adds in gradients/slot.py, how ranks do in gradients/reduce.py, and
+what becomes of `.grad` in gradients/transfer.py.
+
+A value is the sum of its contributions, never their mean. A parameter without contributions is absent, which is not
+zero: the optimizer leaves it alone (no weight decay, no momentum step). Sums are kept in the wider of the parameter's
+and the gradients' types, half-precision ones in float32, and cast once, when they leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.common.arguments import check_factor, check_limit, check_norm_type, shown
+from pipeline.gradients import reduce as gradstore_ranks
+from pipeline.gradients import transfer as gradstore_grads
+from pipeline.gradients.keys import Key, Keys, Params
+from pipeline.gradients.partial import refuse_norm, refuse_verdict
+from pipeline.gradients.slot import Index, Slot, check_grad, parts, values
+
+_CHOICES = {"order": ("arrival", "index"), "sparse": ("densify", "error")}
+
+
+class GradStore:
+    """Gradients by parameter. It owns its tensors; `.grad` is untouched until `assign` or `apply`.
+
+    Several threads may call `add_` at once, of a store whose parameters are given; all else is for one thread.
+
+    Args:
+        params: a module, (name, parameter) pairs, a dict of them, or parameters: a closed store, which refuses any
+            other key. None: an open store, which takes a new parameter at its first `add_`.
+        order: "arrival" adds each contribution as it comes. "index" holds all of them until the store is read, and
+            adds them in ascending `index`: then the bits of a sum do not depend on who came first.
+        sparse: a sparse and a dense gradient of one parameter: "densify" adds them to a dense one, "error" refuses.
+
+    Raises:
+        ValueError: two parameters of one name, or an unknown order or sparse.
+
+    Example:
+        >>> import torch
+        >>> from pipeline import GradStore
+        >>> w = torch.nn.Parameter(torch.zeros(2))
+        >>> store = GradStore([("w", w)])
+        >>> store.add_(w, torch.tensor([1.0, 2.0]))
+        >>> store.add_("w", torch.tensor([1.0, 0.0]))
+        >>> store.get(w)
+        tensor([2., 2.])
+        >>> store.apply(torch.optim.SGD([w], lr=1.0)); w
+        Parameter containing:
+        tensor([-2., -2.], requires_grad=True)
+    """
+
+    def __init__(self, params: Params | None = None, *, order: str = "arrival", sparse: str = "densify") -> None:
+        for what, choice in (("order", order), ("sparse", sparse)):
+            if not isinstance(choice, str) or choice not in _CHOICES[what]:
+                raise ValueError(f"{what} is {choice!r}. Use {' or '.join(map(repr, _CHOICES[what]))}.")
+        self._densify = sparse == "densify"
+        self._keys = Keys(params, order == "index", self._densify)
+        self._slots = self._keys.slots
+        self._moved = False
+
+    @classmethod
+    def from_grads(
+        cls, params: Params, grads: Mapping[str, Tensor | None] | Sequence[Tensor | None] | None = None
+    ) -> GradStore:
+        """A closed store of gradients that are there already.
+
+        Args:
+            params: as above.
+            grads: None: what `.grad` of the parameters holds is moved: not copied, and `.grad` is None afterwards. (A
+                view of a larger buffer, as DistributedDataParallel keeps, is copied.) Otherwise gradients to copy: a
+                dict by name, as torch.func.grad returns, or a list in the order of the parameters, as
+                torch.autograd.grad does. None is none.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `add_`; nothing is moved then.
+            ValueError: a list of another length than the parameters.
+
+        Example:
+            >>> import torch
+            >>> from pipeline import GradStore
+            >>> layer = torch.nn.Linear(2, 1, bias=False)
+            >>> layer(torch.tensor([1.0, 3.0])).sum().backward()
+            >>> store = GradStore.from_grads(layer)
+            >>> store.get("weight"), layer.weight.grad
+            (tensor([[1., 3.]]), None)
+        """
+        store = cls(params)
+        if grads is None:
+            gradstore_grads.move_grads(store._keys)
+        elif isinstance(grads, Mapping):
+            for name, grad in grads.items():
+                store.add_(name, grad)
+        elif isinstance(grads, str | bytes | Tensor) or not isinstance(grads, Sequence):
+            raise TypeError(f"grads is {shown(grads)}. Give a dict by name, a list in the parameters' order, or None.")
+        elif len(grads) != len(store._slots):
+            raise ValueError(f"there are {len(grads)} gradients of {len(store._slots)} parameters. Give each its own.")
+        else:
+            for slot, grad in zip(store._slots.values(), grads, strict=True):
+                store.add_(slot.param, grad)
+        return store
+
+    # ------------------------------------------------------------------------------------------------- one gradient
+
+    def add_(self, key: Key, grad: Tensor | None, index: Index | None = None) -> None:
+        """Add a contribution. None is none.
+
+        Args:
+            index: its place in the sum, such as (chunk, stage): for order="index", which needs one; else it means
+                nothing.
+
+        Raises:
+            KeyError: the store is closed and does not know the key.
+            TypeError: not a floating-point gradient, one that requires grad, or a complex one of a real parameter; a
+                sparse and a dense one under sparse="error"; no index under order="index".
+            ValueError: another shape or device than the parameter's; an index that was there before.
+            RuntimeError: an index below one that was added up, because the store was read.
+        """
+        slot = self._slots.get(id(key)) or self._slot(key)
+        if grad is not None:
+            check_grad(slot.param, grad)
+            slot.add(grad, index)
+
+    def insert(self, key: Key, grad: Tensor) -> Tensor | None:
+        """Put a gradient in place of what is there; return what was. The store takes `grad` over. Raises as `add_`."""
+        slot = self._slot(key)
+        check_grad(slot.param, grad)
+        before = slot.sum
+        slot.put(grad)
+        return before
+
+    def get(self, key: Key) -> Tensor | None:
+        """The gradient of a parameter; None where there is none."""
+        return self._slot(key).sum
+
+    def pop(self, key: Key) -> Tensor | None:
+        """Take a gradient out."""
+        slot = self._slot(key)
+        found = slot.sum
+        slot.put(None)
+        return found
+
+    def __contains__(self, key: Key) -> bool:
+        slot = self._keys.names.get(key) if isinstance(key, str) else self._slots.get(id(key))
+        return slot is not None and slot.is_filled
+
+    def __len__(self) -> int:
+        return sum(slot.is_filled for slot in self._slots.values())
+
+    def keys(self) -> Iterator[Tensor]:
+        """The parameters that have a gradient, in the order in which the store met them."""
+        return (slot.param for slot in self._slots.values() if slot.is_filled)
+
+    def items(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter, gradient) pairs."""
+        return ((slot.param, grad) for slot, grad in self._keys.filled())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all gradients, and of the contributions that wait to be added."""
+        held = (tensor for slot in self._slots.values() for grad in slot.held for tensor in parts(grad))
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    # ----------------------------------------------------------------------------------------------- all gradients
+
+    def merge_(self, other: GradStore) -> None:
+        """Add all of another store's gradients, and empty it: it cannot be used again.
+
+        Raises:
+            ValueError: merging a store with itself, or one that was merged away; into one with order="index", sums
+                of a parameter that has contributions already, or one index twice.
+            KeyError: this store is closed and does not know one of the other's keys.
+            TypeError, RuntimeError: as `add_`. In any case neither store changes.
+        """
+        if not isinstance(other, GradStore):
+            raise TypeError(f"other is {shown(other)}. Give a GradStore.")
+        if other is self:
+            raise ValueError("a GradStore cannot be merged with itself: its gradients would count twice.")
+        other._check_alive()
+        self._check_alive()
+        theirs = [slot for slot in other._slots.values() if slot.is_filled]
+        pairs = [(self._slot(slot.param), slot) for slot in theirs]
+        for ours, slot in pairs:
+            ours.check_take(slot)
+        for ours, slot in pairs:
+            ours.take(slot)
+        self._keys.learn(other._keys)
+        other._keys = Keys(None, False, True)
+        other._slots, other._moved = other._keys.slots, True
+
+    def all_reduce_(self, group: dist.ProcessGroup | None = None, op: str = "sum") -> None:
+        """Add up the stores of all ranks of a group: afterwards each has the same gradients, bit for bit.
+
+        The stores are of the same model, but need not have the same gradients: one that is absent on some ranks counts
+        as nothing there, and is present everywhere afterwards; one that is absent on all ranks stays absent. All
+        ranks of the group call this. Reduce first, then scale and clip: the norm is that of the sum.
+
+        Args:
+            group: the ranks; None: all.
+            op: "sum", or "mean": the sum divided by the number of ranks, with or without the gradient.
+
+        Raises:
+            ValueError: an open store, which has no order that ranks share; another op on another rank; ranks whose
+                parameters differ, in names, shapes or order. On all ranks.
+            TypeError: sparse on one rank and dense on another, under sparse="error". On all ranks.
+        """
+        self._check_alive()
+        if self._keys.is_open:
+            raise ValueError(
+                "an open GradStore has no order of its parameters that ranks share. Make it of them: GradStore(module)."
+            )
+        names = self._keys.first_names()
+        named = [(names.get(key), slot) for key, slot in self._slots.items()]
+        gradstore_ranks.all_reduce(named, group, op, not self._densify)
+
+    def scale_(self, factor: float | Tensor) -> None:
+        """Multiply all gradients."""
+        self._check_alive()
+        check_factor(factor)
+        for _, grad in self.items():
+            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients as one vector, each parameter counted once; a 0-d tensor.
+
+        Raises:
+            RuntimeError: these are a rank's part of a Pipe's gradients.
+        """
+        self._check_alive()
+        check_norm_type(norm_type)
+        refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
+        entries = (values(grad) for _, grad in self.items())
+        return torch.nn.utils.get_total_norm([each for each in entries if each.numel()], norm_type)
+
+    def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down to a norm of at most `max_norm`; return the norm before.
+
+        As torch.nn.utils.clip_grad_norm_, which divides by norm + 1e-6.
+        """
+        check_limit("max_norm", max_norm)
+        total = self.norm(norm_type)
+        self.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def is_finite(self) -> bool:
+        """Whether no gradient holds an inf or a nan.
+
+        Raises:
+            RuntimeError: these are a rank's part of a Pipe's gradients.
+        """
+        self._check_alive()
+        refuse_verdict(self.keys())
+        return all(bool(torch.isfinite(values(grad)).all()) for _, grad in self.items())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
+        """Hold all gradients elsewhere, or in another type, from now on; returns the store.
+
+        `apply` and `assign` bring each back to its parameter. What is added to a gradient is added where it is held,
+        half precision again in float32. Complex gradients stay complex, in the precision of `dtype`.
+
+        Raises:
+            TypeError: dtype is not a real floating-point type.
+        """
+        self._check_alive()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"gradients cannot be held in {dtype}. Use a floating-point type, such as torch.float32.")
+        of_complex = None if dtype is None else torch.promote_types(dtype, torch.complex32)
+        for slot in self._slots.values():
+            slot.convert(lambda grad: grad.to(device, of_complex if grad.is_complex() else dtype))
+        return self
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._check_alive()
+        self._keys.clear()
+
+    # ------------------------------------------------------------------------------------------------ by their names
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The gradients by name, to save with a checkpoint in mid-sum; not copied, as those of a module are not.
+
+        A parameter of several names is there once, under its first. Those without a gradient are not there.
+
+        Raises:
+            ValueError: a gradient of a parameter without a name.
+        """
+        self._check_alive()
+        names = self._keys.first_names()
+        unnamed = [param for param in self.keys() if id(param) not in names]
+        if unnamed:
+            raise ValueError(
+                f"{len(unnamed)} of the {len(self)} gradients have no name (the first of shape "
+                f"{list(unnamed[0].shape)}). Make the store of named parameters: GradStore(module)."
+            )
+        return {names[id(param)]: grad for param, grad in self.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy gradients by name in place of all that are there; the others are absent afterwards.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `add_`, but each may be on any device; nothing is loaded then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state is {shown(state)}. Give a dict of gradients by name, as from state_dict().")
+        slots = [self._slot(name) for name in state]
+        grads = [grad.to(slot.param.device) for slot, grad in zip(slots, state.values(), strict=True)]
+        for slot, grad in zip(slots, grads, strict=True):
+            check_grad(slot.param, grad)
+        self.clear()
+        for slot, grad in zip(slots, grads, strict=True):
+            slot.put(grad.clone())
+
+    # -------------------------------------------------------------------------------------------------- where they go
+
+    def assign(self, mode: str = "add") -> None:
+        """Move all gradients to their parameters' `.grad`, and empty the store.
+
+        Args:
+            mode: "add" to what is there, as backward() does, or "set".
+        """
+        if mode not in ("add", "set"):
+            raise ValueError(f"mode is {mode!r}. Use 'add' or 'set'.")
+        self._check_alive()
+        gradstore_grads.assign(self._keys, mode)
+
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer make one step with these gradients, then empty the store. `.grad` is None afterwards.
+
+        If the optimizer fails the store keeps its gradients.
+
+        Raises:
+            RuntimeError: the store is empty.
+            ValueError: the optimizer does not hold one of the parameters, or `.grad` of one of its parameters is set,
+                which the step would use too.
+        """
+        self._check_alive()
+        gradstore_grads.step(self._keys, optimizer)
+
+    def _slot(self, key: Key) -> Slot:
+        self._check_alive()
+        return self._keys.find(key)
+
+    def _check_alive(self) -> None:
+        if self._moved:
+            raise ValueError("this GradStore was merged into another one and is empty for good. Make a new one.")

@@ -1,1 +1,0 @@
-"""One lane in this process: what moves between ranks, who agrees on what, who notices a failure."""

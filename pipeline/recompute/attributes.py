@@ -1,0 +1,315 @@
+"""The attributes of modules at one moment, and what is in them: put back where a chunk or a call runs again.
+
+    module.seen = 3    module.log = ["a"]     module.config.rates = {"lr": 0.1}
+        the module's own dict, and every list, dict, set, deque, small array and plain object that hangs on it: what
+        each holds, by identity; of tensors how often they were written, and copies of those that forwards do write
+
+What is put back is put into the same containers, so whoever else holds them sees it too. Parameters and buffers are the
+affair of parameters.py and buffers.py. Not looked at are classes, functions and what they close over, iterators, other
+modules that hang on an attribute, what is deeper than four levels; of long containers only the length counts.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from enum import Enum
+from functools import lru_cache
+from operator import eq, is_, itemgetter
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from pipeline.recompute.randomness import is_torchs_own
+
+_DEPTH = 4
+_LONG = 1000  # entries
+_MOST = 1000  # containers of one stage
+_EVERY_MODULE = frozenset(vars(nn.Module()))  # the names that each module's dict has: tables, hooks, training
+_OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
+_OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
+_INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")])
+
+
+class Attributes:
+    """What the attributes of some modules hold now.
+
+    Args:
+        modules: the modules. Those of torch's own classes that nobody has hooked keep no state.
+        tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
+            forward (a weight that a hook computes). Without, tensors in autograd's graph are not kept alive.
+        buffers: the ids of tensors that are not to be looked at.
+        copied: the ids of the tensors that forwards write, of which copies are kept. None: all.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        tables: Iterable[dict[str, Any]] = (),
+        buffers: frozenset[int] = frozenset(),
+        copied: set[int] | None = None,
+    ) -> None:
+        self._modules: list[_OfModule] = []
+        self._places: list[_Place] = []
+        self._seen: set[int] = set()
+        self._tensors: dict[int, _Written] = {}
+        self._buffers = buffers
+        self._copied = copied
+        tables = list(tables)
+        held = _as_it_is if tables else _held
+        for module in modules:
+            if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
+                continue
+            table = vars(module)
+            names = [name for name in table if name not in _EVERY_MODULE]
+            get = itemgetter("_modules", *names) if names else _no_names
+            values = get(table)
+            self._modules.append(_OfModule(table, names, get, len(table), [held(value) for value in values]))
+            self._look(values[1:], 0, _package(type(module)), held)
+            if table["_modules"]:
+                self._places.append(_Place.of(_MAPPING, table["_modules"], held))
+        self._places += [_Place.of(_MAPPING, table, held) for table in tables]
+        self._seen.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._modules or self._places)
+
+    def _look(self, values: Iterable[Any], depth: int, package: str, held: Callable[[Any], Any]) -> None:
+        """Note the containers among `values`, and what is in them; of objects those of the module's own `package`,
+        and those that no package brings along."""
+        for value in values:
+            kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
+            if kind is None or id(value) in self._seen or len(self._seen) >= _MOST:
+                continue
+            if kind in (_OBJECT, _SLOTTED) and _is_installed(own := _package(type(value))) and own != package:
+                continue
+            self._seen.add(id(value))
+            if kind is _TENSOR:
+                self._note(value)
+                continue
+            if kind is _ARRAY and (value.size > _LONG or value.dtype.hasobject):
+                continue
+            if kind.long is not None and len(value) > _LONG:
+                kind = kind.long
+            if kind is not _FIXED:
+                self._places.append(_Place.of(kind, value, held))
+            if kind.opens and depth < _DEPTH:
+                self._look(kind.read(value), depth + 1, package, held)
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.requires_grad or tensor.is_inference() or id(tensor) in self._buffers:
+            return
+        keep = self._copied is None or id(tensor) in self._copied
+        self._tensors[id(tensor)] = _Written(tensor, tensor._version, tensor.detach().clone() if keep else None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether they hold the same still."""
+        for table, _, get, size, values in self._modules:
+            if len(table) != size:
+                return False
+            try:
+                if not all(map(is_, get(table), values)):
+                    return False
+            except KeyError:
+                return False
+        for kind, holder, content in self._places:
+            now = kind.read(holder)
+            if len(now) != len(content) or not all(map(kind.same, now, content)):
+                return False
+        for tensor, version, _ in self._tensors.values():
+            if tensor._version != version:
+                return False
+        return True
+
+    @property
+    def written(self) -> set[int]:
+        """The ids of the tensors that were written in place since."""
+        return {key for key, (tensor, version, _) in self._tensors.items() if tensor._version != version}
+
+    def put_back(self, copies: set[int], long: bool = True) -> None:
+        """Make them hold what they held.
+
+        Args:
+            copies: the ids of tensors in whose places copies are put, of what was in them then.
+            long: whether to shorten containers with many entries, of which nobody has kept those that came since.
+        """
+        stand_ins = {
+            key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
+        }
+        for table, names, _, _, values in self._modules:
+            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _EVERY_MODULE)
+        for kind, holder, content in self._places:
+            if long or kind is not _COUNTED:
+                kind.write(holder, [stand_ins.get(id(value), value) for value in content])
+
+    def roll_back(self) -> None:
+        """Make everything what it was, the values of tensors too."""
+        self.put_back(set())
+        for tensor, version, copy in self._tensors.values():
+            if copy is not None and tensor._version != version:
+                with torch.no_grad():
+                    if tensor.shape != copy.shape:  # torch resizes none with gradients, not even to the same shape
+                        tensor.resize_(copy.shape)
+                    tensor.copy_(copy)
+
+
+class _OfModule(NamedTuple):
+    table: dict[str, Any]
+    names: list[str]
+    get: Callable[[dict[str, Any]], tuple[Any, ...]]
+    size: int
+    values: list[Any]
+
+
+class _Written(NamedTuple):
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+
+class _Kind(NamedTuple):
+    """How one kind of container is read and written.
+
+    Attributes:
+        read: its entries.
+        write: gives it entries that were read earlier.
+        long: the kind of such a container with many entries.
+        opens: whether what it holds is looked at too.
+        same: whether an entry is one that was read earlier.
+    """
+
+    read: Callable[[Any], Sequence[Any]]
+    write: Callable[[Any, list[Any]], None]
+    long: _Kind | None = None
+    opens: bool = True
+    same: Callable[[Any, Any], bool] = is_
+
+
+class _Place(NamedTuple):
+    """A container, and what it held."""
+
+    kind: _Kind
+    holder: Any
+    content: list[Any]
+
+    @classmethod
+    def of(cls, kind: _Kind, holder: Any, held: Callable[[Any], Any]) -> _Place:
+        return cls(kind, holder, [held(value) for value in kind.read(holder)])
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _held(value: Any) -> Any:
+    """The value; of one that hangs in autograd's graph a weak reference, or it would keep that graph alive."""
+    return TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _again(values: list[Any]) -> list[Any]:
+    """The values that were held; `_GONE` for what nobody else has kept."""
+    return [(_GONE if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
+            for value in values]  # fmt: skip
+
+
+def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: Container[Any] = ()) -> None:
+    """Give a dict these entries and no more, but for `others`. An entry that is gone stays as it is now."""
+    pairs = zip(names, _again(values), strict=True)
+    wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
+    for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
+        del table[name]
+    table.update({name: value for name, value in wanted.items() if value is not _GONE})
+
+
+def _write_mapping(table: dict[Any, Any], content: list[Any]) -> None:
+    names, values = content[: len(content) // 2], content[len(content) // 2 :]
+    _become(table, names, values)
+    if [*table] != names:  # their order counts too
+        for name in names:
+            if name in table:
+                table[name] = table.pop(name)
+
+
+def _write_list(holder: list[Any], content: list[Any]) -> None:
+    holder[:] = [value for value in _again(content) if value is not _GONE]
+
+
+def _write_collection(holder: Any, content: list[Any]) -> None:
+    holder.clear()
+    (holder.update if isinstance(holder, set) else holder.extend)(
+        [value for value in _again(content) if value is not _GONE]
+    )
+
+
+def _write_slots(holder: Any, content: list[Any]) -> None:
+    for name, value in zip(_slots(type(holder)), _again(content), strict=True):
+        if value is _NONE:
+            if hasattr(holder, name):
+                object.__delattr__(holder, name)
+        elif value is not _GONE:
+            object.__setattr__(holder, name, value)
+
+
+def _write_array(holder: Any, content: list[bytes]) -> None:
+    holder[...] = numpy.frombuffer(content[0], holder.dtype).reshape(holder.shape)
+
+
+def _shorten(holder: Any, content: list[int]) -> None:
+    while len(holder) > content[0] and not isinstance(holder, set):  # which does not know the last one
+        holder.popitem() if isinstance(holder, dict) else holder.pop()
+
+
+def _slots(kind: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
+
+
+def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
+    return (table["_modules"],)
+
+
+_GONE, _NONE = object(), object()
+_COUNTED = _Kind(lambda holder: [len(holder)], _shorten, opens=False, same=eq)
+_MAPPING = _Kind(lambda table: [*table, *table.values()], _write_mapping, _COUNTED)
+_LIST = _Kind(list, _write_list, _COUNTED)
+_COLLECTION = _Kind(list, _write_collection, _COUNTED)
+_FIXED = _Kind(list, lambda holder, content: None)
+_OBJECT = _Kind(
+    lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write_mapping(vars(holder), content)
+)
+_SLOTTED = _Kind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
+_ARRAY = _Kind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
+_TENSOR = _Kind(list, lambda holder, content: None)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(kind: type) -> _Kind | None:
+    """How objects of a class are read and written. None: they are not looked at."""
+    if issubclass(kind, Tensor):
+        return _TENSOR
+    if issubclass(kind, (dict, list, set, bytearray, deque)):
+        return _MAPPING if issubclass(kind, dict) else _LIST if issubclass(kind, (list, bytearray)) else _COLLECTION
+    if issubclass(kind, (tuple, frozenset)):
+        return _FIXED
+    if issubclass(kind, numpy.ndarray):
+        return _ARRAY
+    if issubclass(kind, _OTHERS) or _package(kind) in _OTHER_PACKAGES and kind is not types.SimpleNamespace:
+        return None
+    return _OBJECT if kind.__dictoffset__ else _SLOTTED if _slots(kind) else None
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+@lru_cache(maxsize=1024)
+def _is_installed(package: str) -> bool:
+    """Whether a package is one of those that pip installs: what such an object does elsewhere is not known."""
+    return (getattr(sys.modules.get(package), "__file__", None) or "").startswith(_INSTALLED)

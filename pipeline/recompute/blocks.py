@@ -1,0 +1,312 @@
+"""How is any model's memory for activations cut, without a Pipe? Its blocks are computed again in the backward.
+
+    checkpoint_blocks(model, Block)
+        walk: children before parents, each module once --match--> blocks --every k-th--> block.forward = _Patch
+        block(x)    gradients on: Replay (replay.py) keeps the inputs, drops the rest      off: the forward itself
+        remove()    every block has its own forward again, every config its use_cache
+
+No module is wrapped or replaced, so classes, parameter names and state_dict keys stay.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from pipeline.common.arguments import check_flag, shown
+from pipeline.common.interrupts import held
+from pipeline.common.torch_modes import eagerly
+from pipeline.recompute.policy import is_checkpointing
+from pipeline.recompute.replay import Replay
+from pipeline.recompute.snapshot import Known
+
+Kind: TypeAlias = type[nn.Module] | str
+Match: TypeAlias = Kind | tuple[Kind, ...] | Callable[[str, nn.Module], bool]
+_CACHES = "transformers.cache_utils"  # where their classes are
+
+
+def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bool = False) -> CheckpointedBlocks:
+    """Checkpoint the blocks of any model: keep their inputs in a forward, compute the rest again in the backward.
+
+    Outputs, gradients of every order, buffers and the states of all random generators are those of the model without
+    it. It is on iff gradients are (`torch.is_grad_enabled()`), in train and in eval mode; within torch.func and forward
+    mode the blocks compute as ever. To call it twice changes nothing more. Where a model of Hugging Face has a
+    `config.use_cache` that is on, it is turned off.
+
+    Args:
+        model: any module; its blocks get another `forward`, as an attribute of the instance.
+        match: which modules are blocks: a class, the name of a class (its own or a base's), a tuple of these, or a
+            callable (name, module) -> bool.
+        every: of the blocks that match, children before parents, the k-th, the 2k-th, ... are checkpointed.
+        nested: allow a block within another, or within a chunk that a Pipe computes again. Each such block is
+            computed once more for each level around it.
+
+    Returns:
+        The blocks: `remove()` gives them their own forward again, as does the end of a `with`.
+
+    Raises:
+        TypeError: `match` is none of these.
+        ValueError: nothing matches; `every` is no positive integer, or more than what matches; blocks are nested; the
+            model's own gradient checkpointing is on.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        >>> blocks = checkpoint_blocks(model, lambda name, module: name in ("0", "1", "2"))
+        >>> blocks.names
+        ('0', '1', '2')
+        >>> model(torch.randn(2, 4)).sum().backward()
+        >>> blocks.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {shown(model)}. Give an nn.Module.")
+    check_flag("nested", nested)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"every is {every!r}. Use a positive integer: 1 for every block, 2 for every second.")
+    _refuse_own_checkpointing(model)
+    modules = list(_walk(model))
+    found = [(name, module) for name, module in modules if _matches(match, name, module)]
+    if not found:
+        raise ValueError(_nothing_matches(match, modules))
+    chosen = found[every - 1 :: every]
+    if not chosen:
+        raise ValueError(f"every is {every}, but only {len(found)} modules match. Use every={len(found)} or less.")
+    for name, block in chosen:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
+            raise TypeError(
+                f"block '{name}' is, or holds, a module that torch.jit has compiled, and torch's checkpoint cannot "
+                "tell what that saved. Leave it uncompiled, checkpoint other blocks, or use a Pipe, which can."
+            )
+    if not nested:
+        _refuse_nesting(modules, chosen)
+    configs = _turn_caches_off(model)
+    fresh = [(name, block) for name, block in chosen if (patch := _patch_of(block)) is None or not patch.is_owned]
+    return CheckpointedBlocks([(name, _own(block, name, nested, configs)) for name, block in fresh])
+
+
+class CheckpointedBlocks:
+    """The blocks that one call of `checkpoint_blocks` has taken on.
+
+    Attributes:
+        names: their names in the model. Blocks that an earlier call had taken on are not among them.
+    """
+
+    def __init__(self, patches: Sequence[tuple[str, _Patch]]) -> None:
+        self.names = tuple([name for name, _ in patches])
+        self._patches = [patch for _, patch in patches]
+
+    def remove(self) -> None:
+        """Give every block its own forward again. To remove twice does nothing more.
+
+        Raises:
+            RuntimeError: something else has replaced the forward of a block since.
+        """
+        for patch in self._patches:
+            patch.check_removable()
+        while self._patches:
+            self._patches.pop().remove()
+
+    def __enter__(self) -> CheckpointedBlocks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"CheckpointedBlocks({', '.join(self.names)})"
+
+
+class _Patch:
+    """The `forward` of a checkpointed block.
+
+    A copy of the block gets a patch of its own: one that ran the block it was made for would use that one's weights.
+    It is held by the block and refers to it weakly, so that a model dies when its last user lets go.
+    """
+
+    def __init__(self, block: nn.Module, own: dict[str, Any], name: str, nested: bool, configs: list[Any]) -> None:
+        self._block = ref(block)
+        self._own = own  # the block's own forward, if that was an attribute of the instance
+        self._name = name
+        self._nested = nested
+        self._configs = configs
+        self.is_owned = False  # by a CheckpointedBlocks, which can remove it
+        self._known = Known()
+        self._calls = 0
+        self._seen: set[tuple[bool, ...]] = set()  # training flags
+
+    def __reduce__(self) -> tuple[type[_Patch], tuple[Any, ...]]:
+        """For deepcopy and pickle: what stands here is copied with the block, and refers to its copy."""
+        return _Patch, (self.block, self._own, self._name, self._nested, self._configs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not _is_transformed():
+            return eagerly(_replayed, self, args, kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def block(self) -> nn.Module:
+        block = self._block()
+        if block is None:
+            raise ReferenceError(f"the checkpointed block '{self._name}' is gone, but its forward was called.")
+        return block
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward without checkpointing; under this name, `inspect.signature` finds its parameters."""
+        if self._own:
+            return self._own["forward"]  # type: ignore[no-any-return]
+        return type(self.block).forward.__get__(self.block)  # type: ignore[no-any-return]
+
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block = self.block
+        words = f"block '{self._name}' ({type(block).__name__})"
+        if is_checkpointing() and not self._nested:
+            raise RuntimeError(
+                f"{words} is checkpointed, and runs within a forward that is checkpointed already (a block around it, "
+                "or a Pipe). Use checkpoint='never' in the Pipe, checkpoint one of the two, or allow it with "
+                "checkpoint_blocks(..., nested=True) at the cost of one more forward."
+            )
+        _refuse_own_checkpointing(block)
+        _refuse_caches(words, (*args, *kwargs.values()))
+        flags = tuple([module.training for module in block.modules()])
+        compares = flags not in self._seen or self._calls & (self._calls - 1) == 0
+        made = Replay(block, self.__wrapped__, args, kwargs, words, self._known, compares).run()
+        self._calls += 1
+        self._seen.add(flags)
+        return made
+
+    def check_removable(self) -> None:
+        if _patch_of(self.block) is not self:
+            raise RuntimeError(
+                f"the forward of block '{self._name}' was replaced after checkpoint_blocks. Undo that first, then "
+                "remove()."
+            )
+
+    def remove(self) -> None:
+        attributes = vars(self.block)
+        del attributes["forward"]
+        attributes.update(self._own)
+        for config in self._configs:
+            config.use_cache = True
+
+
+def _is_transformed() -> bool:
+    """Within torch.func (vmap, grad, jvp) or forward mode, which have no hooks of saved tensors: nothing is dropped."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with held():
+        return patch.replay(args, kwargs)
+
+
+def _own(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:
+    """The patch of a block, a new one or one that came with a copy of the model; who asks can remove it."""
+    patch = _patch_of(block)
+    if patch is None:
+        own = {"forward": vars(block)["forward"]} if "forward" in vars(block) else {}
+        patch = _Patch(block, own, name, nested, configs)
+        vars(block)["forward"] = patch
+    patch.is_owned = True
+    return patch
+
+
+def _patch_of(module: nn.Module) -> _Patch | None:
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, _Patch) else None
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names, children before parents, each once."""
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: set[int] = set()
+
+    def below(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen:
+                yield from below(child)
+        yield names[id(module)], module
+
+    return below(model)
+
+
+def _matches(match: Match, name: str, module: nn.Module) -> bool:
+    if isinstance(match, (type, str, tuple)):
+        return any([_is_kind(kind, module) for kind in (match if isinstance(match, tuple) else (match,))])
+    if not callable(match) or isinstance(match, nn.Module):
+        raise TypeError(_no_match(match))
+    answer = match(name, module)
+    if not isinstance(answer, bool):
+        raise ValueError(f"match returned {answer!r} for module '{name}'. Return True or False.")
+    return answer
+
+
+def _is_kind(kind: object, module: nn.Module) -> bool:
+    if isinstance(kind, str):
+        return kind in [base.__name__ for base in type(module).__mro__]
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        return isinstance(module, kind)
+    raise TypeError(_no_match(kind))
+
+
+def _no_match(match: object) -> str:
+    return f"match is {match!r}. Use a module class, its name, a tuple of these, or a callable (name, module) -> bool."
+
+
+def _nothing_matches(match: Match, modules: Sequence[tuple[str, nn.Module]]) -> str:
+    kinds = match if isinstance(match, tuple) else (match,)
+    wanted = [kind if isinstance(kind, str) else getattr(kind, "__name__", repr(kind)) for kind in kinds]
+    classes = sorted({type(module).__name__ for _, module in modules})
+    near = [name for each in wanted for name in difflib.get_close_matches(each, classes, n=3, cutoff=0.4)]
+    return (
+        f"no module matches {', '.join(wanted)}. {'Near names' if near else 'The classes'} in this model: "
+        f"{', '.join(dict.fromkeys(near) or classes)}."
+    )
+
+
+def _refuse_nesting(modules: Sequence[tuple[str, nn.Module]], chosen: Sequence[tuple[str, nn.Module]]) -> None:
+    names = {id(module): name for name, module in modules}
+    blocks = {id(block): block for _, block in chosen}
+    blocks.update({id(module): module for _, module in modules if _patch_of(module) is not None})
+    for outer in blocks.values():
+        for inner in outer.modules():
+            if inner is not outer and id(inner) in blocks:
+                raise ValueError(
+                    f"block '{names[id(inner)]}' ({type(inner).__name__}) is within block '{names[id(outer)]}' "
+                    f"({type(outer).__name__}), and both would be checkpointed. Match one of the two, or allow it "
+                    "with nested=True at the cost of one more forward of the inner one."
+                )
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
+    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
+        raise ValueError(
+            f"the gradient checkpointing of {type(model).__name__} itself is on: its blocks would be checkpointed "
+            "twice. Turn it off first (model.activation_checkpointing_disable(), in older versions of transformers "
+            "model.gradient_checkpointing_disable()), or do not use checkpoint_blocks."
+        )
+
+
+def _refuse_caches(words: str, values: Sequence[Any]) -> None:
+    caches = [value for value in values if any(_CACHES == base.__module__ for base in type(value).__mro__)]
+    if caches:
+        raise ValueError(
+            f"{words} is checkpointed, and was given a cache of keys and values ({type(caches[0]).__name__}), to which "
+            "it would append once more when it is recomputed. Call the model with use_cache=False and without "
+            "past_key_values, or under torch.no_grad()."
+        )
+
+
+def _turn_caches_off(model: nn.Module) -> list[Any]:
+    """Blocks append to a cache of keys and values, and would do so again. Returns the configs that had one."""
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in on:
+        config.use_cache = False
+    return on

@@ -1,0 +1,108 @@
+"""A few entries of each output, to see later whether a recomputation gives the same.
+
+They are read where they lie in memory: right after a large kernel a call of a torch operator costs several times what
+reading 32 numbers does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.data.pytrees import same_values
+
+COUNT = 32  # of each tensor
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread evenly, also within rows and columns
+_WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
+    dtype: ((ctypes.c_int8, ctypes.c_int16, ctypes.c_int32, ctypes.c_int64)[size], word)
+    for size, word, dtypes in (
+        (0, torch.int8, (torch.bool, torch.int8, torch.uint8)),
+        (1, torch.int16, (torch.int16, torch.bfloat16, torch.float16)),
+        (2, torch.int32, (torch.int32, torch.float32)),
+        (3, torch.int64, (torch.int64, torch.float64)),
+    )
+    for dtype in dtypes
+}
+
+Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+Entries: TypeAlias = Words | Tensor
+"""Of one tensor: the bits of each, or where memory does not show them, a tensor of them."""
+
+
+def positions(size: int) -> list[int]:
+    """Which entries of `size` are taken, in order: all of them where they are few.
+
+    >>> positions(3), positions(1024)[:4]
+    ([0, 1, 2], [0, 35, 70, 92])
+    """
+    if size <= COUNT:
+        return list(range(size))
+    return sorted({int(size * (number * _GOLDEN % 1)) for number in range(COUNT)})
+
+
+def entries(tensors: Sequence[Tensor]) -> list[Entries]:
+    """Of each tensor. None of those on a GPU: comparing them would make the host wait."""
+    return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
+
+
+def _entries(tensor: Tensor) -> Entries:
+    dtype = tensor.dtype
+    if type(tensor) is not Tensor or dtype not in _WORDS or tensor.layout is not torch.strided or tensor.is_neg():
+        return _by_torch(tensor)
+    begin = tensor.data_ptr()
+    if not begin:  # none of its own, or empty
+        return _by_torch(tensor)
+    if tensor.is_contiguous():
+        return dtype, _reader(dtype, (tensor.numel(),), (1,))(begin)
+    return dtype, _reader(dtype, tensor.shape, tensor.stride())(begin)
+
+
+def same_entries(then: Sequence[Entries], now: Sequence[Entries]) -> bool:
+    """Whether they are equal, value by value: nan equals nan, and 0 equals -0."""
+    if len(then) != len(now):
+        return False
+    for one, other in zip(then, now, strict=True):
+        if isinstance(one, tuple) and isinstance(other, tuple):
+            if one == other:
+                continue
+            if one[0] is not other[0] or len(one[1]) != len(other[1]):
+                return False
+        if not same_values(_values(one), _values(other)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=512)
+def _reader(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Callable[[int], tuple[int, ...]]:
+    """From where a tensor of one entry or more begins to the bits of those taken."""
+    offsets = []
+    for position in positions(prod(shape)):
+        offset = 0
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            position, index = divmod(position, length)
+            offset += index * stride
+        offsets.append(offset)
+    words = _WORDS[dtype][0] * (max(offsets) + 1)
+    if len(offsets) == 1:
+        return lambda begin: tuple(words.from_address(begin))
+    take = itemgetter(*offsets)
+    return lambda begin: take(words.from_address(begin))
+
+
+def _values(entries: Entries) -> Tensor:
+    if isinstance(entries, Tensor):
+        return entries
+    dtype, words = entries
+    return torch.tensor(words, dtype=_WORDS[dtype][1], device="cpu").view(dtype)
+
+
+def _by_torch(tensor: Tensor) -> Tensor:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return dense.reshape(-1)[torch.tensor(positions(dense.numel()), dtype=torch.int64, device=dense.device)]

@@ -1,0 +1,170 @@
+"""Which activations are kept from F to B, and which are computed again?
+
+    kept         F keeps what autograd saves; B goes through it
+    recomputed   F runs as always but saves nothing; B first runs the chunk again (R), then goes through that
+
+Checkpointing is on iff gradients are (`torch.is_grad_enabled()`); `module.training` has no say. `except_last` asks the
+order that will run: a chunk is recomputed iff another backward of the same device stands between its F and its B.
+Where none does, its activations would be the only ones there are, so keeping them adds nothing to the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.common.errors import DroppedError
+from scheduler import Action, Kind
+
+Policy: TypeAlias = str | Callable[[int, int], bool]
+POLICIES = ("always", "except_last", "never")
+
+NO_HOOKS = "don't yet support saved tensor hooks"  # in what torch.func says where there are some
+_DROPPED = (
+    "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
+    "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every chunk "
+    "or for none, compute such tensors anew in each forward, or use checkpoint='never'."
+)
+
+_checkpointing: ContextVar[bool] = ContextVar("checkpointing", default=False)
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward's activations are dropped, since the chunk will be recomputed. For use inside modules.
+
+    Example:
+        >>> is_checkpointing()
+        False
+    """
+    return _checkpointing.get()
+
+
+def is_recomputing() -> bool:
+    """Whether this forward repeats an earlier one (to count or log something once). For use inside modules.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _recomputing.get()
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise ValueError unless `policy` is one of the modes or a callable."""
+    is_function = callable(policy) and not isinstance(policy, type | nn.Module)
+    if not is_function and not (isinstance(policy, str) and policy in POLICIES):
+        raise ValueError(
+            f"checkpoint is {policy!r}. Use 'always', 'except_last', 'never', or a callable (stage, chunk) -> bool."
+        )
+
+
+def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[tuple[int, int]]:
+    """Return the (stage, chunk) pairs that are recomputed.
+
+    Args:
+        policy: a mode or a callable.
+        orders: for each device, all its actions in the order that will run.
+    """
+    pairs = [(action.stage, action.chunk) for order in orders for action in order if action.kind is Kind.F]
+    if callable(policy):
+        return frozenset(pair for pair in pairs if _asked(policy, pair))
+    if policy == "never":
+        return frozenset()
+    if policy == "always":
+        return frozenset(pairs)
+    return frozenset(pair for order in orders for pair in _interrupted(order))
+
+
+def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
+    answer = policy(*pair)
+    if not isinstance(answer, bool):
+        raise ValueError(f"checkpoint returned {answer!r} for stage {pair[0]}, chunk {pair[1]}. Return True or False.")
+    return answer
+
+
+def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
+    """The pairs between whose F and whose backward another backward runs."""
+    backwards = 0  # how many ran so far
+    at_forward: dict[tuple[int, int], int] = {}
+    for action in order:
+        pair = (action.stage, action.chunk)
+        if action.kind is Kind.F:
+            at_forward[pair] = backwards
+        elif action.kind is not Kind.W:
+            if at_forward[pair] < backwards:
+                yield pair
+            backwards += 1
+
+
+@contextmanager
+def checkpointing(whether: bool) -> Iterator[None]:
+    """Within: `is_checkpointing()` says so."""
+    token = _checkpointing.set(whether)
+    try:
+        yield
+    finally:
+        _checkpointing.reset(token)
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Within: `is_recomputing()` says yes: what runs is no forward of its own, and nothing is to count it."""
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
+class SavingNothing:
+    """F of a chunk that will be recomputed: within, autograd builds its graph, and what it would save is dropped.
+
+    Raises:
+        DroppedError: a layer called autograd within its forward (torch.func too), and what it needs was dropped.
+    """
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(_drop, _miss)  # as autograd.graph.saved_tensors_hooks does
+        self._token = _checkpointing.set(True)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _checkpointing.reset(self._token)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if error is not None and NO_HOOKS in str(error):
+            raise DroppedError(_DROPPED) from error
+
+
+class Recomputing:
+    """R: within, the same forward runs again, with gradients on, though the backward may run in inference mode."""
+
+    __slots__ = ("_token", "_grad", "_recording")
+
+    def __enter__(self) -> None:
+        self._token = _recomputing.set(True)
+        self._recording = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._recording is not None:
+            self._recording.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._recording is not None:
+            self._recording.__exit__(None, None, None)
+        _recomputing.reset(self._token)
+
+
+def _drop(tensor: Tensor) -> None:
+    return None
+
+
+def _miss(dropped: None) -> Tensor:
+    raise DroppedError(_DROPPED)

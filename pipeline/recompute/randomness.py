@@ -1,0 +1,379 @@
+"""Random numbers belong to (seed of the call, chunk, layer), whatever runs before that layer.
+
+    torch's default CPU generator --one draw--> seed of the call
+    layer_seed(seed, chunk, layer) --manual_seed--> the default generators, just before that layer computes
+
+The default generators are torch's (the CPU's, and that of each GPU), Python's (`random.random()`) and numpy's
+(`numpy.random.rand()`). So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the
+number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
+generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
+on the plain module. Generators that modules hold get no seed: `recompute/snapshot.py` keeps their states.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+_MASK32 = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def layer_seed(seed: int, chunk: int, layer: int) -> int:
+    """Return the seed of the generators while `layer` computes `chunk` in the call whose seed is `seed`.
+
+    Within one call no two (chunk, layer) pairs below 65,536 share the lower 32 bits, which are all that torch's CPU
+    generator (a Mersenne Twister) and numpy's take of a seed. With n = layer_seed(...), the default generators are as
+    after `torch.manual_seed(n)`, `random.seed(n)` and `numpy.random.seed(n & 0xFFFFFFFF)`.
+
+    Args:
+        seed: the call's seed, the one number that a call draws from torch's default CPU generator.
+        chunk: index of the micro-batch, from 0.
+        layer: index of the layer in the `nn.Sequential`, from 0.
+
+    Returns:
+        An integer in [0, 2**64) for `torch.Generator.manual_seed`.
+
+    Example:
+        >>> layer_seed(0, chunk=1, layer=2) == layer_seed(0, chunk=1, layer=2)
+        True
+        >>> layer_seed(0, chunk=1, layer=2) == layer_seed(0, chunk=2, layer=1)
+        False
+    """
+    return _combine(*_keys(seed), chunk, layer)
+
+
+def draw_seed() -> int:
+    """Draw a call's seed: one number from torch's default CPU generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def quiet_layers(layers: Iterable[tuple[int, nn.Module]]) -> frozenset[int]:
+    """The indices of those layers that surely draw no random number, forward or backward: they need no seed.
+
+    Every module in them is exactly one of torch's that never draws, and nobody has put anything of his own into it: no
+    hook, no method, no parameter of another class.
+    """
+    if module_hooks._has_any_global_hook() or _calls_of(nn.Module) != _MODULES_OWN:
+        return frozenset()
+    return frozenset([index for index, layer in layers if all(map(_is_quiet, layer.modules()))])
+
+
+def unobserved() -> bool:
+    """Whether nobody sees what torch's own layers compute or save: no mode, no hooks of saved tensors."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(False)
+    )
+
+
+def is_torchs_own(module: nn.Module) -> bool:
+    """Whether a module is exactly one of torch's that never draw and never write an attribute, and has no hook."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return _has_torchs_forward(type(module)) and not hooked and "forward" not in vars(module)
+
+
+def _has_torchs_forward(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's that never draw, and nobody has patched it since."""
+    forward = _FORWARDS.get(kind)
+    return forward is not None and kind.forward is forward
+
+
+def _is_quiet(module: nn.Module) -> bool:
+    methods = _QUIET.get(type(module))
+    return (
+        methods is not None
+        and _has_torchs_forward(type(module))
+        and methods.isdisjoint(vars(module))
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
+        and all([type(each) in _PLAIN for each in (*module._parameters.values(), *module._buffers.values())])
+    )
+
+
+_PLAIN = (nn.Parameter, torch.Tensor, type(None))
+_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, for which an instance may have its own
+    kind: frozenset(["_compiled_call_impl", *[name for name in dir(kind) if callable(getattr(kind, name))]])
+    for kind in (
+        nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten,
+        nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+        nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus,
+        nn.Softsign, nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softmax,
+        nn.LogSoftmax, nn.GLU,
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+        nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm,
+        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+        nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+        nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+        nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d,
+    )
+}
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {kind: kind.forward for kind in _QUIET}
+
+
+def _calls_of(kind: type[nn.Module]) -> tuple[object, ...]:
+    return kind.__call__, kind._call_impl, kind._wrapped_call_impl
+
+
+_MODULES_OWN = _calls_of(nn.Module)
+
+
+class Generator(Protocol):
+    """What a `torch.Generator` offers; Python's and numpy's generators are made to offer it here."""
+
+    def manual_seed(self, seed: int, /) -> object: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any, /) -> object: ...
+
+
+class PythonGenerator:
+    """A `random.Random`; or the module `random`, which is the global one."""
+
+    def __init__(self, own: Any) -> None:
+        self.manual_seed: Callable[[int], object] = own.seed
+        self.get_state: Callable[[], Any] = own.getstate
+        self.set_state: Callable[[Any], object] = own.setstate
+
+
+class NumpyGenerator:
+    """A `numpy.random.RandomState`; or the module `numpy.random`, which is the global one."""
+
+    def __init__(self, own: Any) -> None:
+        self._seed = own.seed
+        self.get_state: Callable[[], Any] = own.get_state
+        self.set_state: Callable[[Any], object] = own.set_state
+
+    def manual_seed(self, seed: int) -> None:
+        self._seed(seed & _MASK32)
+
+
+class NumpyBits:
+    """The bit generator of a `numpy.random.Generator`."""
+
+    def __init__(self, own: numpy.random.BitGenerator) -> None:
+        self._own = own
+
+    def manual_seed(self, seed: int) -> None:
+        kind: Any = type(self._own)
+        self._own.state = kind(seed).state
+
+    def get_state(self) -> Any:
+        return self._own.state
+
+    def set_state(self, state: Any) -> None:
+        self._own.state = state
+
+
+_OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
+_OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
+
+
+class KeptGenerators:
+    """The default generators around the phases of a call: at the end of each they are put back as they were found.
+
+    Those outside torch are looked at when one is about to be seeded: to copy their states takes longer than a small
+    stage computes. A context; within itself it does nothing more.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._of_torch = (torch.default_generator, *_accelerators(devices))
+        self._found: list[tuple[Generator, Any]] = []
+        self._has_all = False
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._has_all = False
+            self._found = [(generator, generator.get_state()) for generator in self._of_torch]
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for generator, state in self._found:
+                generator.set_state(state)
+
+    def keep_all(self) -> None:
+        """Any default generator may be seeded or drawn from, from now on."""
+        if not self._has_all:
+            self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
+            self._has_all = True
+
+    @property
+    def is_host_untouched(self) -> bool:
+        """Whether the default generators of the host, all of which were kept, are as they were found."""
+        of_host = [(generator, state) for generator, state in self._found if generator in _OF_HOST]
+        return all([same_state(state, generator.get_state()) for generator, state in of_host])
+
+
+class Seeder:
+    """Seeds the default generators of the host and of some devices for each (chunk, layer) of one call.
+
+    Args:
+        seed: of the call.
+        devices: where the layers compute.
+        kept: puts the generators back at the end.
+    """
+
+    __slots__ = ("_keys", "_generators", "_kept", "drew")
+
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
+        self._keys = _keys(seed)
+        self._generators = default_generators(devices)
+        self._kept = kept
+        self.drew = False  # from a generator of the host: see LearningSeeder
+
+    def settle(self) -> None:
+        """The work that was seeded last is done."""
+
+    def seed(self, chunk: int, layer: int) -> None:
+        self._kept.keep_all()
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators:
+            generator.manual_seed(number)
+
+
+class LearningSeeder(Seeder):
+    """A seeder that finds out whether anything is drawn from the default generators of the host."""
+
+    __slots__ = ("_untouched",)
+
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
+        super().__init__(seed, devices, kept)
+        self._untouched: list[Any] = []
+
+    def seed(self, chunk: int, layer: int) -> None:
+        self.settle()
+        super().seed(chunk, layer)
+        self._untouched = [generator.get_state() for generator in _OF_HOST]
+
+    def settle(self) -> None:
+        for generator, state in zip(_OF_HOST, self._untouched, strict=False):
+            self.drew = self.drew or not same_state(state, generator.get_state())
+        self._untouched = []
+
+
+class AcceleratorSeeder(Seeder):
+    """A seeder that leaves the default generators of the host to others."""
+
+    __slots__ = ()
+
+    def seed(self, chunk: int, layer: int) -> None:
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators[len(_OF_HOST) :]:
+            generator.manual_seed(number)
+
+
+def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
+    """The default generators that layers on `devices` may draw from: the host's, always, and each GPU's own."""
+    return (*_OF_HOST, *_accelerators(devices))
+
+
+def _accelerators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    return [torch.cuda.default_generators[index] for index in cuda]
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else pickle.dumps(one) == pickle.dumps(other)
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
+    kept = KeptGenerators(devices)
+    with kept:
+        kept.keep_all()
+        yield
+
+
+def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
+    """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept.
+
+    They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
+    generators of numpy.
+    """
+    adapters: dict[type, Callable[[Any], Generator] | None] = {}  # asking each value would take milliseconds
+    found: dict[int, Generator] = {}
+    for module in modules:
+        for value in vars(module).values():
+            kind = type(value)
+            if kind not in adapters:
+                adapters[kind] = _adapter(kind)
+            adapter = adapters[kind]
+            if adapter is not None:
+                own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+                found[id(own)] = adapter(own)
+    return found
+
+
+def _adapter(kind: type) -> Callable[[Any], Generator] | None:
+    """How objects of a class are made to offer what a `torch.Generator` does. None: they are no generators."""
+    if issubclass(kind, random.SystemRandom):  # it has no state
+        return None
+    return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
+
+
+def _as_it_is(generator: torch.Generator) -> Generator:
+    return generator
+
+
+_ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
+    (torch.Generator, _as_it_is),
+    (random.Random, PythonGenerator),
+    (numpy.random.RandomState, NumpyGenerator),
+    (numpy.random.Generator, NumpyBits),
+    (numpy.random.BitGenerator, NumpyBits),
+)
+
+
+@contextmanager
+def generators_at(states: Iterable[tuple[Generator, Any]]) -> Iterator[None]:
+    """Put generators at earlier states, and back where they were at the end."""
+    found = [(generator, generator.get_state()) for generator, _ in states]
+    try:
+        for generator, state in states:
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in found:
+            generator.set_state(state)
+
+
+def _keys(seed: int) -> tuple[int, int]:
+    """Two 32-bit keys from a seed of any size (splitmix64, Steele et al. 2014)."""
+    mixed = (seed + _GOLDEN) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed & _MASK32, mixed >> 32
+
+
+def _combine(low: int, high: int, chunk: int, layer: int) -> int:
+    """A bijection of the 32 bits (chunk, layer), chosen by the keys: so the lower halves of two pairs differ.
+
+    Two rounds of the finalizer of MurmurHash3 (Appleby), itself a bijection of 32-bit words; written out twice, since
+    every layer of every chunk comes through here.
+    """
+    word = ((chunk << 16) ^ layer ^ (layer >> 16) ^ low) & _MASK32
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _MASK32
+    first = word ^ (word >> 16)
+    word = (first + high) & _MASK32
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _MASK32
+    return (first << 32) | word ^ (word >> 16)

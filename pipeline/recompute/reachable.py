@@ -1,0 +1,177 @@
+"""The Python state that modules can reach: what a probe must leave as it found it.
+
+    attributes, lists, dicts, sets and deques on them, objects of the user's classes, tensors that are no parameters
+    functions: what they close over, and the containers that they name among the globals of their module
+    generators of torch, numpy and Python's random
+
+Only what a few steps lead to, and no large tensor: this is about counters, caches and logs, not about data sets.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.pytrees import same_values
+from pipeline.recompute.randomness import Generator, NumpyBits, NumpyGenerator, PythonGenerator, generators_at
+
+_DEPTH = 9
+_MOST = 200_000  # things
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+_LONGEST = 100_000  # entries of a container
+_LONG = 1_000  # so many are looked into
+_LARGEST = 1_000_000  # entries of a tensor
+_NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
+_CONTAINERS = (list, dict, set, deque)
+_EMPTY = object()
+
+Undo = Callable[[], None]
+
+
+class Generators:
+    """Generators, and the states that they are put back to."""
+
+    def __init__(self, generators: Iterable[Generator]) -> None:
+        self._all = tuple(generators)
+
+    def states(self) -> list[Any]:
+        return [generator.get_state() for generator in self._all]
+
+    def at(self, states: Sequence[Any]) -> AbstractContextManager[None]:
+        """Within: at these states. At the end: as they were found."""
+        return generators_at(list(zip(self._all, states, strict=True)))
+
+
+class Reachable:
+    """What some modules can reach, as it is now.
+
+    Attributes:
+        generators: those among it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._undo: list[Undo] = []
+        self._seen: dict[int, Any] = {}  # held, or their ids might be given anew
+        generators: list[Generator] = []
+        under_way: list[tuple[Any, int]] = [(module, 0) for module in modules]
+        while under_way and len(self._seen) < _MOST:
+            value, depth = under_way.pop()
+            if type(value) in _PLAIN or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if _is_generator(value):
+                generators.append(_adapted(value))
+            elif depth < _DEPTH:
+                under_way += [(part, depth + 1) for part in self._note(value)]
+        self.generators = Generators(generators)
+
+    def put_back(self) -> None:
+        """Make everything what it was."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Keep what `value` holds; what that is."""
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) and _is_small(value):
+                self._undo.append(partial(_refill_tensor, value, value._version, value.detach().clone()))
+            return ()
+        if isinstance(value, _CONTAINERS):
+            if len(value) > _LONGEST:
+                return ()
+            self._undo.append(partial(_refill, value, value.copy()))
+            if len(value) > _LONG:
+                return ()
+            return value.values() if isinstance(value, dict) else list(value)
+        if isinstance(value, tuple):
+            return value if len(value) <= _LONG else ()
+        if isinstance(value, types.FunctionType):
+            return self._note_function(value)
+        if isinstance(value, partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, types.MethodType):
+            return (value.__self__, value.__func__)
+        if isinstance(value, types.BuiltinFunctionType):  # such as log.append
+            return (value.__self__,)
+        if isinstance(value, nn.Module):
+            held: list[Any] = [each for each in vars(type(value)).values() if isinstance(each, _CONTAINERS)]
+            forward = getattr(type(value), "forward", None)
+            if type(value).__module__.partition(".")[0] not in _NOT_OURS:
+                held.append(forward)
+            return (vars(value), *held)
+        if isinstance(value, type) or type(value).__module__.partition(".")[0] in _NOT_OURS:
+            return ()
+        return (vars(value),) if hasattr(value, "__dict__") else ()
+
+    def _note_function(self, function: types.FunctionType) -> Iterable[Any]:
+        cells = function.__closure__ or ()
+        for cell in cells:
+            self._undo.append(partial(_refill_cell, cell, _content(cell)))
+        names = function.__globals__
+        own = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _CONTAINERS)]
+        own += [names[name] for name in function.__code__.co_names if _is_generator(names.get(name))]
+        return (*[_content(cell) for cell in cells], *own, *(function.__defaults__ or ()))
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.SystemRandom):  # it has no state
+        return False
+    return isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState))
+
+
+def _adapted(value: Any) -> Generator:
+    if isinstance(value, random.Random):
+        return PythonGenerator(value)
+    if isinstance(value, numpy.random.Generator):
+        return NumpyBits(value.bit_generator)
+    return NumpyGenerator(value) if isinstance(value, numpy.random.RandomState) else value
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_inference() and tensor.numel() <= _LARGEST
+
+
+def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
+    if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
+        (tensor if tensor.shape == values.shape else tensor.resize_(values.shape)).copy_(values)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if _holds_the_same(container, content):
+        return
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def _holds_the_same(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, set):
+        return bool(container == content)
+    if isinstance(container, dict):
+        pairs = zip(container.items(), content.items(), strict=True)
+        return all([one[0] is other[0] and one[1] is other[1] for one, other in pairs])
+    return all([one is other for one, other in zip(container, content, strict=True)])
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return _EMPTY
+
+
+def _refill_cell(cell: types.CellType, content: Any) -> None:
+    if content is not _EMPTY and _content(cell) is not content:
+        cell.cell_contents = content

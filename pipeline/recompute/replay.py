@@ -1,0 +1,252 @@
+"""One forward of a module whose activations are dropped: what must be as it was when it is computed again?
+
+    F    inputs --saved by autograd--> [ torch's checkpoint: module ] --> outputs      what is saved inside is dropped
+    R    the same inputs --------> the module again, all as it was at F --> what was dropped; outputs are compared
+
+torch's non-reentrant checkpoint does what is autograd's part: it drops what a forward saves, and asks for it again in a
+backward, at every order. What the module finds at R is our part: its attributes, parameters, submodules, buffers,
+switches and private generators are as `Recall` keeps them; the default generators have their states.
+R leaves no trace: afterwards every attribute is as R found it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.common.errors import CheckpointError
+from pipeline.common.graph import OF_SCRIPTS, explore, holds
+from pipeline.common.interrupts import calls_users_code, held
+from pipeline.common.torch_modes import Ambient
+from pipeline.data.pytrees import detached, versions
+from pipeline.recompute.policy import NO_HOOKS, checkpointing
+from pipeline.recompute.randomness import default_generators, generators_at
+from pipeline.recompute.snapshot import Known, Recall
+
+_CHUNK = 0  # a Replay is about one forward, so that is all that its Recall knows of
+
+
+class _Begun(NamedTuple):
+    """What is known once F has begun."""
+
+    ambient: Ambient
+    recall: Recall
+
+
+class Replay:
+    """One forward of a module, and its recomputations.
+
+    Args:
+        module: the module.
+        forward: its forward, without any checkpointing.
+        args: what it is called with,
+        kwargs: by name too; any pytrees.
+        name: how errors name it.
+        known: what its earlier forwards have found out.
+        compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+        known: Known,
+        compares: bool,
+    ) -> None:
+        self._modules = list(module.modules())
+        self._forward = forward
+        self._name = name
+        self._known = known
+        self._compares = compares
+        held = [(name, tensor) for name, tensor in module.named_parameters() if not is_lazy(tensor)]
+        self._parameters = [(name, tensor, versions([tensor])) for name, tensor in held]
+        self._inputs = _Inputs(args, kwargs)
+        tensors = (*module.buffers(), *module.parameters(), *self._inputs.given.tensors)
+        self._devices = {tensor.device for tensor in tensors}
+        self._generators = [(each, each.get_state()) for each in default_generators(self._devices)]
+        self._begun: _Begun | None = None
+        self._nodes = 0  # of the graph of F, where anybody counted
+        self._made: int | None = None  # how many tensors came out of F, which is over
+
+    def run(self) -> Any:
+        """F: call the module.
+
+        Raises:
+            CheckpointError: the module writes its input in place.
+        """
+        tensors = self._inputs.given.tensors
+        before = versions(tensors)
+        made = checkpoint(self._compute, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        if versions(tensors) != before:
+            raise CheckpointError(
+                f"{self._name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
+                "(x = x + 1 instead of x += 1, inplace=False), or checkpoint a block that does not."
+            )
+        return made
+
+    def _compute(self) -> Any:
+        """What torch's checkpoint calls: once for F, then for each R."""
+        return self._compute_first() if self._begun is None else self._compute_again(*self._begun)
+
+    def _compute_first(self) -> Any:
+        device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
+        ambient = Ambient.capture(device_types)  # here, where torch's hooks hide those that R must not enter
+        tables = [module._parameters for module in self._modules]
+        recall = Recall(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
+        recall.before_forward(_CHUNK)
+        self._begun = _Begun(ambient, recall)
+        args, kwargs = self._inputs.take()
+        try:
+            with checkpointing(True):
+                made = _called(self._forward, args, kwargs)
+        except RuntimeError as error:
+            if NO_HOOKS not in str(error):
+                raise
+            raise CheckpointError(
+                f"{self._name} calls torch.func (grad, vjp, jacrev or hessian) within its forward, which cannot run "
+                "where a checkpoint drops what autograd saves. Let it call torch.autograd.grad, or do not checkpoint "
+                "this block."
+            ) from error
+        outputs = _tensors(made)
+        if self._compares:
+            self._nodes = _nodes(outputs, _tensors((args, kwargs)))
+        recall.after_forward(_CHUNK, True, detached(outputs))
+        recall.note()
+        self._made = len(outputs)
+        return made
+
+    def _compute_again(self, ambient: Ambient, recall: Recall) -> Any:
+        args, kwargs = self._inputs.again(self._name)
+        self._check_parameters()
+        recall.resume(ambient.now())
+        with held(), ExitStack() as stack:
+            stack.enter_context(generators_at(self._generators))
+            stack.enter_context(recall.as_at_forward(_CHUNK))
+            stack.enter_context(checkpointing(False))
+            made = _called(self._forward, args, kwargs)
+        if self._nodes and holds(_with_graphs(_tensors(made)), OF_SCRIPTS):
+            self._check_path(_nodes(_tensors(made), _tensors((args, kwargs))))
+        if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
+            self._check_same(recall, _tensors(made))
+        return made
+
+    def _check_parameters(self) -> None:
+        for name, tensor, version in self._parameters:
+            if versions([tensor]) != version:
+                raise CheckpointError(
+                    f"parameter '{name}' of {self._name} was changed in place between the forward and the "
+                    "recomputation. Change it (optimizer.step()) after backward()."
+                )
+
+    def _check_path(self, nodes: int) -> None:
+        """torch's checkpoint tells what a recomputation saves by its number alone."""
+        if nodes != self._nodes:
+            raise CheckpointError(
+                f"torch.jit has compiled a function of {self._name} anew between the forward and the recomputation "
+                f"({self._nodes} autograd nodes then, {nodes} now), so what was dropped cannot be told from what is "
+                "there now. It does so in the first calls for a shape: run forward and backward again, or run the "
+                "block with gradients before it is checkpointed."
+            )
+
+    def _check_same(self, recall: Recall, outputs: Sequence[Tensor]) -> None:
+        try:
+            if len(outputs) == self._made:
+                return recall.check_same(_CHUNK, outputs)
+        except CheckpointError:
+            pass
+        raise CheckpointError(
+            f"the recomputation of {self._name} gave other values than its forward. It depends on state that is no "
+            "buffer and no attribute, and has changed since (a list, a closure, a file), or on an input that is no "
+            "tensor and was written (a cache). Make it a buffer, change it after backward(), or do not checkpoint "
+            "this block."
+        )
+
+
+@calls_users_code
+def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+class _Slot(NamedTuple):
+    """The place of a tensor among the distinct ones."""
+
+    place: int
+
+
+class _Given(NamedTuple):
+    """What F is called with, and the distinct tensors in it. Held until F begins: then autograd has them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+
+
+class _Inputs:
+    """What a forward was called with: autograd keeps the tensors, so that hooks of saved tensors see them.
+
+    A tensor that stands twice stays one, for layers that ask `query is key`.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        places = {key: _Slot(place) for place, key in enumerate(distinct)}
+        self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.given = _Given(args, kwargs, tuple(distinct.values()))
+        root = torch.empty(0, requires_grad=True, device="cpu")
+        self._saver = _Saver.apply(root, *distinct.values()).grad_fn  # type: ignore[no-untyped-call]
+
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of F, once."""
+        args, kwargs, _ = self.given
+        self.given = _Given((), {}, ())
+        return args, kwargs
+
+    def again(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, cut from the graph that they came from."""
+        try:
+            kept = self._saver.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise CheckpointError(
+                f"an input of {name} was changed in place between the forward and the recomputation. Change it after "
+                "backward(), or give the block a clone."
+            ) from error
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept]
+        leaves = [tensors[leaf.place] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+class _Saver(torch.autograd.Function):
+    """A node that saves tensors, and that no gradient ever reaches."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(root)
+
+
+def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+    """How many autograd nodes stand between them."""
+    until = _with_graphs(inputs)
+    return explore(_with_graphs(outputs), until).nodes - len(until)
+
+
+def _with_graphs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

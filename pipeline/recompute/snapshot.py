@@ -1,0 +1,281 @@
+"""What was so when a stage ran forward, to be so again when it is recomputed; and is what comes out the same?
+
+    before F(i)   buffers, attributes and private generators: kept where they will be needed
+    after F(i)    a few entries of each output are kept, now and then a sum over all of it
+    R(i)          within `as_at_forward(i)`: switches, training flags, buffers, attributes, generators; afterwards the
+    outputs are compared
+
+What a layer keeps elsewhere (in its class, a global, a closure) cannot be put back: the comparison finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from pipeline.common.errors import CheckpointError
+from pipeline.common.torch_modes import Ambient
+from pipeline.data.pytrees import Checksums, checksums, same_checksums
+from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.buffers import Buffers
+from pipeline.recompute.fingerprints import Entries, entries, same_entries
+from pipeline.recompute.policy import Recomputing
+from pipeline.recompute.randomness import Generator, generators_at, private_generators, same_state
+
+States: TypeAlias = list[tuple[Generator, Any]]
+Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
+"""A stage by name, and what it holds that others may have too: see `Recall.shareable`."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
+
+    draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
+    writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
+    writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
+    writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
+    only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
+
+
+class Recall:
+    """What one stage must find as it was, in one call.
+
+    Args:
+        modules: the modules of the stage.
+        ambient: torch's switches at the call.
+        stage: how errors name the stage.
+        index: its number.
+        known: what earlier calls have found out.
+        compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+        samples: whether to compare some entries of each output, in every call.
+        tables: what a recomputation finds as it was beside attributes: of parameters, where none stand in for them.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        ambient: Ambient,
+        stage: str,
+        index: int,
+        known: Known,
+        compares: bool,
+        samples: bool = True,
+        tables: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.flags = tuple([module.training for module in modules])
+        self.key = index, self.flags
+        self._known = known
+        self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self.key))
+        self._modules = modules
+        self._new_attributes = partial(Attributes, modules, tables, self.buffers.ids)
+        self._writes: set[int] = set()  # the ids of tensors on attributes that forwards write
+        looks = compares or index in known.writes_attributes
+        self._attributes = self._attributes_found = self._new_attributes(None if looks else self._writes)
+        self._attributes_at: dict[int, Attributes] = {}
+        self._ambient = ambient
+        self._stage = stage
+        self.compares = compares
+        self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
+        self._generators = private_generators(modules)
+        self._found = self._generators_now()
+        self._states: dict[int, States] = {}
+        self._keeps = False
+        self.samples = samples
+        self._entries: dict[int, list[Entries]] = {}
+        self._sums: dict[int, Checksums] = {}
+
+    # ------------------------------------------------------------------------------------------------ at the forward
+
+    def before_forward(self, chunk: int) -> None:
+        """Keep what F of `chunk`, which may be recomputed, is about to change."""
+        self._keeps = True
+        if self.buffers:
+            self.buffers.before_forward(chunk)
+        if self._attributes:
+            self._attributes_at[chunk] = self._attributes_now()
+        if self._generators:
+            self._states[chunk] = self._generators_now()
+
+    def _generators_now(self) -> States:
+        return [(generator, generator.get_state()) for generator in self._generators.values()]
+
+    def _attributes_now(self) -> Attributes:
+        if not self._attributes.is_current:
+            self._writes |= self._attributes.written
+            self._attributes = self._new_attributes(self._writes)
+        return self._attributes
+
+    def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
+        """Learn what F changes, and remember what came out."""
+        if self.buffers:
+            self.buffers.after_forward()
+        if not keep:
+            return
+        if self.compares:
+            self._sums[chunk] = checksums(outputs)
+        if self.samples:
+            self._entries[chunk] = entries(outputs)
+
+    def note(self) -> None:
+        """All forwards have gone well: remember what was seen."""
+        self._known.writes_buffers[self.key] = self.buffers.writers
+        if self._writes | self._attributes.written:
+            self._known.writes_attributes.add(self.key[0])
+
+    def shareable(self) -> Iterator[tuple[int, str]]:
+        """What other stages may have too: buffers by their memory, private generators by their id."""
+        yield from self.buffers.memory()
+        for key in self._generators:
+            yield key, "a random generator"
+
+    def changed(self) -> Iterator[int]:
+        """The same, of what the forwards of this call changed."""
+        yield from self.buffers.written_memory()
+        for key, (generator, state) in zip(self._generators, self._found, strict=True):
+            if not same_state(state, generator.get_state()):
+                yield key
+
+    def roll_back(self) -> None:
+        """Make everything what it was when the call began."""
+        self.buffers.roll_back()
+        for generator, state in self._found:
+            generator.set_state(state)
+
+    def roll_attributes_back(self) -> None:
+        """The same for attributes, where the call runs again. A failure leaves them: they may tell of it."""
+        self._attributes_found.roll_back()
+
+    def put_back(self, chunk: int, first: bool) -> None:
+        """Make everything what it was before F of `chunk`, which is kept to be recomputed, and has failed."""
+        if first:
+            self.roll_back()
+            self.roll_attributes_back()
+        else:
+            self.buffers.put_back(chunk)
+            if chunk in self._attributes_at:
+                self._attributes_at[chunk].roll_back()
+            for generator, state in self._states.get(chunk, []):
+                generator.set_state(state)
+
+    # ------------------------------------------------------------------------------------------ at the recomputation
+
+    def resume(self, now: Ambient) -> None:
+        """The backward begins, maybe long after the forward: find out which switches and flags differ by now."""
+        self._differing = []
+        if now != self._ambient:
+            self._differing.append(self._ambient.entered)
+        if self.flags != tuple([module.training for module in self._modules]):
+            self._differing.append(partial(_training_flags, self._modules, self.flags))
+
+    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
+        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
+        if self._differing or self._attributes or self.buffers or self._generators:
+            return self._put_back(chunk)
+        return Recomputing()
+
+    @contextmanager
+    def _put_back(self, chunk: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(Recomputing())
+            for differing in self._differing:
+                stack.enter_context(differing())
+            if self._attributes:
+                stack.enter_context(self._attributes_as_before(chunk))
+            if self.buffers:
+                stack.enter_context(self.buffers.as_before(chunk))
+            if self._generators:
+                stack.enter_context(generators_at(self._states[chunk]))
+            yield
+
+    @contextmanager
+    def _attributes_as_before(self, chunk: int) -> Iterator[None]:
+        """Within: modules have the attributes that they had before F of `chunk`. At the end: those that were found."""
+        before, found = self._attributes_at[chunk], self._attributes_now()
+        if before is not found or self._writes:
+            before.put_back(self._writes, long=False)
+        try:
+            yield
+        finally:
+            written = found.written
+            if not found.is_current:
+                found.put_back(set())
+        if written:
+            raise CheckpointError(
+                f"a recomputation of {self._stage} wrote a tensor in place that hangs on an attribute of a module, as "
+                "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
+            )
+
+    def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
+        """Raise if a recomputation gave other values than its forward."""
+        sums = self._sums.get(chunk)
+        same = sums is None or same_checksums(sums, checksums(outputs))
+        if same and self.samples:
+            same = same_entries(self._entries[chunk], entries(outputs))
+        if not same:
+            raise CheckpointError(
+                f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
+                "depends on state that hangs on no module and has changed since (in its class, a global, a closure). "
+                "Make it an attribute or a buffer, change it after backward(), or use checkpoint='never' and no "
+                "create_graph."
+            )
+
+    def forget(self, chunk: int) -> None:
+        """No recomputation of this chunk will come any more."""
+        if not self._keeps:
+            return
+        self.buffers.forget(chunk)
+        for kept in (self._states, self._entries, self._sums, self._attributes_at):
+            kept.pop(chunk, None)
+
+    def release(self) -> None:
+        """No recomputation will come any more."""
+        for kept in (self._states, self._entries, self._sums, self._attributes_at):
+            kept.clear()
+
+
+def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[Held]:
+    """What other processes' stages hold, as it was when the Pipe was built: each process has a copy of it."""
+    for index, layers in enumerate(stages):
+        if index not in own:
+            keys: list[int] = [key for layer in layers for key in vars(layer).get("generators", ())]
+            yield f"stage {index}", [(key, "a random generator") for key in keys]
+
+
+def check_shared(recalls: Sequence[tuple[str, Recall]], elsewhere: Iterable[Held]) -> None:
+    """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
+
+    Args:
+        recalls: of each stage, with its name; all forwards have run.
+        elsewhere: what stages of other processes hold.
+    """
+    found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
+    changed: set[int] = set()
+    for _, recall in recalls:
+        changed.update(recall.changed())
+    for name, held in [*elsewhere, *((name, recall.shareable()) for name, recall in recalls)]:
+        for key, what in held:
+            _, other = found.setdefault(key, (what, name))
+            if other != name and key in changed:
+                raise RuntimeError(
+                    f"{what} of {name} is shared with {other} and was changed by a forward. Stages run "
+                    "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
+                    "into one stage, or give each its own."
+                )
+
+
+@contextmanager
+def _training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    found = [module.training for module in modules]
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, found, strict=True):
+            module.training = flag

@@ -1,0 +1,211 @@
+"""What would BatchNorm's running statistics be, had the mini-batch not been cut?
+
+    F of chunk i   each batch norm computes on empty running statistics with momentum 1: what it leaves there is the
+                   mean and the variance of this chunk                                      moments[i], rows counted
+    all F done     the moments of all chunks make those of the mini-batch, and the running statistics are updated once
+
+Chunks are normalised by their own statistics, as ever; only what is kept for eval mode is put off to the end of the
+mini-batch. Variances are combined with the means' differences, not from sums of squares (Chan, Golub and LeVeque 1983),
+so nothing is lost where the mean is large. The modules stay the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.common.errors import CheckpointError
+from pipeline.common.module_tables import buffers_of
+from pipeline.skip import Enclosed
+
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class _Moments(NamedTuple):
+    rows: int  # values per channel
+    mean: Tensor
+    variance: Tensor  # unbiased
+
+
+class _Found(NamedTuple):
+    """What a batch norm held when it was about to compute."""
+
+    buffers: dict[str, Tensor | None]
+    momentum: float | None
+
+
+class Deferred:
+    """The batch norms of one stage during one call.
+
+    Args:
+        layers: the layers of the stage.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._norms = list(dict.fromkeys(norm for layer in layers for _, norm in batch_norms(layer)))
+        self._moments: dict[int, dict[tuple[int, int], _Moments]] = {}  # by chunk, by norm and number of its call
+
+    @contextmanager
+    def within(self, chunk: int | None) -> Iterator[None]:
+        """Within: running statistics stay as they are. Those of `chunk` are remembered (None: they are known)."""
+        moments: dict[tuple[int, int], _Moments] = {}
+        found: dict[int, _Found] = {}  # of norms that are computing
+        handles = []
+        for number, norm in enumerate(self._norms):
+            handles.append(norm.register_forward_pre_hook(partial(_before, number, found)))
+            after = partial(_after, number, found, moments)
+            handles.append(norm.register_forward_hook(after, prepend=True, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for number, state in found.items():  # one that raised
+                _put_back(self._norms[number], state)
+        if chunk is not None:
+            self._moments[chunk] = moments
+
+    @contextmanager
+    def refused(self, what: str) -> Iterator[None]:
+        """Within (a backward): a batch norm that computes again is an error."""
+        handles = [norm.register_forward_pre_hook(partial(_refuse, what)) for norm in self._norms]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def commit(self) -> list[nn.Module]:
+        """All chunks have run: update the running statistics once.
+
+        Returns:
+            The modules that were updated, and those that should have been: what computes past its hooks.
+        """
+        by_call: dict[tuple[int, int], list[_Moments]] = {}
+        for chunk in sorted(self._moments):
+            for call, moments in self._moments[chunk].items():  # in the order of the calls
+                by_call.setdefault(call, []).append(moments)
+        with torch.no_grad():
+            for (number, _), parts in by_call.items():
+                _update(self._norms[number], _combined(parts))
+        self._moments.clear()
+        updated = {number for number, _ in by_call}
+        return [norm for number, norm in enumerate(self._norms) if number in updated or _tracks(norm)]
+
+
+def batch_norms(module: nn.Module, path: str = "") -> Iterator[tuple[str, _BatchNorm]]:
+    """The batch norms in a module. Those in a Pipe in it are that Pipe's affair."""
+    if isinstance(module, Enclosed):
+        return
+    if isinstance(module, _BatchNorm):
+        yield path, module
+    for name, child in module.named_children():
+        yield from batch_norms(child, f"{path}.{name}" if path else name)
+
+
+def check_deferrable(module: nn.Module) -> None:
+    """
+    Raises:
+        TypeError: a batch norm has other statistics than those of its own input.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and "running_mean" in buffers_of(part):
+            raise TypeError(
+                f"deferred_batch_norm=True cannot put off layer '{path}', which torch.jit has compiled. Leave it as it "
+                "is, an nn.BatchNorm, or use deferred_batch_norm=False."
+            )
+    for path, norm in batch_norms(module):
+        if isinstance(norm, nn.SyncBatchNorm):
+            raise TypeError(
+                f"deferred_batch_norm=True cannot put off layer '{path}', a SyncBatchNorm: its statistics are those of "
+                "several processes. Use nn.BatchNorm (torch's convert_sync_batchnorm is what made it), or "
+                "deferred_batch_norm=False."
+            )
+        if type(norm).forward is not _BatchNorm.forward:
+            raise TypeError(
+                f"deferred_batch_norm=True cannot put off layer '{path}', a {type(norm).__name__}: its forward is its "
+                "own, and may use momentum and running statistics in its own way. Put what it does besides into a "
+                "module of its own, around an nn.BatchNorm, or use deferred_batch_norm=False."
+            )
+
+
+def _before(number: int, found: dict[int, _Found], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+    if number in found:  # it raised, and the layer that called it went on
+        _put_back(norm, found.pop(number))
+    if not _tracks(norm) or norm.running_mean is None:
+        return
+    found[number] = _Found({name: norm._buffers[name] for name in _RUNNING}, norm.momentum)
+    for name in _RUNNING:
+        buffer = norm._buffers[name]
+        norm._buffers[name] = None if buffer is None else torch.zeros_like(buffer)
+    norm.momentum = 1.0
+
+
+def _after(
+    number: int,
+    found: dict[int, _Found],
+    moments: dict[tuple[int, int], _Moments],
+    norm: _BatchNorm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    state = found.pop(number, None)
+    if state is None:
+        return
+    mean, variance = norm._buffers["running_mean"], norm._buffers["running_var"]
+    assert mean is not None and variance is not None  # _before put them there
+    _put_back(norm, state)
+    call = sum(1 for other, _ in moments if other == number)
+    given: Tensor = args[0] if args else kwargs["input"]
+    moments[number, call] = _Moments(given.numel() // given.size(1), mean, variance)
+
+
+def _refuse(what: str, norm: _BatchNorm, args: tuple[Any, ...]) -> None:
+    if _tracks(norm):
+        raise CheckpointError(
+            f"a batch norm of {what} computes again in the backward (within torch.utils.checkpoint), where "
+            "deferred_batch_norm=True cannot put off its running statistics. Use the Pipe's checkpoint= instead, or "
+            "deferred_batch_norm=False."
+        )
+
+
+def _tracks(norm: _BatchNorm) -> bool:
+    return norm.training and norm.track_running_stats
+
+
+def _put_back(norm: _BatchNorm, state: _Found) -> None:
+    norm._buffers.update(state.buffers)
+    norm.momentum = state.momentum
+
+
+def _combined(parts: list[_Moments]) -> _Moments:
+    count = sum(part.rows for part in parts)
+    wide = [(part.rows, _wide(part.mean), _wide(part.variance)) for part in parts]
+    mean = torch.stack([each * (rows / count) for rows, each, _ in wide]).sum(0)
+    squares = torch.stack([each * (rows - 1) + (own - mean).square() * rows for rows, own, each in wide]).sum(0)
+    return _Moments(count, mean, squares / (count - 1))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _update(norm: _BatchNorm, moments: _Moments) -> None:
+    """As `nn.BatchNorm` does."""
+    tracked = norm._buffers["num_batches_tracked"]
+    if tracked is not None:
+        tracked.add_(1)
+    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum  # 0.0: as it does without a count
+    if norm.momentum is None and tracked is not None:
+        share = 1.0 / tracked.to(moments.mean.dtype)
+    for name, fresh in (("running_mean", moments.mean), ("running_var", moments.variance)):
+        running = norm._buffers[name]
+        assert running is not None  # it was there when the chunks ran
+        running.copy_(_wide(running) * (1.0 - share) + fresh * share)

@@ -1,0 +1,166 @@
+"""When do the hooks of a parameter run? Once per backward pass, on the whole gradient, as on the plain module.
+
+    deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
+    hooked        the tensor hooks alone, touching no `.grad`
+    accumulate    the rest: `.grad`, post-accumulate hooks
+    grads_kept    where something of the user's may fail between
+    hooks_asleep  while a part of a gradient passes
+    skip_none     where a Function must return None for an owner that this loss does not reach
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.common.graph import explore, finish_backward
+
+
+class Deliver(torch.autograd.Function):
+    """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.empty((), device=owners[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        result = (None, *ctx.grads)
+        ctx.grads.clear()  # held nowhere else, a gradient becomes `.grad` without a copy
+        return result
+
+
+_delivery: Callable[..., Tensor] = Deliver.apply
+
+
+def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients to their owners' `.grad` as one backward pass would. Takes the gradients over: empties `pairs`."""
+    if any(owner._backward_hooks for owner, _ in pairs):
+        pairs[:] = hooked(pairs)  # first, and apart: a hook that raises must not leave half of the gradients behind
+    accumulate(pairs)
+
+
+def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients, on which tensor hooks have acted, to their owners' `.grad`. Empties `pairs`."""
+    if not pairs:
+        return
+    owners = [owner for owner, _ in pairs]
+    grads = [grad for _, grad in pairs]
+    pairs.clear()
+    with torch.enable_grad(), hooks_asleep(owners):
+        root = _delivery(grads, *owners)
+        finish_backward(root)
+
+
+@contextmanager
+def grads_kept(owners: Iterable[Tensor]) -> Iterator[None]:
+    """Within: a failure leaves `.grad` as it was found, of these and of the leaves that they were computed from."""
+    leaves: dict[int, Tensor] = {}
+    for owner in owners:
+        if owner.is_leaf or owner.retains_grad:
+            leaves[id(owner)] = owner
+        if not owner.is_leaf:
+            leaves.update(explore([owner]).leaves)
+    found = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()]
+    try:
+        yield
+    except BaseException:
+        for leaf, grad, values in found:
+            if grad is not None and values is not None:
+                with torch.no_grad():
+                    grad.copy_(values)
+            leaf.grad = grad
+        raise
+
+
+def has_hooks(owner: Tensor) -> bool:
+    """Whether hooks of the user will run when this tensor gets a gradient."""
+    return bool(owner._backward_hooks or owner._post_accumulate_grad_hooks)
+
+
+def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Apply the owners' tensor hooks to whole gradients, touching no `.grad`."""
+    if not pairs:
+        return []
+    owners = [owner for owner, _ in pairs]
+    with torch.enable_grad():
+        root = _delivery([grad for _, grad in pairs], *owners)
+    return list(zip(owners, torch.autograd.grad(root, owners), strict=True))
+
+
+@contextmanager
+def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Within: the leaves' tensor hooks do nothing. They act later, once, on the whole gradient."""
+    tables = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    found = [list(table.items()) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, items in zip(tables, found, strict=True):
+            table.update(items)
+
+
+@contextmanager
+def grads_apart(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Within: gradients come to the leaves' `.grad` as if there were none, all hooks asleep.
+
+    What came is in the list at the end, and `.grad` is what it was.
+    """
+    parts: list[Tensor | None] = []
+    found = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks or {}) for leaf in leaves]
+    hooks = [dict(table) for _, _, table in found]
+    for leaf, _, table in found:
+        leaf.grad = None
+        table.clear()
+    try:
+        with hooks_asleep(leaves):
+            yield parts
+    finally:
+        for (leaf, grad, table), own in zip(found, hooks, strict=True):
+            parts.append(leaf.grad)
+            leaf.grad = grad
+            table.update(own)
+
+
+def skip_none(leaves: Sequence[Tensor]) -> None:
+    """Until the backward under way ends, hooks of these tensors run only if another path brings them a gradient.
+
+    A Function that returns None for a leaf would have autograd call the leaf's hooks with None.
+    """
+    changed: list[tuple[Any, dict[int, Any]]] = []
+    for leaf in leaves:
+        tables: list[tuple[Any, Any]] = [(leaf._backward_hooks, _unless_none)]
+        if leaf.is_leaf:
+            tables.append((leaf._post_accumulate_grad_hooks, partial(_unless_same, before=_state(leaf))))
+        for table, guard in tables:
+            if table:
+                changed.append((table, dict(table)))
+                table.update({key: partial(guard, hook=hook) for key, hook in table.items()})
+
+    def restore() -> None:
+        for table, hooks in changed:
+            table.update({key: hook for key, hook in hooks.items() if key in table})
+
+    if changed:
+        torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def _unless_none(grad: Tensor | None, hook: Any) -> Any:
+    return None if grad is None else hook(grad)
+
+
+def _unless_same(leaf: Tensor, hook: Any, before: Any) -> None:
+    if _state(leaf) != before:
+        hook(leaf)
+
+
+def _state(leaf: Tensor) -> tuple[int, int] | None:
+    return None if leaf.grad is None else (id(leaf.grad), leaf.grad._version)

@@ -1,0 +1,107 @@
+"""How do the layers of a stage run on what the stage reads?
+
+    value before them, skips that they pop  --layer after layer, each with its seed-->  value after them, skips stashed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.common.interrupts import calls_users_code
+from pipeline.data.pytrees import Bundle, Tree, flatten
+from pipeline.data.values import Values
+from pipeline.recompute.randomness import quiet_layers, unobserved
+from pipeline.skip import Key, Skippable, Skips
+
+
+class StageLayers:
+    """The layers of one stage during one call.
+
+    Args:
+        index: the stage.
+        first: index of its first layer in the Sequential.
+        layers: the layers.
+        values: what each stage reads and makes.
+
+    Attributes:
+        numbered: the layers with their indices.
+        modules: all modules of the layers, each once, parents first.
+        name: the stage, for messages.
+        quiet: the indices of layers that need no seed.
+        pops: how many skips the stage reads.
+    """
+
+    def __init__(self, index: int, first: int, layers: Sequence[nn.Module], values: Values) -> None:
+        self.numbered = tuple(enumerate(layers, first))
+        self.modules = _modules(layers)
+        self._popped = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
+        self._stashed = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
+        self._has_skips = any([isinstance(module, Skippable) for module in self.modules])
+        self.name = f"stage {index} ({self.words})"
+        self.quiet = quiet_layers(self.numbered) if unobserved() else frozenset()
+
+    @property
+    def pops(self) -> int:
+        return len(self._popped)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no layer needs a seed."""
+        return len(self.quiet) == len(self.numbered)
+
+    @property
+    def words(self) -> str:
+        """The layers in words, for notes."""
+        first, last = self.numbered[0][0], self.numbered[-1][0]
+        return f"layer {first}" if first == last else f"layers {first}..{last}"
+
+    def run(self, chunk: int, values: Sequence[Any], seed: Callable[[int, int], None]) -> Bundle:
+        """Compute a chunk.
+
+        Args:
+            values: the value before the layers, then the skips that they pop.
+            seed: called with (chunk, layer) before a layer that may draw random numbers.
+        """
+        if not self._has_skips:
+            value = self._run(chunk, values[0], seed)
+            return Bundle((value,), value.tensors)
+        with Skips(zip(self._popped, values[1:], strict=True)) as skips:
+            value = self._run(chunk, values[0], seed)
+            stashed = [flatten(skips.take(key), f"{key} of {self.name}") for key in self._stashed]
+        return Bundle.of((value, *stashed))
+
+    def _run(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Tree:
+        return self.taken_apart(self.run_on(chunk, value, seed))
+
+    @calls_users_code
+    def run_on(self, chunk: int, value: Any, seed: Callable[[int, int], None]) -> Any:
+        """The layers alone, on the value before them."""
+        quiet = self.quiet if type(value) is Tensor else ()
+        for index, layer in self.numbered:
+            if index not in quiet:
+                seed(chunk, index)
+            value = layer(value)
+        return value
+
+    def taken_apart(self, value: Any) -> Tree:
+        """The value after them.
+
+        Raises:
+            TypeError: it holds what does not cross stages.
+        """
+        return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
+
+
+def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules of some layers, each once, parents first."""
+    stack = list(reversed(layers))
+    seen: dict[int, nn.Module] = {}
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen[id(module)] = module
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(seen.values())

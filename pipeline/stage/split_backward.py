@@ -1,0 +1,278 @@
+"""The backward of a chunk in two halves: I, the gradient of its input, and W, those of its weights.
+
+    y = x @ w.t()         AddmmBackward0 --> x          I  autograd goes through the graph as in B, but is not asked for
+           ^                    |                          the gradient of w [1]; x and that of y are kept [2]
+    gradient of y          TBackward0                   W  (gradient of y).t() @ x, by the kernel that autograd would
+                                |                          have called [3]; autograd goes on from there, through
+                         AccumulateGrad(w)                 TBackward0 to w.grad [4]: the same bits and hooks as in B
+
+So it is for matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
+weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way, a
+product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. What is held from I
+to W is x, the gradient of y, and the graph below [4], which saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipeline.common.graph import Reached, asked_for, edge, run_backward
+from pipeline.data.pytrees import versions
+
+Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
+
+
+class Site(NamedTuple):
+    """A use of weights in a graph.
+
+    Attributes:
+        node: the product.
+        weights: whose gradients can wait.
+        tails: where the graph goes on from the product to each of them.
+        given: the input.
+        late: from the gradient of the output to those that the product hands to its tails.
+    """
+
+    node: Any
+    weights: Sequence[Tensor]
+    tails: Sequence[GradientEdge]
+    given: Tensor
+    late: Late
+
+
+class _Rule(NamedTuple):
+    """Which inputs of a node are the weights, and from the node to the gradients that it hands to them.
+
+    A convolution's weight and bias are computed by one kernel, so the bias waits too; that of a matrix product is a
+    plain sum.
+    """
+
+    places: tuple[int, ...]
+    late: Callable[[Any, bool], tuple[Tensor, Late] | None]
+
+
+class Part(NamedTuple):
+    """Gradients that are still to be computed, from what must not change until then.
+
+    `site` without its node: the graph above goes with I.
+    """
+
+    site: Site
+    grad: Tensor  # of the output
+    versions: tuple[int, ...]  # of the input and of the gradient
+
+
+def survey(
+    roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool]
+) -> tuple[Reached, Sequence[Site]]:
+    """What `explore` finds, and the uses of weights whose gradients can wait, in no order.
+
+    Args:
+        roots: the outputs of a chunk, or where its backward begins.
+        may_wait: whether a leaf is a weight of the stage.
+    """
+    found: list[tuple[Any, _Rule]] = []
+    leaves: dict[int, Tensor] = {}
+    is_reentrant = False
+    entered = {root.node if isinstance(root, GradientEdge) else edge(root).node: 1 for root in roots}
+    stack = list(entered)  # each node once; `entered`: how many ways lead to it
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        if not following:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+            leaf = None
+            continue
+        name = node.name()
+        if name in _RULES:
+            found.append((node, _RULES[name]))
+        is_reentrant |= name == _REENTRANT
+        for nearer, _ in following:
+            if nearer in entered:
+                entered[nearer] += 1
+            elif nearer is not None:
+                entered[nearer] = 1
+                stack.append(nearer)
+    return Reached(asked_for(leaves), len(entered)), () if is_reentrant else _alone(found, entered, may_wait)
+
+
+def _alone(
+    found: list[tuple[Any, _Rule]], entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Sequence[Site]:
+    """Of the uses that were found, those whose weights are used in no other way."""
+    sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
+    while True:  # what gets a part of its gradient in I gets all of it there, and so do the weights beside it
+        passed: dict[Any, int] = {}
+        for _, ends in sites:
+            for end in ends:
+                passed[end] = passed.get(end, 0) + 1
+        alone = [(site, ends) for site, ends in sites if all([passed[end] == entered[end] for end in ends])]
+        if len(alone) == len(sites):
+            return [site for site, _ in sites]
+        sites = alone
+
+
+@contextmanager
+def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
+    """Within, a backward passes the sites [2]; what is yielded fills with what is to be computed later."""
+    parts: list[Part] = []
+    handles = [site.node.register_prehook(partial(_keep, parts, site)) for site in sites]
+    try:
+        yield parts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor | GradientEdge]:
+    """What autograd is to be asked for so that it passes all sites and computes no gradient that can wait [1].
+
+    Args:
+        sites: where it is to pass.
+        leaves: all that a gradient is wanted for, now or later.
+    """
+    late = {id(weight) for site in sites for weight in site.weights}
+    now: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
+    return now + [GradientEdge(site.node, 0) for site in sites]
+
+
+def catch_up(parts: Sequence[Part], stage: str, retain: bool) -> None:
+    """W: compute what waited [3], and let autograd add it to the weights' sums [4].
+
+    Args:
+        parts: what waited.
+        stage: how errors name the stage.
+        retain: another backward of this chunk may come.
+
+    Raises:
+        RuntimeError: what a gradient is to be computed from was written since I.
+    """
+    tails: list[GradientEdge] = []
+    grads: list[Tensor] = []
+    with torch.no_grad():
+        for site, of_output, then in parts:
+            if versions([site.given, of_output]) != then:
+                raise RuntimeError(
+                    f"the input of a weight of {stage} (shape {list(site.given.shape)}), or the gradient of its "
+                    "output, was changed in place between the two halves of a backward (a layer that keeps a tensor "
+                    "and writes it in every forward, say). Make it anew in each forward, or use a schedule of whole "
+                    "backwards, such as 1f1b."
+                )
+            tails += site.tails
+            grads += site.late(of_output)
+    if tails:
+        run_backward(tails, grads, retain)
+
+
+def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
+    if grads[0] is not None:
+        parts.append(Part(site._replace(node=None), grads[0], versions([site.given, grads[0]])))
+
+
+def _site(
+    node: Any, rule: _Rule, entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Iterator[tuple[Site, list[Any]]]:
+    """Down from the use to the leaves, through a transpose and a cast (autocast's) that nobody else uses.
+
+    With the nodes where the ways end.
+    """
+    following = node.next_functions
+    weights: list[Tensor] = []
+    tails: list[GradientEdge] = []
+    ends: list[Any] = []
+    for number, place in enumerate(rule.places):
+        down, index = following[place]
+        if down is None and number:  # no bias, or a frozen one
+            continue
+        tail = down, index
+        while down is not None and down.name() in _BETWEEN and entered[down] == 1:
+            down = down.next_functions[0][0]
+        weight = getattr(down, "variable", None)
+        if weight is None or not may_wait(weight):
+            return
+        weights.append(weight)
+        tails.append(GradientEdge(*tail))
+        ends.append(down)
+    product = rule.late(node, len(weights) > 1)
+    if product is not None and not _has_hooks(node):
+        yield Site(node, weights, tails, *product), ends
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether someone has hooked the node itself; such a hook sees and changes the gradients of its inputs."""
+    handle = node.register_hook(_nothing)  # torch tells only who adds one of the others
+    count = len(handle.hooks_dict_ref())
+    handle.remove()
+    return count > 1
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
+
+
+def _of_addmm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    return _of_product(node, node._saved_mat1) if node._saved_alpha == 1 else None
+
+
+def _of_mm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    return _of_product(node, node._saved_self)
+
+
+def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
+    rows, _ = node._saved_mat2_sym_sizes
+    by_columns = tuple(node._saved_mat2_sym_strides) == (1, rows)  # as w.t() is; else autograd multiplies otherwise
+    if x is None or not by_columns or x.layout is not torch.strided:
+        return None
+    return x, partial(_product, x)
+
+
+def _product(x: Tensor, given: Tensor) -> Sequence[Tensor]:
+    return (given.t().mm(x.conj()).t(),)
+
+
+def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, Late] | None:
+    x = node._saved_input
+    bias = node._saved_bias_sym_sizes_opt if has_bias else None
+    how = (
+        bias, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups, [False, True, has_bias],
+    )
+    return x, partial(_convolution, x, node._saved_weight, how)
+
+
+def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(given, x, weight, *how)
+    return (of_weight,) if of_bias is None else (of_weight, of_bias)
+
+
+def _of_embedding(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    if node._saved_sparse:
+        return None
+    padding = node._saved_padding_idx
+    padding = padding - 2**64 if padding >= 2**63 else padding  # torch shows -1 as an unsigned number
+    how = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
+    indices = node._saved_indices
+    return indices, partial(_embedding, indices, how)
+
+
+def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    return (torch.ops.aten.embedding_backward(given, indices, *how),)
+
+
+_RULES = {
+    "AddmmBackward0": _Rule((2,), _of_addmm),
+    "MmBackward0": _Rule((1,), _of_mm),
+    "ConvolutionBackward0": _Rule((1, 2), _of_convolution),
+    "EmbeddingBackward0": _Rule((0,), _of_embedding),
+}
+_BETWEEN = ("TBackward0", "ToCopyBackward0")
+_REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint's: it refuses a backward that asks for some leaves

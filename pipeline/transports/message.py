@@ -1,0 +1,103 @@
+"""What is a letter, and what is it like, the numbers in its tensors aside?
+
+    Letter --describe--> JSON text, over the channel --Form.read--> Form --letter(tensors)--> Letter
+
+Both ends of a link keep the form of the last letter and predict the next one by it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeline.data.pytrees import Skeleton
+from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
+from pipeline.transports.packing import Packing
+from pipeline.transports.plain import decode_plain, encode_plain
+
+
+class Letter(NamedTuple):
+    """What one message holds.
+
+    Attributes:
+        tensors: where they stand in the value.
+        skeleton: the rest of the value; None: the value is one tensor.
+        needs_grad: which of the tensors want a gradient.
+        memory: what stands for the memory of each, in tuples, whole numbers and None.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    skeleton: Skeleton | None = None
+    needs_grad: tuple[bool, ...] = ()
+    memory: tuple[object, ...] = ()
+
+
+class Form(NamedTuple):
+    """What a letter is like.
+
+    Nothing in it is anybody else's, so that nobody can change what both ends remember.
+
+    Attributes:
+        apart: its tensors go as a payload, from device to device, and not with the header.
+    """
+
+    packing: Packing
+    skeleton: Skeleton | None
+    needs_grad: tuple[bool, ...]
+    memory: tuple[object, ...]
+    written_skeleton: Any
+    apart: bool = False
+
+    @property
+    def beside_header(self) -> int:
+        """How many bytes of tensors go with the header."""
+        return 0 if self.apart else self.packing.nbytes
+
+    @classmethod
+    def read(cls, text: bytes) -> Form:
+        """What `describe` has written.
+
+        Raises:
+            LookupError: it names a class that this process does not know.
+        """
+        skeleton, plain = json.loads(text)
+        packing, needs_grad, memory, apart = decode_plain(plain)
+        return cls(Packing.from_plain(packing), decode(skeleton), needs_grad, memory, skeleton, apart)
+
+    def says(self, letter: Letter) -> bool:
+        """Whether a letter is like this, its tensors aside."""
+        return (
+            self.needs_grad == letter.needs_grad
+            and self.memory == letter.memory
+            and same_skeleton(self.skeleton, letter.skeleton)
+        )
+
+    def letter(self, tensors: tuple[Tensor | None, ...]) -> Letter:
+        """A letter like this; what its reader may write in is its own."""
+        skeleton = self.skeleton
+        if skeleton is not None and not may_be_shared(skeleton.spec):
+            skeleton = decode(self.written_skeleton)
+        return Letter(tensors, skeleton, self.needs_grad, self.memory)
+
+
+NOTHING = Form(Packing(()), None, (), (), None)
+
+
+def describe(letter: Letter, packing: Packing, what: str, apart: bool = False) -> bytes:
+    """What a letter is like, as text.
+
+    Args:
+        packing: of its tensors.
+        what: how an error names it: "2F0 from rank 0 to rank 1".
+        apart: its tensors go as a payload.
+
+    Raises:
+        TypeError: its structure cannot be written. It says what, and what to do.
+    """
+    try:
+        skeleton = encode(letter.skeleton)
+    except TypeError as error:
+        raise TypeError(f"{what} holds {error}") from None
+    return json.dumps([skeleton, encode_plain([packing.plain(), letter.needs_grad, letter.memory, apart])]).encode()

@@ -1,0 +1,105 @@
+"""Which message is the next, what will it be like, and is what came that one?
+
+    begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the letter of each was like the last time
+
+    header, 64 bytes: magic | call | place | digest of series and slots | bytes of tensors as predicted
+                      | how it comes | if announced: bytes of the description | bytes on the extra stream
+
+Both ends of a link begin the same phases in the same order and learn from the same messages, so that both predict and
+forget the same, and know every header before it comes. One that differs is another message: the ranks do not run the
+same calls. Where tensors keep changing their shapes, nothing is predicted: a buffer as long as the last would be sent
+for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from pipeline.transports.message import NOTHING, Form
+
+SERIES_REMEMBERED = 64
+HEADER = struct.Struct("<8q")
+AS_PREDICTED, ANNOUNCED, ANNOUNCED_IN_PART = range(3)  # in part: only what is not in the tensors is another
+_MAGIC = 0x6B636F74736E6550  # "Penstock"
+
+
+class Course:
+    """The messages of a phase, in order, and what each was like the last time."""
+
+    def __init__(self, series: str, slots: tuple[str, ...], what: str) -> None:
+        self.series = series
+        self.slots = slots
+        self.places = {slot: place for place, slot in enumerate(slots)}
+        if len(self.places) < len(slots):
+            raise ValueError(f"{what}: {series!r} has two messages of one name: {', '.join(slots)}.")
+        self.call = 0
+        self.digest = _digest(series, slots)
+        self._last = [NOTHING] * len(slots)
+        self._predicted = [NOTHING] * len(slots)
+
+    def predicted(self, place: int) -> Form:
+        """What the next letter of this place will be like."""
+        return self._predicted[place]
+
+    def learn(self, place: int, form: Form) -> None:
+        """What this one was like that had to be announced."""
+        last = self._last[place]
+        is_steady = last is NOTHING or last.packing.kinds == form.packing.kinds
+        self._last[place], self._predicted[place] = form, form if is_steady else NOTHING
+
+    def header(self, place: int, how: int = AS_PREDICTED, length: int = 0, nbytes: int = 0) -> tuple[int, ...]:
+        """The first 64 bytes of a message, in numbers.
+
+        Args:
+            how: AS_PREDICTED or announced.
+            length: of the description, in bytes.
+            nbytes: of all that goes on the extra stream.
+        """
+        return _MAGIC, self.call, place, self.digest, self._predicted[place].packing.nbytes, how, length, nbytes
+
+
+class Courses:
+    """The phases that an end remembers. Both ends begin the same ones in one order, so both forget the same."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._calls = 0
+        self._known: OrderedDict[tuple[str, tuple[str, ...]], Course] = OrderedDict()
+
+    def begin(self, series: str, slots: Sequence[str]) -> Course:
+        key = (series, tuple(slots))
+        course = self._known.pop(key, None) or Course(*key, self._what)
+        self._known[key] = course
+        if len(self._known) > SERIES_REMEMBERED:
+            self._known.popitem(last=False)
+        self._calls += 1
+        course.call = self._calls
+        return course
+
+    def mistaken(self, course: Course, place: int, header: tuple[int, ...]) -> str:
+        """How an error says that another message has come than was expected."""
+        expected = f"message {place} ({course.slots[place]}) of {course.series!r} in call {course.call}"
+        magic, call, came, digest, predicted, *_ = header
+        if magic != _MAGIC:
+            return f"{self._what}: {expected} should have come, and what came is no message at all."
+        if (call, came, digest) == (course.call, place, course.digest):
+            return (
+                f"{self._what}: {expected} came with {predicted} bytes of tensors, where this rank expected "
+                f"{course.predicted(place).packing.nbytes}: the two ends no longer remember the same."
+            )
+        other = next((each for each in self._known.values() if each.digest == digest), None)
+        name = f"of {other.series!r}" if other is not None else "of a series that this rank does not know"
+        slot = f" ({other.slots[came]})" if other is not None else ""
+        return (
+            f"{self._what}: {expected} should have come, and message {came}{slot} {name} in call {call} came: the "
+            "two ranks do not run the same calls in the same order."
+        )
+
+
+def _digest(series: str, slots: tuple[str, ...]) -> int:
+    text = json.dumps([series, slots]).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
