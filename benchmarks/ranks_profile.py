@@ -32,10 +32,11 @@ from ranks_launch import Pair, start_together
 
 PARTS = {
     "enter, leave: a call begins, ends": (
-        "pipeline.distributed.communicator:OverRanks.__enter__", "pipeline.distributed.communicator:OverRanks.__exit__",
+        "pipeline.distributed.communicator:DistributedCommunicator.__enter__",
+        "pipeline.distributed.communicator:DistributedCommunicator.__exit__",
     ),
-    "open: do all make the same call": ("pipeline.distributed.communicator:OverRanks.open",),
-    "begin: expect the phase's messages": ("pipeline.distributed.communicator:OverRanks.begin",),
+    "open: do all make the same call": ("pipeline.distributed.communicator:DistributedCommunicator.open",),
+    "begin: expect the phase's messages": ("pipeline.distributed.communicator:DistributedCommunicator.begin",),
     "stage: F": ("pipeline.stage.stage:StageRun.forward",),
     "stage: B or I": ("pipeline.stage.stage:StageRun.backward",),
     "stage: W": ("pipeline.stage.stage:StageRun.weights",),
@@ -50,8 +51,8 @@ PARTS = {
     "link: reap what was sent": ("pipeline.transports.link:Sender.reap",),
     "link: receive, with waiting": ("pipeline.transports.link:Receiver.receive",),
     "action: the rest of it": ("pipeline.execution.call:Call._perform",),
-    "end: all has arrived": ("pipeline.distributed.communicator:OverRanks.end",),
-    "agree: loss and verdict": ("pipeline.distributed.communicator:OverRanks.agree",),
+    "end: all has arrived": ("pipeline.distributed.communicator:DistributedCommunicator.end",),
+    "agree: loss and verdict": ("pipeline.distributed.communicator:DistributedCommunicator.agree",),
     "drive: whose turn is it, and the generator": ("pipeline.execution.call:Call._drive",),
     "call: made for this step": ("pipeline.execution.call:Call.__init__",),
     "call: before and after the actions": ("pipeline.execution.call:Call.run_forward",),

@@ -31,12 +31,12 @@ from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described, gather, scatter, scatter_like
 from pipeline.data.values import chain
 from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
-from pipeline.distributed.communicator import OverRanks
-from pipeline.distributed.data_parallel.communicator import Replicated
+from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
 from pipeline.distributed.data_parallel.shards import layout_of
-from pipeline.distributed.group import Ranks
-from pipeline.distributed.topology import Company, company_of
+from pipeline.distributed.group import RankGroup
+from pipeline.distributed.topology import PipeTopology, company_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import eager_step as eager_door
 from pipeline.entry import forward as forward_door
@@ -63,16 +63,16 @@ from pipeline.entry.validation import (
     settle,
 )
 from pipeline.execution.call import Call, Setup
-from pipeline.execution.communicator import Alone, Output, Peers, Verdict
+from pipeline.execution.communicator import Communicator, LocalCommunicator, Output, Verdict
 from pipeline.execution.drivers import check_workers, in_turns
 from pipeline.execution.plan import plan_forward, plan_step
-from pipeline.execution.trace import Trace
+from pipeline.execution.trace import TraceRecorder
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import is_part
 from pipeline.gradients.store import GradStore
 from pipeline.recompute.policy import Policy, check_policy
 from pipeline.recompute.randomness import draw_seed
-from pipeline.recompute.snapshot import Known
+from pipeline.recompute.snapshot import StageTraits
 from pipeline.skip import routes, verify_skippables
 from pipeline.stage.batchnorm import check_deferrable
 from pipeline.transports.local import Local
@@ -172,14 +172,14 @@ class Pipe(Settled, Stateful):
         self._deferred_batch_norm = deferred_batch_norm
         stages = split(module, self.balance)
         self._values = chain(len(self.balance), routes(stages))
-        self._traces: list[Trace] = []
+        self._traces: list[TraceRecorder] = []
         self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
-        self._known = Known()
+        self._known = StageTraits()
         self._probed: dict[tuple[tuple[bool, ...], int], int] = {}  # calls, by training flags and failures over ranks
         self._losses = LossCounts()  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
-        self._company: Company | None = None
+        self._company: PipeTopology | None = None
         self._replicas: Replicas | None = None
         self.checkpoint = checkpoint
         self.chunks = chunks
@@ -196,12 +196,12 @@ class Pipe(Settled, Stateful):
             self._replicas = Replicas(others, ranks, self)
             self._replicas.join(self, self._settings())
 
-    def _join(self, stages: Sequence[nn.Sequential], ranks: Ranks, materialize: How) -> None:
+    def _join(self, stages: Sequence[nn.Sequential], ranks: RankGroup, materialize: How) -> None:
         """Become one Pipe with those that the other ranks build now. Their layers stay here in name only."""
         rank_of = self._plans.resolved(self.chunks).placement.lane_of
         self._company = company = company_of(stages, rank_of, ranks, self._values)
         elsewhere = dict(company.elsewhere(stages))
-        with OverRanks(company, (), f"Pipe({len(self)} layers)") as peers:
+        with DistributedCommunicator(company, (), f"Pipe({len(self)} layers)") as peers:
             seed = peers.open(lambda values: {SETTINGS: self._settings()}, draws=materialize is not None)
             ranks.connect(company.pairs)
             settle(stages, company.hosting.own, self.devices, materialize, lambda: seed)
@@ -494,7 +494,7 @@ class Pipe(Settled, Stateful):
         return iter(found or ([] if self._company is None else [self._company.nothing]))
 
     @contextmanager
-    def trace(self) -> Iterator[Trace]:
+    def trace(self) -> Iterator[TraceRecorder]:
         """Record when each action of the calls within runs; their backward too, if it runs within.
 
         Over ranks all enter and leave together, and each gets the actions of all; clocks of machines may differ.
@@ -527,7 +527,7 @@ class Pipe(Settled, Stateful):
         loss: Loss,
         optimizer: torch.optim.Optimizer | None,
         outputs: bool,
-        recorder: Trace | None,
+        recorder: TraceRecorder | None,
         clip: float | None,
         scaler: torch.amp.GradScaler | None,
         grads: str,
@@ -556,7 +556,7 @@ class Pipe(Settled, Stateful):
             peers.close()
         return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers), metrics)
 
-    def _clip_store(self, store: GradStore, max_norm: float, peers: Peers) -> None:
+    def _clip_store(self, store: GradStore, max_norm: float, peers: Communicator) -> None:
         if peers.is_alone:
             store.clip_(max_norm)
             return
@@ -564,15 +564,15 @@ class Pipe(Settled, Stateful):
         total = peers.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
         store.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
-    def _peers(self, door: str, averages: bool = False) -> Peers:
+    def _peers(self, door: str, averages: bool = False) -> Communicator:
         """The processes that run a call: alone, or over ranks; with the replicas where gradients are averaged."""
         company = self._company
         tied = [] if company is None else company.hosting.tied(self)
-        own: Peers = Alone() if company is None else OverRanks(company, tied, door)
+        own: Communicator = LocalCommunicator() if company is None else DistributedCommunicator(company, tied, door)
         if self._replicas is None or not averages:
             return own
         stages = {stage: layers for stage, layers in enumerate(self._stages()) if own.has(stage)}
-        return Replicated(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), door)
+        return DataParallelCommunicator(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), door)
 
     def _call(
         self,
@@ -580,9 +580,9 @@ class Pipe(Settled, Stateful):
         planner: Planner,
         grad: bool,
         keep: bool,
-        peers: Peers,
+        peers: Communicator,
         options: Mapping[str, object],
-        trace: Trace | None = None,
+        trace: TraceRecorder | None = None,
         aim: Batch | None = None,
     ) -> Call:
         return Call(self._setup(batch, planner, grad, keep, peers, options, trace, aim), batch)
@@ -593,9 +593,9 @@ class Pipe(Settled, Stateful):
         planner: Planner,
         grad: bool,
         keep: bool,
-        peers: Peers,
+        peers: Communicator,
         options: Mapping[str, object],
-        trace: Trace | None = None,
+        trace: TraceRecorder | None = None,
         aim: Batch | None = None,
         draws: bool = True,
     ) -> Setup:
@@ -680,13 +680,13 @@ class Pipe(Settled, Stateful):
         self._told = (key, text)
         return text
 
-    def _recorder(self) -> Trace:
+    def _recorder(self) -> TraceRecorder:
         schedule = self._plans.resolved(self.chunks)
         lane_of = schedule.placement.lane_of
         alone = self._ranks is None  # a rank has one lane
-        return Trace(schedule.lanes, in_turns(self._workers, self._places, lane_of) if alone else ())
+        return TraceRecorder(schedule.lanes, in_turns(self._workers, self._places, lane_of) if alone else ())
 
-    def _timeline(self, recorder: Trace, peers: Peers) -> Timeline:
+    def _timeline(self, recorder: TraceRecorder, peers: Communicator) -> Timeline:
         recorder.join(peers.share_events(recorder.events))
         return recorder.timeline
 

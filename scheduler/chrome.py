@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.action import Action, Kind
 from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError
-from scheduler.held import Held
+from scheduler.memory_model import Held
 from scheduler.timeline import Event, Timeline
 
 __all__ = ["chrome_trace", "timeline_from_chrome"]

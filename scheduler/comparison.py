@@ -21,8 +21,8 @@ from scheduler import schedules
 from scheduler.costs import Costs
 from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
 from scheduler.placement import Placement
-from scheduler.shares import of_stages
 from scheduler.simulation import simulate
+from scheduler.split_costs import of_stages
 
 __all__ = ["Row", "compare"]
 

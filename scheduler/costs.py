@@ -18,8 +18,8 @@ from typing import Any
 
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_cost
-from scheduler.held import Held
 from scheduler.links import Link, Links, between
+from scheduler.memory_model import Held
 from scheduler.placement import Placement
 
 __all__ = ["Cost", "Costs"]

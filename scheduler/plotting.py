@@ -30,7 +30,7 @@ from scheduler.action import Kind
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import refuse_unless_whole
 from scheduler.event import Event
-from scheduler.held import Held
+from scheduler.memory_model import Held
 from scheduler.palette import IDLE_COLOUR, colour, ink
 from scheduler.schedule import Schedule
 from scheduler.simulation import simulate

@@ -23,13 +23,13 @@ from scheduler.dependencies import requires
 from scheduler.faults import Fault
 from scheduler.schedule import Schedule
 
-__all__ = ["Progress", "progress"]
+__all__ = ["Replayed", "progress"]
 
 Hop = Callable[[int, int], float]
 Row = tuple[int, float, int, float]  # where the ends of the two needs of chunk 0 stand, and how long each travels
 
 
-class Progress(NamedTuple):
+class Replayed(NamedTuple):
     """When the actions of each lane start and end, as far as it gets; a fault for each lane that waits for ever."""
 
     starts: list[list[float]]
@@ -42,7 +42,7 @@ def progress(
     durations: Sequence[Iterable[float]] | None = None,
     hop: Hop | None = None,
     blocks: Iterable[tuple[int, int]] = (),
-) -> Progress:
+) -> Replayed:
     """Runs every lane as far as it gets, in time proportional to the number of actions.
 
     Args:
@@ -103,7 +103,7 @@ def progress(
         heads[lane] = head
     position = [len(each) for each in ends_of]
     waits = {lane: columns.action(code) for code, waiting in sleepers.items() for lane in waiting}
-    return Progress(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
+    return Replayed(starts_of, ends_of, [_wait(schedule, position, lane, waits[lane]) for lane in sorted(waits)])
 
 
 def _rows(schedule: Schedule, hop: Hop | None) -> list[Row]:

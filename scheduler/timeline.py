@@ -30,7 +30,7 @@ from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
-from scheduler.held import Held, steps
+from scheduler.memory_model import Held, steps
 
 __all__ = ["Event", "Timeline", "in_flight"]
 

@@ -209,7 +209,7 @@ def gradients(
     return found
 
 
-class Watch:
+class StrayGradientGuard:
     """Whether a stage's own backward is under way: at any other time a gradient that arrives here would be lost."""
 
     __slots__ = ("_stage", "_is_on")
@@ -249,7 +249,7 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, watch: Watch, found: list[Tensor | None], given: Sequence[Tensor], *leaves: Tensor
+        ctx: Any, watch: StrayGradientGuard, found: list[Tensor | None], given: Sequence[Tensor], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.watch = watch
         ctx.found = found

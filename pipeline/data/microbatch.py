@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.pytrees import Grads, Message, Tree, add_grads, detached, flatten, memory_of, same_structure
+from pipeline.data.pytrees import Activations, Grads, Tree, add_grads, detached, flatten, memory_of, same_structure
 from pipeline.data.values import CALLER
 
 
@@ -63,11 +63,11 @@ class Batch:
     def chunks(self) -> int:
         return len(self.rows)
 
-    def message(self, chunk: int, grad: bool) -> Message:
+    def message(self, chunk: int, grad: bool) -> Activations:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
         pieces = [piece[chunk] for piece in self.pieces]
         needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
-        return Message(Tree(detached(pieces), self.tree.skeleton), needs, memory_of(pieces, {}, CALLER, chunk))
+        return Activations(Tree(detached(pieces), self.tree.skeleton), needs, memory_of(pieces, {}, CALLER, chunk))
 
     def value(self, chunk: int) -> Any:
         """Chunk `chunk` as the value it is a part of."""

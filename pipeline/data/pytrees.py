@@ -25,7 +25,7 @@ PLAIN = (type(None), bool, int, float, str)
 T = TypeVar("T")
 
 
-class Slot(NamedTuple):
+class TensorPosition(NamedTuple):
     """The place of a tensor in a skeleton."""
 
     place: int
@@ -48,7 +48,7 @@ class Tree(NamedTuple):
         """Return a value of this structure with other tensors in the places of its own."""
         if self.skeleton is None:
             return tensors[0]
-        leaves = [tensors[leaf.place] if isinstance(leaf, Slot) else leaf for leaf in self.skeleton.leaves]
+        leaves = [tensors[leaf.place] if isinstance(leaf, TensorPosition) else leaf for leaf in self.skeleton.leaves]
         return pytree.tree_unflatten(leaves, self.skeleton.spec)
 
 
@@ -76,7 +76,7 @@ class Bundle(NamedTuple):
         return [each[end - len(tree.tensors) : end] for tree, end in zip(self.trees, ends, strict=True)]
 
 
-class Memory(NamedTuple):
+class MemoryId(NamedTuple):
     """Stands for the memory that a tensor has in the plain module; clones and copies elsewhere keep it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Memory(NamedTuple):
     until: int = -1
 
 
-class Message(NamedTuple):
+class Activations(NamedTuple):
     """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
 
     `memory`: for each tensor what stands for its memory; none where nothing else could share it.
@@ -96,7 +96,7 @@ class Message(NamedTuple):
 
     tree: Tree
     needs_grad: tuple[bool, ...]
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[MemoryId, ...] = ()
 
 
 def flatten(value: Any, what: str) -> Tree:
@@ -112,13 +112,13 @@ def flatten(value: Any, what: str) -> Tree:
     if isinstance(value, Tensor):
         return Tree((value,), None)
     leaves, spec = pytree.tree_flatten(value)
-    slots: dict[int, Slot] = {}
+    slots: dict[int, TensorPosition] = {}
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if id(leaf) not in slots:
-                slots[id(leaf)] = Slot(len(tensors))
+                slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
             skeleton.append(slots[id(leaf)])
         elif type(leaf) in PLAIN:
@@ -150,10 +150,10 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
     )
 
 
-def memory_of(tensors: Sequence[Tensor], known: dict[int, Memory], stage: int, chunk: int) -> tuple[Memory, ...]:
+def memory_of(tensors: Sequence[Tensor], known: dict[int, MemoryId], stage: int, chunk: int) -> tuple[MemoryId, ...]:
     """What stands for the memory of each tensor: one of `known`, by `storage_of`, or a new one, which is added."""
     return tuple([
-        known.setdefault(storage_of(tensor), Memory((stage, chunk, number))) for number, tensor in enumerate(tensors)
+        known.setdefault(storage_of(tensor), MemoryId((stage, chunk, number))) for number, tensor in enumerate(tensors)
     ])
 
 

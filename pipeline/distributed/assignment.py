@@ -18,7 +18,7 @@ from pipeline.execution.engine import merged_order, needs_of
 from scheduler import Placement, Schedule, ScheduleError, by_name
 
 
-class Tie(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter that stages of several ranks read.
 
     Attributes:
@@ -34,7 +34,7 @@ class Tie(NamedTuple):
     holders: tuple[int, ...]
 
 
-class Hosting(NamedTuple):
+class StageAssignment(NamedTuple):
     """Who has what.
 
     Attributes:
@@ -45,7 +45,7 @@ class Hosting(NamedTuple):
 
     rank: int
     rank_of: tuple[int, ...]
-    ties: tuple[Tie, ...]
+    ties: tuple[TiedParameter, ...]
 
     @property
     def own(self) -> list[int]:
@@ -66,12 +66,12 @@ class Hosting(NamedTuple):
         """This rank's copy of each tied parameter; None where it has none."""
         return [self._copy(tie, module) for tie in self.ties]
 
-    def _copy(self, tie: Tie, module: nn.Module) -> Tensor | None:
+    def _copy(self, tie: TiedParameter, module: nn.Module) -> Tensor | None:
         names = [name for stage, name in tie.readers if self.rank_of[stage] == self.rank]
         return module.get_parameter(names[0]) if names else None
 
 
-def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> Hosting:
+def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:
     """Who has what, of a module whose every stage is known.
 
     Args:
@@ -87,8 +87,8 @@ def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) 
     for found in readers.values():
         holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in found))
         if len(holders) > 1:
-            ties.append(Tie(found[0][1], tuple(found), holders[0], holders))
-    return Hosting(rank, tuple(rank_of), tuple(ties))
+            ties.append(TiedParameter(found[0][1], tuple(found), holders[0], holders))
+    return StageAssignment(rank, tuple(rank_of), tuple(ties))
 
 
 def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:

@@ -1,7 +1,7 @@
 """What a call asks of the other ranks.
 
     open     digests of the call, the settings and the mini-batch, and rank 0's seed        everyone to everyone
-    phases   letters in the order of the traffic
+    phases   messages in the order of the traffic
     agree    the loss, its divisor: the step has happened, for everyone or for no one       everyone to everyone
     share_*  the output from the last rank, the gradients of the input from the first, whole gradients of tied weights
 """
@@ -32,13 +32,13 @@ from pipeline.distributed.agreement import (
 )
 from pipeline.distributed.digests import Fingerprint, Sketch, Sketches
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.distributed.p2p_plan import Traffic
-from pipeline.distributed.topology import Company
-from pipeline.execution.communicator import Output, Part, Peers, Verdict, joined
+from pipeline.distributed.p2p_plan import P2PPlan
+from pipeline.distributed.topology import PipeTopology
+from pipeline.execution.communicator import Communicator, Output, Part, Verdict, joined
 from pipeline.execution.mailbox import Post
 from pipeline.recompute.randomness import draw_seed
-from pipeline.transports.link import Letter
 from pipeline.transports.local import Local
+from pipeline.transports.message import Message
 from scheduler import Action, Event
 
 _MAGIC = 0x70656E73746F636B  # "penstock"
@@ -59,7 +59,7 @@ _VOTED = (
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class OverRanks(Peers):
+class DistributedCommunicator(Communicator):
     """One call, over the ranks.
 
     Args:
@@ -71,7 +71,7 @@ class OverRanks(Peers):
     """
 
     def __init__(
-        self, company: Company, tied: Sequence[Tensor | None], door: str, of: str | None = None, series: str = ""
+        self, company: PipeTopology, tied: Sequence[Tensor | None], door: str, of: str | None = None, series: str = ""
     ) -> None:
         self._company = company
         self._tied = tied
@@ -84,11 +84,11 @@ class OverRanks(Peers):
         self._is_backward = of is not None
         self._builds = door.startswith("Pipe(")
         self._series = series
-        self._traffic: Sequence[Traffic] = ()  # of each phase
-        self._now: Traffic | None = None
+        self._traffic: Sequence[P2PPlan] = ()  # of each phase
+        self._now: P2PPlan | None = None
         self._action: Action | None = None  # under way
         self._phase = 0
-        self._unfinished: list[int] = []  # ranks that have a letter on its way
+        self._unfinished: list[int] = []  # ranks that have a message on its way
         self._interrupts = Deferral()  # from the last vote to the end
         self._standing = ""  # how far the step has come
         self._words: Callable[[bool], Mapping[str, str]] = lambda values: {}
@@ -98,7 +98,7 @@ class OverRanks(Peers):
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
-    def __enter__(self) -> OverRanks:
+    def __enter__(self) -> DistributedCommunicator:
         since, failures = self._ranks.calls_since + 1, self._ranks.generation
         self.number = since
         self._name = f"call {since} after failure {failures}" if failures else f"call {since}"
@@ -237,9 +237,9 @@ class OverRanks(Peers):
     def stand_in(self) -> Tensor:
         return self._company.nothing
 
-    def again(self) -> OverRanks:
+    def again(self) -> DistributedCommunicator:
         """The backward of this call."""
-        later = OverRanks(self._company, self._tied, "backward", self._name, self._series)
+        later = DistributedCommunicator(self._company, self._tied, "backward", self._name, self._series)
         later._traffic = self._traffic
         return later
 
@@ -248,7 +248,7 @@ class OverRanks(Peers):
     def has(self, stage: int) -> bool:
         return self._hosting.rank_of[stage] == self._hosting.rank
 
-    def prepare(self, traffic: Callable[[], Sequence[Traffic]]) -> None:
+    def prepare(self, traffic: Callable[[], Sequence[P2PPlan]]) -> None:
         self._traffic = traffic()
 
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
@@ -257,7 +257,7 @@ class OverRanks(Peers):
             values, self._hosting.rank_of, here, self, self._current, Place(self._ranks.device), transport
         )
 
-    def _current(self) -> Traffic:
+    def _current(self) -> P2PPlan:
         assert self._now is not None  # a phase has begun
         return self._now
 
@@ -287,10 +287,10 @@ class OverRanks(Peers):
         self._ranks.watch.at = (action,)
         self._ranks.watch.steps += 1
 
-    def send(self, rank: int, slot: str, letter: Letter) -> None:
+    def send(self, rank: int, slot: str, letter: Message) -> None:
         self._ranks.sender(rank).send(slot, letter)
 
-    def receive(self, rank: int, slot: str) -> Letter:
+    def receive(self, rank: int, slot: str) -> Message:
         self._ranks.watch.at = (self._action, "for", slot + ", from rank", rank)
         receiver = self._ranks.receiver(rank)
         found = receiver.receive(slot)
@@ -337,7 +337,7 @@ class OverRanks(Peers):
         what = "the metrics"
         if self._hosting.rank == self._hosting.last:
             tree = flatten(dict(metrics), what)
-            self._to_all(what, Letter(tree.tensors, tree.skeleton))
+            self._to_all(what, Message(tree.tensors, tree.skeleton))
             return dict(metrics)
         letter = self._from(self._hosting.last, what)
         tree = Tree(tuple([tensor for tensor in letter.tensors if tensor is not None]), letter.skeleton)
@@ -359,7 +359,7 @@ class OverRanks(Peers):
             return self._from(self._hosting.last, what).tensors[0]
         self._unfinished = [rank for rank in range(self._ranks.size) if rank != self._hosting.rank]
         for rank in self._unfinished:
-            self._ranks.send_one(rank, f"{self._series}/{what}", what, Letter((divisor,)))
+            self._ranks.send_one(rank, f"{self._series}/{what}", what, Message((divisor,)))
         return divisor
 
     def _finish_all(self) -> None:
@@ -372,24 +372,24 @@ class OverRanks(Peers):
             letter = self._from(self._hosting.last, "the output")
             tree = Tree(tuple([tensor for tensor in letter.tensors if tensor is not None]), letter.skeleton)
             return Output(tree, letter.needs_grad)
-        letter = Letter(output.tree.tensors, output.tree.skeleton, tuple(output.needs_grad))
+        letter = Message(output.tree.tensors, output.tree.skeleton, tuple(output.needs_grad))
         self._to_all("the output", letter)
         return output
 
     def share_input_grads(self, grads: Grads | None) -> Grads:
         if grads is None:
             return self._from(self._hosting.first, "the gradients of the input").tensors
-        self._to_all("the gradients of the input", Letter(grads))
+        self._to_all("the gradients of the input", Message(grads))
         return grads
 
-    def _to_all(self, what: str, letter: Letter) -> None:
+    def _to_all(self, what: str, letter: Message) -> None:
         others = [rank for rank in range(self._ranks.size) if rank != self._hosting.rank]
         for rank in others:
             self._ranks.send_one(rank, f"{self._series}/{what}", what, letter)
         for rank in others:
             self._finish(rank)
 
-    def _from(self, rank: int, what: str) -> Letter:
+    def _from(self, rank: int, what: str) -> Message:
         return self._ranks.receive_one(rank, f"{self._series}/{what}", what)
 
     def _finish(self, rank: int) -> None:
@@ -401,7 +401,7 @@ class OverRanks(Peers):
         tensors = tuple([tensor.detach() for tensor in tree.tensors])
         what = "the state"
         if self._hosting.rank != 0:
-            self._ranks.send_one(0, f"{self._series}/{what}", what, Letter(tensors, tree.skeleton))
+            self._ranks.send_one(0, f"{self._series}/{what}", what, Message(tensors, tree.skeleton))
             self._finish(0)
             self.agree(Verdict(None, None, True))
             return None
@@ -490,7 +490,7 @@ class OverRanks(Peers):
                 continue
             if self._hosting.rank == tie.owner:
                 for rank in tie.holders[1:]:
-                    self._ranks.send_one(rank, f"{self._series}/{what}", what, Letter((copy.detach(),)))
+                    self._ranks.send_one(rank, f"{self._series}/{what}", what, Message((copy.detach(),)))
                 for rank in tie.holders[1:]:
                     self._finish(rank)
             else:
@@ -522,7 +522,7 @@ class OverRanks(Peers):
         part, whole = f"a part of the gradient of '{tie.name}'", f"the gradient of '{tie.name}'"
         if here != tie.owner:
             own = tuple([mine.get(stage) for stage in stages if rank_of[stage] == here])
-            self._ranks.send_one(tie.owner, f"{self._series}/{part}", part, Letter(own))
+            self._ranks.send_one(tie.owner, f"{self._series}/{part}", part, Message(own))
             self._finish(tie.owner)
             return self._from(tie.owner, whole).tensors[0]
         sums: dict[int, Tensor | None] = dict(mine)
@@ -533,7 +533,7 @@ class OverRanks(Peers):
         for stage in stages:
             total = add_grads(total, sums.get(stage))
         for rank in tie.holders[1:]:
-            self._ranks.send_one(rank, f"{self._series}/{whole}", whole, Letter((total,)))
+            self._ranks.send_one(rank, f"{self._series}/{whole}", whole, Message((total,)))
         for rank in tie.holders[1:]:
             self._finish(rank)
         return total

@@ -1,12 +1,12 @@
 """The ranks that run a Pipe together: who they are, and how this one talks to them.
 
-    torchrun, or group=...  -->  Ranks: rank, size, a store, a Watch, channels of a generation, links over them
+    torchrun, or group=...  -->  RankGroup: rank, size, store, FailureMonitor, channels of a generation, links over them
 
-    within a call   exchange: a few whole numbers from everyone to everyone        Sender, Receiver: letters
+    within a call   exchange: a few whole numbers from everyone to everyone        Sender, Receiver: messages
     a failure       its record first, then every channel is closed; the next call builds the next generation of them
 
 All Pipes of one process group share one. Channels connect ordered pairs of ranks; control numbers travel on the same
-ones, before and after the letters of a phase.
+ones, before and after the messages of a phase.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from torch import Tensor
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
-from pipeline.distributed.failure.monitor import Watch
-from pipeline.distributed.rendezvous import Meeting
+from pipeline.distributed.failure.monitor import FailureMonitor
+from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 from pipeline.transports.nccl import nccl_of
 from scheduler import Action
 
@@ -37,7 +38,7 @@ _GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 _DIRECT = 3  # up to so many ranks each tells each; more tell rank 0, which tells all
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a process group.
 
     Args:
@@ -62,18 +63,18 @@ class Ranks:
         self.timeout = timeout
         self._prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
-        self.watch = Watch(store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
+        self.watch = FailureMonitor(store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
         self._pairs: list[tuple[tuple[int, int], ...]] = []  # asked for, one entry a time
         self._agreed_pairs = 0  # how many of the entries all ranks have
         self._channels: list[Channels] = []
-        self._meeting = Meeting(store, f"{self._prefix}/meeting", self.size)
+        self._meeting = AbortableRendezvous(store, f"{self._prefix}/meeting", self.size)
         self._of: dict[tuple[int, int], Channels] = {}
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self.connect(_control_pairs(self.size))
         self._agreed_pairs = 1
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: Any) -> RankGroup:
         """A copy of a Pipe runs on the same ranks."""
         return self
 
@@ -130,7 +131,7 @@ class Ranks:
         self.generation += 1
         self.calls_since = 0
 
-    # ----------------------------------------------------------------------------------------------------- letters
+    # ----------------------------------------------------------------------------------------------------- messages
 
     def sender(self, to: int) -> Sender:
         """The link to a rank."""
@@ -149,14 +150,14 @@ class Ranks:
             self._receivers[source] = found
         return found
 
-    def send_one(self, to: int, series: str, what: str, letter: Letter) -> None:
-        """Send a letter by itself."""
+    def send_one(self, to: int, series: str, what: str, letter: Message) -> None:
+        """Send a message by itself."""
         sender = self.sender(to)
         sender.begin(series, [what])
         sender.send(what, letter)
 
-    def receive_one(self, source: int, series: str, what: str) -> Letter:
-        """Receive a letter that was sent by itself."""
+    def receive_one(self, source: int, series: str, what: str) -> Message:
+        """Receive a message that was sent by itself."""
         self.watch.at = f"the end, for {what} from rank {source}"
         receiver = self.receiver(source)
         receiver.begin(series, [what])
@@ -316,15 +317,15 @@ def _device() -> torch.device:
 
 # ---------------------------------------------------------------------------------------------------------- which ones
 
-_found: list[Ranks] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
+_found: list[RankGroup] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
 
 
-def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
+def ranks_of(group: Any, heartbeat: float, timeout: float) -> RankGroup | None:
     """The ranks of a group; of torch.distributed's world where none is given and there are several processes.
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or None.
-        heartbeat, timeout: seconds, see Ranks.
+        heartbeat, timeout: seconds, see RankGroup.
 
     Returns:
         None: one process runs everything.
@@ -339,7 +340,7 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> Ranks | None:
     found = next((ranks for ranks in _found if (ranks.group, ranks.heartbeat, ranks.timeout) == key), None)
     if found is None:
         earlier = sum(ranks.group.group_name == group.group_name for ranks in _found)  # as on the group's other ranks
-        found = Ranks(group, heartbeat, timeout, earlier)
+        found = RankGroup(group, heartbeat, timeout, earlier)
         _found.append(found)
     return found
 

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Grads, Memory, Message, Tree
+from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
 from pipeline.data.values import CALLER, Value, Values
-from pipeline.distributed.p2p_plan import Channel, Key, Traffic
+from pipeline.distributed.p2p_plan import Channel, Key, P2PPlan
 from pipeline.execution.mailbox import Post, sent
-from pipeline.transports.link import Letter
 from pipeline.transports.local import Local, Parcel
+from pipeline.transports.message import Message
 
 
 class Lines(Protocol):
     """What a mailbox asks of the links to other ranks. A message's slot is its name."""
 
-    def send(self, rank: int, slot: str, letter: Letter) -> None: ...
+    def send(self, rank: int, slot: str, letter: Message) -> None: ...
 
-    def receive(self, rank: int, slot: str) -> Letter: ...
+    def receive(self, rank: int, slot: str) -> Message: ...
 
 
 class RankMailbox(Post):
@@ -48,7 +48,7 @@ class RankMailbox(Post):
         rank_of: Sequence[int],
         rank: int,
         lines: Lines,
-        traffic: Callable[[], Traffic],
+        traffic: Callable[[], P2PPlan],
         place: Place,
         transport: Local,
     ) -> None:
@@ -59,10 +59,10 @@ class RankMailbox(Post):
         self._traffic = traffic
         self._place = place
         self._transport = transport
-        self._activations: dict[Key, tuple[Message, Parcel | None]] = {}
+        self._activations: dict[Key, tuple[Activations, Parcel | None]] = {}
         self._gradients: dict[Key, Grads] = {}
 
-    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
         until = _until(rows, made)
         for row, message in zip(rows, made, strict=True):
@@ -76,12 +76,12 @@ class RankMailbox(Post):
                 else:
                     memory = tuple((each.origin, until[each.origin]) for each in message.memory)
                     tree = message.tree
-                    self._send(key, Letter(tree.tensors, tree.skeleton, message.needs_grad, memory))
+                    self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 
-    def take(self, stage: int, chunk: int) -> list[Message]:
+    def take(self, stage: int, chunk: int) -> list[Activations]:
         return [self._taken((row.name, chunk, stage, False), row) for row in self._values.read_by[stage]]
 
-    def _taken(self, key: Key, row: Value) -> Message:
+    def _taken(self, key: Key, row: Value) -> Activations:
         if key in self._activations or row.producer == CALLER:
             message, parcel = self._activations.pop(key)
             if parcel is not None:
@@ -89,7 +89,7 @@ class RankMailbox(Post):
             return message
         tensors, skeleton, needs_grad, memory = self._receive(key)
         tree = Tree(tuple([tensor for tensor in tensors if tensor is not None]), skeleton)
-        return Message(tree, needs_grad, tuple([_memory(each) for each in memory]))
+        return Activations(tree, needs_grad, tuple([_memory(each) for each in memory]))
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         for row, each in zip(self._values.read_by[stage], grads, strict=True):
@@ -97,7 +97,7 @@ class RankMailbox(Post):
             if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._rank:
                 self._gradients[key] = each
             else:
-                self._send(key, Letter(each))
+                self._send(key, Message(each))
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
         return [
@@ -110,24 +110,24 @@ class RankMailbox(Post):
             return self._gradients.pop(key)
         return self._receive(key).tensors
 
-    def under_way(self, chunk: int) -> Iterator[Memory]:
+    def under_way(self, chunk: int) -> Iterator[MemoryId]:
         found = [message for (_, number, _, _), (message, _) in self._activations.items() if number == chunk]
         return (memory for message in found for memory in message.memory)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
 
-    def _send(self, key: Key, letter: Letter) -> None:
+    def _send(self, key: Key, letter: Message) -> None:
         traffic = self._traffic()
         self._lines.send(traffic.channel_of[key][1], traffic.name_of[key], letter)
 
-    def _receive(self, key: Key) -> Letter:
+    def _receive(self, key: Key) -> Message:
         traffic = self._traffic()
         channel: Channel = traffic.channel_of[key]
         return self._lines.receive(channel[0], traffic.name_of[key])
 
 
-def _until(rows: Sequence[Value], made: Sequence[Message]) -> dict[tuple[int, int, int], int]:
+def _until(rows: Sequence[Value], made: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
     """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
     found: dict[tuple[int, int, int], int] = {}
     times: dict[tuple[int, int, int], int] = {}
@@ -142,7 +142,7 @@ def _until(rows: Sequence[Value], made: Sequence[Message]) -> dict[tuple[int, in
     }
 
 
-def _memory(found: object) -> Memory:
+def _memory(found: object) -> MemoryId:
     assert isinstance(found, tuple)  # as _until wrote it
     origin, until = found
-    return Memory(tuple(origin), until)
+    return MemoryId(tuple(origin), until)

@@ -23,7 +23,7 @@ Channel: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that rece
 Key: TypeAlias = tuple[Name, int, int, bool]  # the value, the chunk, the stage that reads it, is it its gradient
 
 
-class Slot(NamedTuple):
+class P2PMessage(NamedTuple):
     """A message: its name, and the actions that send it and receive it, by their places in their ranks' orders."""
 
     name: str
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
     taken_at: int
 
 
-class Traffic:
+class P2PPlan:
     """All messages of a phase that a rank sends or receives.
 
     Args:
@@ -49,7 +49,7 @@ class Traffic:
     Example:
         >>> from pipeline.data.values import chain
         >>> from scheduler import by_name
-        >>> traffic = Traffic(by_name("1f1b", lanes=2, chunks=2).orders, chain(2), rank_of=(0, 1), rank=0)
+        >>> traffic = P2PPlan(by_name("1f1b", lanes=2, chunks=2).orders, chain(2), rank_of=(0, 1), rank=0)
         >>> [slot.name for slot in traffic.slots[1, 0]]
         ['the gradient of h1 of chunk 0 from stage 1', 'the gradient of h1 of chunk 1 from stage 1']
     """
@@ -59,12 +59,12 @@ class Traffic:
     ) -> None:
         place = {action: index for order in orders for index, action in enumerate(order)}
         numbers = {row.name: number for number, row in enumerate(values.rows)}
-        self.slots: dict[Channel, list[Slot]] = {}
+        self.slots: dict[Channel, list[P2PMessage]] = {}
         for order in orders:
             for index, action in enumerate(order):
                 for key, reader, channel in _sent(action, values, rank_of):
                     if rank in channel:
-                        slot = Slot(_name(key, numbers), key, index, _taken_at(key, reader, place))
+                        slot = P2PMessage(_name(key, numbers), key, index, _taken_at(key, reader, place))
                         self.slots.setdefault(channel, []).append(slot)
         self.name_of = {slot.key: slot.name for slots in self.slots.values() for slot in slots}
         self.channel_of = {slot.key: channel for channel, slots in self.slots.items() for slot in slots}
@@ -84,7 +84,7 @@ class Traffic:
         return found
 
 
-def _last_taken(slots: Sequence[Slot], index: int) -> int:
+def _last_taken(slots: Sequence[P2PMessage], index: int) -> int:
     return slots[index].taken_at
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeline.recompute.randomness import Generator, private_generators
 
 
-class Elsewhere(nn.Module):
+class RemoteLayer(nn.Module):
     """The place of a layer that another rank has: no parameters, no buffers, not to be called.
 
     train(), eval(), requires_grad_() and hooks do nothing here, and do what they do where the layer is.
@@ -37,7 +37,7 @@ class Elsewhere(nn.Module):
     Example:
         >>> from torch import nn
         >>> from pipeline.distributed.remote_layer import Elsewhere
-        >>> Elsewhere.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
+        >>> RemoteLayer.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
         Linear(...) of stage 2 on rank 1
     """
 
@@ -58,7 +58,7 @@ class Elsewhere(nn.Module):
         self.generators: dict[int, Generator] = {}
 
     @classmethod
-    def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> Elsewhere:
+    def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> RemoteLayer:
         """What stands in the place of `layer`, in its training mode. It keeps nothing alive but random generators."""
         state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state

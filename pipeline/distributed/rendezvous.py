@@ -25,7 +25,7 @@ SHORTEST, LONGEST = 0.001, 0.05  # seconds between two looks
 GO, VOID = "go", "void"
 
 
-class Meeting:
+class AbortableRendezvous:
     """Where the ranks of a group build things together, one after the other.
 
     Args:
@@ -34,7 +34,7 @@ class Meeting:
         size: how many ranks there are.
 
     Example:
-        >>> meeting = Meeting(dist.HashStore(), "doc", size=1)
+        >>> meeting = AbortableRendezvous(dist.HashStore(), "doc", size=1)
         >>> meeting.build("channels", lambda store: "built")
         'built'
     """

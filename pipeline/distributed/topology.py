@@ -1,6 +1,6 @@
 """A Pipe's place among ranks: its number, who has what, and which ranks talk to each other.
 
-    module, balance, schedule  -->  Hosting: the rank of each stage, tied parameters
+    module, balance, schedule  -->  StageAssignment: the rank of each stage, tied parameters
                                -->  pairs of ranks that exchange: neighbours, skips, ties, the output, x.grad
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.values import CALLER, Values
-from pipeline.distributed.assignment import Hosting, hosting
-from pipeline.distributed.group import Ranks
-from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.assignment import StageAssignment, hosting
+from pipeline.distributed.group import RankGroup
+from pipeline.distributed.remote_layer import RemoteLayer
 
 
 @dataclass(frozen=True, eq=False)
-class Company:
+class PipeTopology:
     """A Pipe's ranks, and what each of them has.
 
     Attributes:
@@ -36,9 +36,9 @@ class Company:
         known: the names of the whole module's parameters, by id, and themselves.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     number: int
-    hosting: Hosting
+    hosting: StageAssignment
     pairs: frozenset[tuple[int, int]]
     parameters: str
     first_names: Mapping[str, str]
@@ -46,7 +46,7 @@ class Company:
     own_names: frozenset[str]
     nothing: nn.Parameter
 
-    def __deepcopy__(self, memo: Any) -> Company:
+    def __deepcopy__(self, memo: Any) -> PipeTopology:
         """A copy of a Pipe runs on the same ranks."""
         return self
 
@@ -88,13 +88,13 @@ class Company:
             layers: Mapping[str, Any] = stages[stage]._modules
             for name, layer in layers.items():
                 if rank != self.hosting.rank:
-                    yield name, Elsewhere.of(layer, index, stage, rank)
+                    yield name, RemoteLayer.of(layer, index, stage, rank)
                 index += 1
 
 
 def company_of(
-    stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: Ranks, values: Values
-) -> Company:
+    stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup, values: Values
+) -> PipeTopology:
     """The next Pipe on some ranks.
 
     Args:
@@ -128,14 +128,14 @@ def company_of(
         if name not in tied
     )
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return Company(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
+    return PipeTopology(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
 
 
 def _words(parameter: Tensor) -> str:
     return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
 
 
-def _pairs(found: Hosting, values: Values, size: int) -> Iterator[tuple[int, int]]:
+def _pairs(found: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
     both = [
         (found.rank_of[row.producer], found.rank_of[reader])
         for row in values.rows

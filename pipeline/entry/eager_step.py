@@ -1,6 +1,6 @@
 """`pipe.step(x, y, loss_fn=f, optimizer=EagerUpdate(...))`: parameters are updated while the backward still runs.
 
-    one process    stage s settled --FinalSums--> whole gradient / divisor --hooks--> EagerStep.take
+    one process    stage s settled --GradientFinalizer--> whole gradient / divisor --hooks--> EagerStep.take
     over ranks     this rank's actions have run --> the divisor, from the last rank --> take; then all agree
     two runs       norms only --> factor --> everything put back --> once more, with the same seed
 
@@ -22,7 +22,7 @@ from pipeline.data.loss import Loss
 from pipeline.entry.step import LossEnd, check_reached, summed
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Pair, Verdict, joined
-from pipeline.execution.final_gradients import FinalSums
+from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
@@ -129,7 +129,7 @@ class _Run:
     def play(self, call: Call, loss: Loss, play: Play) -> Ended:
         """Run it all; the whole gradients of this process have been taken when it ends."""
         self._divisor = lambda: loss.divisor
-        sums: list[FinalSums] = []
+        sums: list[GradientFinalizer] = []
         if call.peers.is_alone:
             play(call, loss, lambda end: sums.append(self._listening(call, end)))
         else:
@@ -137,7 +137,7 @@ class _Run:
         with without_autocast():
             return self._ended(call, loss, sums)
 
-    def _ended(self, call: Call, loss: Loss, sums: Sequence[FinalSums]) -> Ended:
+    def _ended(self, call: Call, loss: Loss, sums: Sequence[GradientFinalizer]) -> Ended:
         """The run is over: take what is left, and agree on how it went. `sums`: took gradients while it ran."""
         inputs = self._of_inputs(call)
         own = loss.divisor if call.last is not None else None
@@ -155,7 +155,7 @@ class _Run:
         assert value is not None  # the last stage's process has it
         return Ended(call, value, self._strangers, metrics)
 
-    def _listening(self, call: Call, end: LossEnd) -> FinalSums:
+    def _listening(self, call: Call, end: LossEnd) -> GradientFinalizer:
         """Take gradients from now on while the backward runs."""
         by_threads = call.is_driven_by_threads
         waits = by_threads and (call.compares or end.compares)
@@ -173,7 +173,7 @@ class _Run:
             """What others than stages have a part in."""
             return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
-        return FinalSums(call, self._take_divided, ready, late, waits)
+        return GradientFinalizer(call, self._take_divided, ready, late, waits)
 
     def _refuse_later_weights(self, call: Call) -> None:
         """Raise where a stage still needs a weight, past autograd, that will be updated before it goes backward."""
@@ -225,7 +225,7 @@ class _Run:
         if is_all and call.stages:
             call.note_update(call.stages[-1].index, start)
 
-    def _rest(self, call: Call, sums: FinalSums) -> list[Pair]:
+    def _rest(self, call: Call, sums: GradientFinalizer) -> list[Pair]:
         of_loss, call.loss_sums = call.loss_sums, {}
         parts = [*((-1, owner, grad) for owner, grad in of_loss.values()), *sums.rest()]
         return self._over(list(joined(parts).values()), self._divisor())

@@ -24,7 +24,7 @@ from pipeline.data.microbatch import gather, row_dim
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Output, Verdict, joined
-from pipeline.execution.final_gradients import FinalSums
+from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
 
@@ -170,7 +170,7 @@ class Backward:
         deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
 
-    def _given_away(self) -> FinalSums | None:
+    def _given_away(self) -> GradientFinalizer | None:
         """Who takes whole gradients while the backward runs; over ranks only when all have agreed that it went well."""
         wanted = self.give_away
         if wanted is None or not self._call.peers.is_alone:
@@ -180,7 +180,7 @@ class Backward:
         def late() -> set[int]:
             return {key for stage in call.stages for key in stage.reads} - wanted.keys
 
-        return FinalSums(call, wanted.take, lambda: None, late)
+        return GradientFinalizer(call, wanted.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Second derivatives would need every stage in this process."""

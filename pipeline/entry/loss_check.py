@@ -18,13 +18,13 @@ from pipeline.common.graph import gradients
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch, gather
-from pipeline.data.pytrees import Grads, Message, Tree
+from pipeline.data.pytrees import Activations, Grads, Tree
 
 
 def check_joined(
     loss: Loss,
     target: Batch,
-    outputs: Sequence[Message],
+    outputs: Sequence[Activations],
     grads: Mapping[int, Grads],
     needs_grad: bool,
     scale: float | None,
@@ -66,7 +66,7 @@ def check_joined(
             loss.check_grads(pairs)
 
 
-def _leaves(message: Message) -> tuple[Tensor, ...]:
+def _leaves(message: Activations) -> tuple[Tensor, ...]:
     given = zip(message.tree.tensors, message.needs_grad, strict=True)
     return tuple([tensor.detach().requires_grad_(need) for tensor, need in given])
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import on_ranks, schedule_over
-from pipeline.distributed.p2p_plan import Traffic
+from pipeline.distributed.p2p_plan import P2PPlan
 from pipeline.entry.validation import schedule_named
 from pipeline.execution.plan import Plan, plan_forward
 from scheduler import Action, Kind, Placement, Schedule, ScheduleError
@@ -40,8 +40,8 @@ class Plans:
         self._ranks = ranks
         self._has_said = False  # that a mini-batch is short
         self._plans: dict[tuple[int, Planner], Plan] = {}
-        self._traffic: dict[tuple[int, Planner], Sequence[Traffic]] = {}
-        self._uncut: dict[Placement, tuple[Plan, Sequence[Traffic]]] = {}
+        self._traffic: dict[tuple[int, Planner], Sequence[P2PPlan]] = {}
+        self._uncut: dict[Placement, tuple[Plan, Sequence[P2PPlan]]] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
         """The schedule, with a lane for each device or rank. Where it takes no so short mini-batch, its first chunks.
@@ -97,7 +97,7 @@ class Plans:
             self._plans[key] = planner(self.schedule(chunks, asked), self._places, rank)
         return self._plans[key]
 
-    def uncut(self, placement: Placement) -> tuple[Plan, Sequence[Traffic]]:
+    def uncut(self, placement: Placement) -> tuple[Plan, Sequence[P2PPlan]]:
         """The plan of a forward of one chunk, whatever the schedule, and its messages."""
         if placement not in self._uncut:
             hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]
@@ -108,17 +108,17 @@ class Plans:
             rank = None if self._ranks is None else self._ranks[1]
             plan = plan_forward(Schedule("uncut", placement, 1, orders), self._places, rank)
             traffic = [] if rank is None else [
-                Traffic(parts, self._values, placement.lane_of, rank) for parts in plan.parts[:1]
+                P2PPlan(parts, self._values, placement.lane_of, rank) for parts in plan.parts[:1]
             ]
             self._uncut[placement] = plan, traffic
         return self._uncut[placement]
 
-    def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[Traffic]:
+    def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[P2PPlan]:
         """The messages of each phase of a plan, to and from this rank."""
         key = (chunks, planner)
         if key not in self._traffic:
             assert self._ranks is not None  # or there are none
             plan = self.plan(chunks, planner, asked)
             rank_of = plan.schedule.placement.lane_of
-            self._traffic[key] = [Traffic(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]
+            self._traffic[key] = [P2PPlan(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]
         return self._traffic[key]

@@ -32,13 +32,13 @@ from torch.utils import _pytree as pytree
 from pipeline.common.module_tables import buffers_of
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
-from pipeline.data.pytrees import Message, Tree, flatten, same_values
+from pipeline.data.pytrees import Activations, Tree, flatten, same_values
 from pipeline.execution.call import Call, Setup
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
 from pipeline.recompute.randomness import generators_kept
 from pipeline.recompute.reachable import Generators, Reachable
-from pipeline.recompute.snapshot import Known
+from pipeline.recompute.snapshot import StageTraits
 from pipeline.stage.stage import StageRun
 from scheduler import Action
 
@@ -62,7 +62,7 @@ class Probe:
         self._peers = setup.peers
         self._checks_rows = checks_rows
         self._setup = setup._replace(
-            recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(), known=Known(),
+            recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(), known=StageTraits(),
             workers="inline" if setup.peers.is_alone else setup.workers
         )
         self._batch = batch
@@ -200,8 +200,8 @@ class ProbeCall(Call):
 
     def __init__(self, setup: Setup, batch: Batch, generators: Generators) -> None:
         super().__init__(setup, batch)
-        self.made: dict[int, list[Message] | None] = {}
-        self._inboxes: dict[int, tuple[list[Message], list[Any]]] = {}
+        self.made: dict[int, list[Activations] | None] = {}
+        self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
         self._wrote: set[int] = set()  # the ids of modules whose buffers have changed
 
@@ -277,7 +277,7 @@ class ProbeCall(Call):
         self.run(descend if is_whole else None)
         return found[0] if found else None
 
-    def _again(self, run: StageRun, inbox: Sequence[Message], states: Sequence[Any]) -> list[Message] | None:
+    def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
         """A stage as it ran before, but after others."""
         run.rewind()
         with self._generators.at(states):
@@ -289,11 +289,11 @@ class ProbeCall(Call):
         self._inboxes[stage] = inbox, self._generators.states()
         self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
         if stage != self._last:
-            nothing = Message(flatten(None, run.name), ())
+            nothing = Activations(flatten(None, run.name), ())
             self._mailbox.put(stage, 0, [nothing] * len(self._setup.values.made_by[stage]) if made is None else made)
 
     @staticmethod
-    def _made_by(run: StageRun, inbox: Sequence[Message]) -> list[Message] | None:
+    def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
         try:
             return run.forward(0, inbox, False, False)
         except Exception:  # where the layers cannot do this, the call itself says so, or nothing is known
@@ -355,7 +355,7 @@ def _change(one: Tensor, other: Tensor) -> tuple[float, float]:
     )
 
 
-def _all_same(ones: Sequence[Message] | None, others: Sequence[Message] | None) -> bool:
+def _all_same(ones: Sequence[Activations] | None, others: Sequence[Activations] | None) -> bool:
     if ones is None or others is None:
         return ones is others
     return len(ones) == len(others) and all([

@@ -26,7 +26,7 @@ from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Grads, Tree, same_values
 from pipeline.entry.loss_check import check_joined
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Pair, Peers, Verdict
+from pipeline.execution.communicator import Communicator, Pair, Verdict
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked, hooks_asleep
 from scheduler import Timeline
@@ -282,7 +282,7 @@ def optimize(
     scaler: torch.amp.GradScaler | None,
     named: Sequence[tuple[str, Tensor]],
     clip: float | None,
-    peers: Peers,
+    peers: Communicator,
 ) -> None:
     """One optimizer step on `.grad`, as a training script would write it."""
     stepped = _stepped(optimizer)
@@ -309,7 +309,7 @@ def optimized(
 
 
 def clip_grads(
-    named: Sequence[tuple[str, Tensor]], max_norm: float, norm_type: float, peers: Peers, finite: bool = False
+    named: Sequence[tuple[str, Tensor]], max_norm: float, norm_type: float, peers: Communicator, finite: bool = False
 ) -> Tensor:
     """Scale `.grad` of some parameters down to a norm of at most `max_norm`, over all processes; the norm before.
 
@@ -326,7 +326,7 @@ def clip_grads(
     return total
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peers: Communicator) -> None:
     """Divide the gradients by the scale; where any process finds one that is not finite, all skip the step."""
     scaler.unscale_(optimizer)
     if peers.is_alone or not scaler.is_enabled():

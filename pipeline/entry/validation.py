@@ -21,8 +21,8 @@ from partition.contiguous import whole
 from partition.splitting import check_balance
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
 from pipeline.common.places import Place, place_of
-from pipeline.distributed.group import Ranks, ranks_of
-from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.group import RankGroup, ranks_of
+from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.meta_init import How, materialize
 from pipeline.gradients.eager import EagerUpdate
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
@@ -81,7 +81,7 @@ def check_plain(module: nn.Sequential) -> None:
     if module._parameters or module._buffers:
         names = ", ".join([*module._parameters, *module._buffers])
         raise ValueError(f"the nn.Sequential has parameters or buffers of its own ({names}). Put them into a layer.")
-    elsewhere = [name for name, layer in module.named_children() if isinstance(layer, Elsewhere)]
+    elsewhere = [name for name, layer in module.named_children() if isinstance(layer, RemoteLayer)]
     if elsewhere:
         raise ValueError(
             f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
@@ -100,7 +100,7 @@ def check_plain(module: nn.Sequential) -> None:
 
 def find_ranks(
     group: Any, devices: Sequence[Place] | None, workers: str | None, heartbeat: float, timeout: float
-) -> Ranks | None:
+) -> RankGroup | None:
     """The ranks to run on; None: this process runs everything, because devices are given or because it is alone.
 
     Raises:
@@ -128,7 +128,10 @@ def find_ranks(
 
 
 def choose_balance(
-    module: nn.Sequential, balance: Iterable[int] | None, devices: Sequence[Place] | None, ranks: Ranks | None = None
+    module: nn.Sequential,
+    balance: Iterable[int] | None,
+    devices: Sequence[Place] | None,
+    ranks: RankGroup | None = None,
 ) -> list[int]:
     """Layers per stage: as given, or cut so that parameter bytes are even over the devices or ranks."""
     if balance is not None:
@@ -141,7 +144,7 @@ def choose_balance(
     return balance_costs(costs, min(count, len(costs)))
 
 
-def choose_places(given: list[Place] | None, stages: int, ranks: Ranks | None = None) -> list[Place]:
+def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | None = None) -> list[Place]:
     """One place a stage: the first of those given, of all CUDA devices, or the CPU for all. On a rank: its own."""
     if ranks is not None:
         return [Place(ranks.device)] * stages

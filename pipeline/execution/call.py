@@ -26,19 +26,19 @@ from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient, weights_cast_anew, within_torchs_checkpoint, without_autocast
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Bundle, Grads, Message, Tree, add_grads, sum_grads
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, add_grads, sum_grads
 from pipeline.data.values import CALLER, Values
-from pipeline.execution.communicator import Peers
+from pipeline.execution.communicator import Communicator
 from pipeline.execution.drivers import Driver
 from pipeline.execution.mailbox import Post, check_alone
-from pipeline.execution.placement import Homes
+from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.plan import Plan
-from pipeline.execution.trace import Trace
+from pipeline.execution.trace import TraceRecorder
 from pipeline.recompute.randomness import KeptGenerators, Seeder
-from pipeline.recompute.snapshot import Known, check_shared, generators_elsewhere
+from pipeline.recompute.snapshot import StageTraits, check_shared, generators_elsewhere
 from pipeline.skip import Key
 from pipeline.stage.hooks import hooks_asleep
-from pipeline.stage.records import Exits
+from pipeline.stage.records import OutputEdges
 from pipeline.stage.stage import Shared, StageRun
 from pipeline.transports.local import Local
 from scheduler import Action, Kind
@@ -78,10 +78,10 @@ class Setup(NamedTuple):
     grad: bool
     keep: bool
     compares: bool
-    known: Known
+    known: StageTraits
     defer: bool
-    traces: Sequence[Trace]
-    peers: Peers
+    traces: Sequence[TraceRecorder]
+    peers: Communicator
     seed: int
 
 
@@ -105,7 +105,7 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
-        self._homes = Homes(setup.stages, setup.places, setup.transport)
+        self._homes = ParameterPlacement(setup.stages, setup.places, setup.transport)
         shared = Shared(
             setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
             threading.Lock(), setup.keep, setup.seed, self.generators
@@ -127,7 +127,7 @@ class Call:
         if any([stage.may_draw for stage in self.stages]):
             for stage in self.stages:
                 stage.learn_draws()
-        self.outputs: list[Message] = []
+        self.outputs: list[Activations] = []
         self._loss_end: LossEnd | None = None
         self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
         self.keep_outputs = True
@@ -152,7 +152,7 @@ class Call:
     def _new_mailbox(self) -> Post:
         return self.peers.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
 
-    def go_on_with(self, peers: Peers) -> None:
+    def go_on_with(self, peers: Communicator) -> None:
         """From now on these run the call with this process: it is their turn to agree and to fail."""
         if peers is not self.peers:
             self.peers = peers
@@ -552,12 +552,12 @@ def _has_any(given: Sequence[Grads]) -> bool:
     return False
 
 
-def _at_loss(loss_end: LossEnd, chunk: int, exits: Exits) -> Roots:
+def _at_loss(loss_end: LossEnd, chunk: int, exits: OutputEdges) -> Roots:
     assert exits.outputs is not None  # the last stage keeps them for the loss
     return loss_end(chunk, exits.outputs.trees[0])
 
 
-def _at_outputs(given: Sequence[Grads], exits: Exits) -> Roots:
+def _at_outputs(given: Sequence[Grads], exits: OutputEdges) -> Roots:
     if len(given) == 1:
         return roots_of(given[0], exits.edges)
     grads = [grad for each, size in zip(given, exits.sizes, strict=True) for grad in each or (None,) * size]

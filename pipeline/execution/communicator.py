@@ -1,7 +1,7 @@
 """What does a call need of other processes?
 
-    one process     Alone         nothing: every stage is here
-    torchrun        distributed   values that cross ranks, the output and the loss for everyone, one verdict
+    one process     LocalCommunicator   nothing: every stage is here
+    torchrun        distributed         values that cross ranks, the output and the loss for everyone, one verdict
 
 The doors and the call speak to this interface alone, so they are the same in both.
 """
@@ -53,11 +53,11 @@ class Verdict(NamedTuple):
     metrics: Mapping[str, Tensor] = {}
 
 
-class Peers(ABC):
+class Communicator(ABC):
     """The processes that run a call together. A context: within it the call runs; a failure in it is everyone's."""
 
     @abstractmethod
-    def __enter__(self) -> Peers: ...
+    def __enter__(self) -> Communicator: ...
 
     @abstractmethod
     def __exit__(
@@ -128,7 +128,7 @@ class Peers(ABC):
 
     @abstractmethod
     def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
-        """What will be sent in each phase: a `pipeline.distributed.p2p_plan.Traffic` each."""
+        """What will be sent in each phase: a `pipeline.distributed.p2p_plan.P2PPlan` each."""
 
     @abstractmethod
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
@@ -152,7 +152,7 @@ class Peers(ABC):
         """An action is about to run."""
 
     @abstractmethod
-    def again(self) -> Peers:
+    def again(self) -> Communicator:
         """For the backward of this call."""
 
     @abstractmethod
@@ -238,10 +238,10 @@ class Peers(ABC):
         return pairs
 
 
-class Alone(Peers):
+class LocalCommunicator(Communicator):
     """One process has every stage."""
 
-    def __enter__(self) -> Alone:
+    def __enter__(self) -> LocalCommunicator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -285,7 +285,7 @@ class Alone(Peers):
     def at(self, action: Action) -> None:
         pass
 
-    def again(self) -> Alone:
+    def again(self) -> LocalCommunicator:
         return self
 
     def agree(self, verdict: Verdict) -> Verdict:

@@ -19,7 +19,7 @@ from pipeline.execution.communicator import Pair, joined
 from pipeline.stage.stage import StageRun
 
 
-class FinalSums:
+class GradientFinalizer:
     """Listens to a call, and gives whole gradients away as soon as they are.
 
     Args:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Grads, Memory, Message, Tree
+from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
 from pipeline.data.values import CALLER, Name, Value, Values
 from pipeline.transports.local import Local, Parcel
 
@@ -22,11 +22,11 @@ class Post(ABC):
     """The values under way in one call. What is put and taken stands in the order of the table."""
 
     @abstractmethod
-    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
         """Post what `stage` (or the caller) made of `chunk` to all readers."""
 
     @abstractmethod
-    def take(self, stage: int, chunk: int) -> list[Message]:
+    def take(self, stage: int, chunk: int) -> list[Activations]:
         """Take what `stage` (or the caller) reads of `chunk`."""
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Post(ABC):
         """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
 
     @abstractmethod
-    def under_way(self, chunk: int) -> Iterator[Memory]:
+    def under_way(self, chunk: int) -> Iterator[MemoryId]:
         """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
 
     @abstractmethod
@@ -63,10 +63,10 @@ class Mailbox(Post):
         self._transport = transport
         self._only_read = _only(values.read_by) if self._is_one_place else {}
         self._only_made = _only(values.made_by) if self._is_one_place else {}
-        self._activations: dict[tuple[Name, int, int], tuple[Message, Parcel | None]] = {}
+        self._activations: dict[tuple[Name, int, int], tuple[Activations, Parcel | None]] = {}
         self._gradients: dict[tuple[Name, int, int], tuple[Grads, Parcel | None]] = {}
 
-    def put(self, stage: int, chunk: int, made: Sequence[Message]) -> None:
+    def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
         if stage in self._only_made:
             name, reader = self._only_made[stage]
             self._activations[name, chunk, reader] = made[0], None
@@ -81,7 +81,7 @@ class Mailbox(Post):
                     parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
                     self._activations[key] = sent(message, parcel), parcel
 
-    def take(self, stage: int, chunk: int) -> list[Message]:
+    def take(self, stage: int, chunk: int) -> list[Activations]:
         found = []
         for row in self._read_by[stage]:
             message, parcel = self._activations.pop((row.name, chunk, stage))
@@ -113,7 +113,7 @@ class Mailbox(Post):
             found.append(of_readers)
         return found
 
-    def under_way(self, chunk: int) -> Iterator[Memory]:
+    def under_way(self, chunk: int) -> Iterator[MemoryId]:
         found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
         return (memory for message in found for memory in message.memory)
 
@@ -121,7 +121,7 @@ class Mailbox(Post):
         return len(self._activations) + len(self._gradients)
 
 
-def check_alone(index: int, name: str, inbox: Sequence[Message], under_way: Iterable[Memory]) -> None:
+def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: Iterable[MemoryId]) -> None:
     """A stage that writes its input gets copies: what else shares that memory would not see it written.
 
     Args:
@@ -154,7 +154,7 @@ def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]
     }
 
 
-def sent(message: Message, parcel: Parcel) -> Message:
+def sent(message: Activations, parcel: Parcel) -> Activations:
     """A message on the tensors that are sent: where they are copies, the originals are not held."""
     if parcel.tensors is message.tree.tensors:
         return message

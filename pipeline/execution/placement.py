@@ -15,7 +15,7 @@ from pipeline.common.places import Place
 from pipeline.transports.local import Local
 
 
-class Homes:
+class ParameterPlacement:
     """The homes of the parameters of one call.
 
     Args:

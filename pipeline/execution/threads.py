@@ -24,7 +24,7 @@ from scheduler import Action
 INTERRUPTS = 3  # so many are borne while threads come to their end
 
 
-class Board:
+class SharedProgress:
     """What is done, and whether to go on."""
 
     def __init__(self, before: Iterable[Action], groups: int) -> None:
@@ -101,7 +101,7 @@ def drive_threads(
         StuckError: no lane can go on.
         BaseException: the first that an action raised. The others stop after their present action.
     """
-    board = Board(before, len(groups))
+    board = SharedProgress(before, len(groups))
 
     def work(action: Action) -> None:
         if board.is_over:
@@ -145,7 +145,7 @@ def drive_threads(
             del error  # or it would hold itself, by way of this frame
 
 
-def _join(board: Board, threads: Sequence[threading.Thread]) -> None:
+def _join(board: SharedProgress, threads: Sequence[threading.Thread]) -> None:
     """Wait for the threads' own word: a `join` that is interrupted takes a running thread for ended (Python < 3.13)."""
     for number, thread in enumerate(threads):
         if thread.ident is not None:
@@ -153,7 +153,7 @@ def _join(board: Board, threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def _join_whatever(board: Board, threads: Sequence[threading.Thread]) -> None:
+def _join_whatever(board: SharedProgress, threads: Sequence[threading.Thread]) -> None:
     """The same, though interrupted again: a thread that went on would compute on what the call has put back.
 
     Who interrupts often enough wants to leave a layer that hangs, and may.

@@ -16,7 +16,7 @@ from time import perf_counter
 from scheduler import Action, Event, Timeline
 
 
-class Trace:
+class TraceRecorder:
     """Collects the actions of one or several calls.
 
     Args:

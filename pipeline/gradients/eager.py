@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flag, check_limit, shown
 from pipeline.common.interrupts import firm
-from pipeline.gradients.per_parameter import OneByOne
+from pipeline.gradients.per_parameter import PerParameterOptimizer
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
 CLIPS = (None, "value", "per_parameter", "two_pass", "optimistic")
@@ -83,7 +83,9 @@ class EagerUpdate:
         check_flag("separable", separable)
         _check_clip(clip, clip_value, max_norm, is_optimizer)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
-        self._one_by_one = OneByOne(update, separable) if isinstance(update, torch.optim.Optimizer) else None
+        self._one_by_one: PerParameterOptimizer | None = None
+        if isinstance(update, torch.optim.Optimizer):
+            self._one_by_one = PerParameterOptimizer(update, separable)
         self._rule: Rule | None = None if isinstance(update, torch.optim.Optimizer) else update
         self._torn = ""
         self._looks = 0

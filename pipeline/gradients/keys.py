@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from pipeline.common.arguments import shown
-from pipeline.gradients.slot import Slot
+from pipeline.gradients.slot import GradientSum
 
 Key: TypeAlias = Tensor | str
 Params: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]]
@@ -35,15 +35,15 @@ class Keys:
 
     def __init__(self, params: Params | None, by_index: bool, densify: bool) -> None:
         self.is_open = params is None
-        self.slots: dict[int, Slot] = {}  # by the parameter's id: equal parameters are different keys
-        self.names: dict[str, Slot] = {}
+        self.slots: dict[int, GradientSum] = {}  # by the parameter's id: equal parameters are different keys
+        self.names: dict[str, GradientSum] = {}
         self._by_index, self._densify = by_index, densify
         for name, param in _named(params):
             slot = self._slot_of(param)
             if name is not None and self.names.setdefault(name, slot) is not slot:
                 raise ValueError(f"two parameters are named {name!r}. Give each a name of its own.")
 
-    def find(self, key: Key) -> Slot:
+    def find(self, key: Key) -> GradientSum:
         """The slot of a key. Raises KeyError where there is none."""
         if isinstance(key, str):
             if key not in self.names:
@@ -68,7 +68,7 @@ class Keys:
             if id(slot.param) in self.slots:
                 self.names.setdefault(name, self.slots[id(slot.param)])
 
-    def filled(self) -> Iterator[tuple[Slot, Tensor]]:
+    def filled(self) -> Iterator[tuple[GradientSum, Tensor]]:
         """The slots that have a gradient, with it."""
         return ((slot, grad) for slot in self.slots.values() if (grad := slot.sum) is not None)
 
@@ -77,9 +77,9 @@ class Keys:
         for slot in self.slots.values():
             slot.put(None)
 
-    def _slot_of(self, param: Tensor) -> Slot:
+    def _slot_of(self, param: Tensor) -> GradientSum:
         found = self.slots.get(id(param))
-        return found or self.slots.setdefault(id(param), Slot(param, self._by_index, self._densify))
+        return found or self.slots.setdefault(id(param), GradientSum(param, self._by_index, self._densify))
 
 
 def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:

@@ -22,7 +22,7 @@ _HINT = (
 )
 
 
-class OneByOne:
+class PerParameterOptimizer:
     """Steps an optimizer on one parameter at a time.
 
     Args:

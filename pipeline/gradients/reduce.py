@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.common.arguments import check_group
-from pipeline.gradients.slot import Slot, mixed_layouts, sum_dtype
+from pipeline.gradients.slot import GradientSum, mixed_layouts, sum_dtype
 
 OPS = ("sum", "mean")
 BUCKET_BYTES = 25 << 20  # enough that bandwidth counts, not latency; DistributedDataParallel's size
@@ -39,7 +39,7 @@ Column: TypeAlias = tuple[Word, ...]  # by rank
 
 
 def all_reduce(
-    named: Sequence[tuple[str | None, Slot]], group: dist.ProcessGroup | None, op: str, strict: bool
+    named: Sequence[tuple[str | None, GradientSum]], group: dist.ProcessGroup | None, op: str, strict: bool
 ) -> None:
     """Put the sum (or mean) over all ranks of a group into every slot that any of them has filled.
 
@@ -69,7 +69,7 @@ def all_reduce(
             _reduce_sparse(slots[key], columns[key], group, op)
 
 
-def _word(name: str | None, slot: Slot) -> Word:
+def _word(name: str | None, slot: GradientSum) -> Word:
     grad = slot.sum
     if grad is None:
         return Word(name, tuple(slot.param.shape), None, str(slot.param.device), 0, 0)
@@ -116,7 +116,7 @@ def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[in
 
 
 def _reduce_dense(
-    slots: Sequence[Slot], dtype: torch.dtype, group: dist.ProcessGroup | None, op: str, world: int
+    slots: Sequence[GradientSum], dtype: torch.dtype, group: dist.ProcessGroup | None, op: str, world: int
 ) -> None:
     flat = torch.cat([_dense(slot, dtype).reshape(-1) for slot in slots])
     dist.all_reduce(flat, group=group)
@@ -126,13 +126,13 @@ def _reduce_dense(
         slot.put(part.view(slot.param.shape).clone())  # of its own: pop() must not keep the bucket
 
 
-def _dense(slot: Slot, dtype: torch.dtype) -> Tensor:
+def _dense(slot: GradientSum, dtype: torch.dtype) -> Tensor:
     if slot.sum is None:
         return torch.zeros_like(slot.param, dtype=dtype, memory_format=torch.contiguous_format)
     return slot.sum.to_dense().to(dtype)
 
 
-def _reduce_sparse(slot: Slot, column: Column, group: dist.ProcessGroup | None, op: str) -> None:
+def _reduce_sparse(slot: GradientSum, column: Column, group: dist.ProcessGroup | None, op: str) -> None:
     dims, most, dtype = max(each.sparse for each in column), max(each.entries for each in column), _dtype(column)
     own, shape = slot.sum, slot.param.shape
     device = slot.param.device if own is None else own.device

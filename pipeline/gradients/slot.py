@@ -23,7 +23,7 @@ Index: TypeAlias = tuple[int, ...]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Slot:
+class GradientSum:
     """What one parameter got. `add` may be called from several threads at once, all else from one.
 
     Args:
@@ -76,7 +76,7 @@ class Slot:
             else:
                 self._sum = plus(self._sum, grad)
 
-    def check_take(self, other: Slot) -> None:
+    def check_take(self, other: GradientSum) -> None:
         """Raise what `take` would, with neither of the two changed."""
         self._check_layouts(other.held)
         for grad in other.held:
@@ -92,7 +92,7 @@ class Slot:
         for index in other._early:
             self._check_index(index)
 
-    def take(self, other: Slot) -> None:
+    def take(self, other: GradientSum) -> None:
         """Add all that another slot of this parameter holds. It is used up."""
         if self._by_index:
             if other._sum is not None:

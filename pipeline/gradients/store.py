@@ -24,7 +24,7 @@ from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients import transfer as gradstore_grads
 from pipeline.gradients.keys import Key, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
-from pipeline.gradients.slot import Index, Slot, check_grad, parts, values
+from pipeline.gradients.slot import GradientSum, Index, check_grad, parts, values
 
 _CHOICES = {"order": ("arrival", "index"), "sparse": ("densify", "error")}
 
@@ -344,7 +344,7 @@ class GradStore:
         self._check_alive()
         gradstore_grads.step(self._keys, optimizer)
 
-    def _slot(self, key: Key) -> Slot:
+    def _slot(self, key: Key) -> GradientSum:
         self._check_alive()
         return self._keys.find(key)
 

@@ -24,7 +24,7 @@ from pipeline.common.interrupts import held
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
 from pipeline.recompute.replay import Replay
-from pipeline.recompute.snapshot import Known
+from pipeline.recompute.snapshot import StageTraits
 
 Kind: TypeAlias = type[nn.Module] | str
 Match: TypeAlias = Kind | tuple[Kind, ...] | Callable[[str, nn.Module], bool]
@@ -135,7 +135,7 @@ class _Patch:
         self._nested = nested
         self._configs = configs
         self.is_owned = False  # by a CheckpointedBlocks, which can remove it
-        self._known = Known()
+        self._known = StageTraits()
         self._calls = 0
         self._seen: set[tuple[bool, ...]] = set()  # training flags
 

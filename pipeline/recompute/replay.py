@@ -5,7 +5,7 @@
 
 torch's non-reentrant checkpoint does what is autograd's part: it drops what a forward saves, and asks for it again in a
 backward, at every order. What the module finds at R is our part: its attributes, parameters, submodules, buffers,
-switches and private generators are as `Recall` keeps them; the default generators have their states.
+switches and private generators are as `ForwardSnapshot` keeps them; the default generators have their states.
 R leaves no trace: afterwards every attribute is as R found it.
 """
 
@@ -28,16 +28,16 @@ from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
 from pipeline.recompute.randomness import default_generators, generators_at
-from pipeline.recompute.snapshot import Known, Recall
+from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
-_CHUNK = 0  # a Replay is about one forward, so that is all that its Recall knows of
+_CHUNK = 0  # a Replay is about one forward, so that is all that its ForwardSnapshot knows of
 
 
 class _Begun(NamedTuple):
     """What is known once F has begun."""
 
     ambient: Ambient
-    recall: Recall
+    recall: ForwardSnapshot
 
 
 class Replay:
@@ -60,7 +60,7 @@ class Replay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         name: str,
-        known: Known,
+        known: StageTraits,
         compares: bool,
     ) -> None:
         self._modules = list(module.modules())
@@ -102,7 +102,7 @@ class Replay:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
         ambient = Ambient.capture(device_types)  # here, where torch's hooks hide those that R must not enter
         tables = [module._parameters for module in self._modules]
-        recall = Recall(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
+        recall = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         recall.before_forward(_CHUNK)
         self._begun = _Begun(ambient, recall)
         args, kwargs = self._inputs.take()
@@ -125,7 +125,7 @@ class Replay:
         self._made = len(outputs)
         return made
 
-    def _compute_again(self, ambient: Ambient, recall: Recall) -> Any:
+    def _compute_again(self, ambient: Ambient, recall: ForwardSnapshot) -> Any:
         args, kwargs = self._inputs.again(self._name)
         self._check_parameters()
         recall.resume(ambient.now())
@@ -158,7 +158,7 @@ class Replay:
                 "block with gradients before it is checkpointed."
             )
 
-    def _check_same(self, recall: Recall, outputs: Sequence[Tensor]) -> None:
+    def _check_same(self, recall: ForwardSnapshot, outputs: Sequence[Tensor]) -> None:
         try:
             if len(outputs) == self._made:
                 return recall.check_same(_CHUNK, outputs)

@@ -29,11 +29,11 @@ from pipeline.recompute.randomness import Generator, generators_at, private_gene
 
 States: TypeAlias = list[tuple[Generator, Any]]
 Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
-"""A stage by name, and what it holds that others may have too: see `Recall.shareable`."""
+"""A stage by name, and what it holds that others may have too: see `ForwardSnapshot.shareable`."""
 
 
 @dataclass(frozen=True)
-class Known:
+class StageTraits:
     """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
 
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
@@ -43,7 +43,7 @@ class Known:
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
 
 
-class Recall:
+class ForwardSnapshot:
     """What one stage must find as it was, in one call.
 
     Args:
@@ -63,7 +63,7 @@ class Recall:
         ambient: Ambient,
         stage: str,
         index: int,
-        known: Known,
+        known: StageTraits,
         compares: bool,
         samples: bool = True,
         tables: Sequence[dict[str, Any]] = (),
@@ -247,7 +247,7 @@ def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[i
             yield f"stage {index}", [(key, "a random generator") for key in keys]
 
 
-def check_shared(recalls: Sequence[tuple[str, Recall]], elsewhere: Iterable[Held]) -> None:
+def check_shared(recalls: Sequence[tuple[str, ForwardSnapshot]], elsewhere: Iterable[Held]) -> None:
     """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
 
     Args:

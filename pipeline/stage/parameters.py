@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import Watch, mark, owned
+from pipeline.common.graph import StrayGradientGuard, mark, owned
 from pipeline.common.module_tables import Table, parameters_of
 from pipeline.data.pytrees import checksums, same_checksums, versions
 
@@ -61,7 +61,7 @@ class Aliases:
         modules: Sequence[nn.Module],
         layers: Sequence[tuple[int, nn.Module]],
         stage: str,
-        watch: Watch | None,
+        watch: StrayGradientGuard | None,
         compares: bool,
         bring: Callable[[Tensor], Tensor],
         grad: bool,
@@ -271,7 +271,7 @@ def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Ta
     return list(tables.values())
 
 
-def _alias(real: Tensor, alias: Tensor, stage: str, watch: Watch | None, wanted: bool) -> Tensor:
+def _alias(real: Tensor, alias: Tensor, stage: str, watch: StrayGradientGuard | None, wanted: bool) -> Tensor:
     if real.requires_grad and wanted:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         if real.dtype in HALF:

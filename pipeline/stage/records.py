@@ -19,7 +19,7 @@ from pipeline.data.pytrees import Bundle, Grads
 from pipeline.stage.split_backward import Site
 
 
-class Cut(NamedTuple):
+class StageInputs(NamedTuple):
     """The cut before a stage: a leaf for each input (None where no gradient is wanted), and where gradients arrive."""
 
     leaves: tuple[Tensor | None, ...]
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
         return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
 
 
-class Exits(NamedTuple):
+class OutputEdges(NamedTuple):
     """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them."""
 
     edges: list[Tensor | GradientEdge | None]  # for each tensor of the outputs; None: it needs no gradient
@@ -51,7 +51,7 @@ class Exits(NamedTuple):
     outputs: Bundle | None
 
     @classmethod
-    def of(cls, outputs: Bundle, whole: bool) -> Exits:
+    def of(cls, outputs: Bundle, whole: bool) -> OutputEdges:
         """Of some outputs; `whole`: keep themselves, not just their edges in the graph."""
         if len(outputs.tensors) == len(outputs.trees) == 1:  # as a rule
             (tensor,) = outputs.tensors
@@ -64,20 +64,20 @@ class Exits(NamedTuple):
         return cls([edge(tensor) if tensor.requires_grad else None for tensor in outputs.tensors], sizes, None)
 
 
-class Record(NamedTuple):
+class ChunkRecord(NamedTuple):
     """What stays between F and B of one chunk. Kept: the cut and the exits. Recomputed: the input."""
 
     inbox: Bundle | None
     needs_grad: Sequence[bool]
-    cut: Cut | None
-    exits: Exits | None
+    cut: StageInputs | None
+    exits: OutputEdges | None
     input_versions: tuple[int, ...]
     nodes: int
     sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
     constants: Sequence[tuple[str, str]] = ()  # recomputed, and compared: see `graph.constants`
 
 
-class Again(NamedTuple):
+class RecomputeRecord(NamedTuple):
     """What stays between F and B of one chunk that is recomputed, where one tensor came and all is known."""
 
     read: Tensor
@@ -85,8 +85,8 @@ class Again(NamedTuple):
     version: int  # of it, at F
 
 
-class Kept(NamedTuple):
+class GraphRecord(NamedTuple):
     """What stays between F and B of one chunk that is kept, where one tensor came and all is known."""
 
-    cut: Cut
-    exits: Exits
+    cut: StageInputs
+    exits: OutputEdges

@@ -26,7 +26,7 @@ from pipeline.common.graph import (
     MARK,
     OF_SCRIPTS,
     Roots,
-    Watch,
+    StrayGradientGuard,
     constants,
     enter,
     explore,
@@ -39,19 +39,29 @@ from pipeline.common.graph import (
     run_backward,
 )
 from pipeline.common.torch_modes import Ambient, without_autocast
-from pipeline.data.pytrees import Bundle, Grads, Message, Tree, detached, memory_of, same_values, storage_of, versions
+from pipeline.data.pytrees import (
+    Activations,
+    Bundle,
+    Grads,
+    Tree,
+    detached,
+    memory_of,
+    same_values,
+    storage_of,
+    versions,
+)
 from pipeline.data.values import Values
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
-from pipeline.recompute.snapshot import Known, Recall
+from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 from pipeline.stage.batchnorm import Deferred
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases, Swap
-from pipeline.stage.records import Again, Cut, Exits, Kept, Record
+from pipeline.stage.records import ChunkRecord, GraphRecord, OutputEdges, RecomputeRecord, StageInputs
 from pipeline.stage.split_backward import Part, Site, catch_up, ends_without, survey, waiting
 
-Begin: TypeAlias = Callable[[Exits], Roots]
+Begin: TypeAlias = Callable[[OutputEdges], Roots]
 _NOTHING = nullcontext()
 _NO_SITES: Sequence[Site] = ()
 _REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint(use_reentrant=True)
@@ -78,7 +88,7 @@ class Shared(NamedTuple):
     values: Values
     grad: bool
     ambient: Ambient
-    known: Known
+    known: StageTraits
     compares: bool
     defer: bool
     threads: bool
@@ -122,8 +132,8 @@ class StageRun:
         self._known = known
         # Between F and R of a step nothing runs but layers; torch's own write nothing. See `Call` for others beside.
         samples = keep or compares or not self._layers.is_quiet
-        self.recall = Recall(modules, ambient, self.name, index, known, compares, samples)
-        self._watch = Watch(self.name)
+        self.recall = ForwardSnapshot(modules, ambient, self.name, index, known, compares, samples)
+        self._watch = StrayGradientGuard(self.name)
         self._is_quiet = self._layers.is_quiet
         watch = None if self._is_quiet and not compares else self._watch  # torch's own layers show nobody anything
         self.aliases = Aliases(modules, self._layers.numbered, self.name, watch, compares and grad, bring, grad)
@@ -139,7 +149,7 @@ class StageRun:
         self._foreign_versions: dict[int, int] = {}
         self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
-        self._records: dict[int, Record | Kept | Again] = {}
+        self._records: dict[int, ChunkRecord | GraphRecord | RecomputeRecord] = {}
         self.split: set[int] = set()  # the chunks whose backward is I and W
         self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
         self._first = True  # no chunk has run yet
@@ -167,7 +177,7 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------------- F
 
-    def forward(self, chunk: int, inbox: Sequence[Message], recompute: bool, keep: bool) -> list[Message]:
+    def forward(self, chunk: int, inbox: Sequence[Activations], recompute: bool, keep: bool) -> list[Activations]:
         """F: compute one chunk.
 
         Args:
@@ -214,12 +224,13 @@ class StageRun:
                 nodes, sites = self._learn_graph(roots, (*cut.leaves, *given), split)
             if recompute:
                 fixed = constants(roots) if self.recall.compares else ()
-                self._records[chunk] = Record(read, needs_grad, None, None, before, nodes, constants=fixed)
+                self._records[chunk] = ChunkRecord(read, needs_grad, None, None, before, nodes, constants=fixed)
             else:
-                self._records[chunk] = Record(None, (), cut, Exits.of(made, self.ends_in_loss), (), nodes, sites)
+                exits = OutputEdges.of(made, self.ends_in_loss)
+                self._records[chunk] = ChunkRecord(None, (), cut, exits, (), nodes, sites)
         return self._messages(chunk, inbox, given, made, tensors, need)
 
-    def _forward_one(self, chunk: int, message: Message, recompute: bool, keep: bool) -> list[Message]:
+    def _forward_one(self, chunk: int, message: Activations, recompute: bool, keep: bool) -> list[Activations]:
         """F as it is as a rule: one tensor comes, and there is nothing more to find out.
 
         The same as above with less in between: after each large kernel the processor's caches hold none of it.
@@ -249,16 +260,17 @@ class StageRun:
             if not self._is_quiet:
                 self._learn_graph([tensor for tensor in made.tensors if tensor.requires_grad], cut.leaves, False)
             if recompute:
-                self._records[chunk] = Again(read, needs_grad, before)
+                self._records[chunk] = RecomputeRecord(read, needs_grad, before)
             else:
-                self._records[chunk] = Kept(cut, Exits.of(Bundle((made,), made.tensors), self.ends_in_loss))
+                exits = OutputEdges.of(Bundle((made,), made.tensors), self.ends_in_loss)
+                self._records[chunk] = GraphRecord(cut, exits)
         if len(tensors) == 1:
-            return [Message(Tree(tensors, made.skeleton), need)]
+            return [Activations(Tree(tensors, made.skeleton), need)]
         return self._messages(chunk, [message], (read,), Bundle((made,), made.tensors), tensors, need)
 
     def _run_one(
         self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None] | None
-    ) -> tuple[Cut, Tree]:
+    ) -> tuple[StageInputs, Tree]:
         """The layers on the one tensor that came: the cut, and the output."""
         with self._swap:
             if around is None:
@@ -276,21 +288,21 @@ class StageRun:
     def _messages(
         self,
         chunk: int,
-        inbox: Sequence[Message],
+        inbox: Sequence[Activations],
         given: Sequence[Tensor],
         made: Bundle,
         tensors: tuple[Tensor, ...],
         need: tuple[bool, ...],
-    ) -> list[Message]:
+    ) -> list[Activations]:
         """What goes out: `tensors`, which are those of `made`, detached."""
         if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
-            return [Message(Tree(tensors, made.trees[0].skeleton), need)]
+            return [Activations(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
         known = dict(zip(map(storage_of, given), came_on, strict=bool(came_on)))
         memory = memory_of(made.tensors, known, self.index, chunk)
         parts = zip(made.trees, made.split(tensors), made.split(need), made.split(memory), strict=True)
         return [
-            Message(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
+            Activations(Tree(tuple(part), tree.skeleton), tuple(wants), tuple(on)) for tree, part, wants, on in parts
         ]
 
     def _need(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -301,7 +313,7 @@ class StageRun:
 
     def _attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
-    ) -> tuple[Cut, tuple[Tensor, ...], tuple[int, ...], Bundle]:
+    ) -> tuple[StageInputs, tuple[Tensor, ...], tuple[int, ...], Bundle]:
         """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
         cut, given = self._enter(read, needs_grad)
         given_before = versions(given) if self.writes_input else ()
@@ -332,7 +344,7 @@ class StageRun:
         refuse_tangents(made.tensors)
         return made
 
-    def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[Cut, tuple[Tensor, ...]]:
+    def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[StageInputs, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and what the layers get."""
         tensors = read.tensors
         if self.writes_input or self._spares_caller:
@@ -345,14 +357,14 @@ class StageRun:
         arrived: list[Tensor | None] = [None] * len(wanted)
         entered = iter(enter(self._watch, arrived, values, *wanted) if wanted else ())
         given = [t.detach() if leaf is None else next(entered) for leaf, t in zip(leaves, tensors, strict=True)]
-        return Cut(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
+        return StageInputs(tuple(leaves), arrived, [len(tree.tensors) for tree in read.trees]), tuple(given)
 
-    def _enter_one(self, tensor: Tensor, needs_grad: bool) -> tuple[Cut, tuple[Tensor, ...]]:
+    def _enter_one(self, tensor: Tensor, needs_grad: bool) -> tuple[StageInputs, tuple[Tensor, ...]]:
         if not needs_grad:
-            return Cut((None,), [], (1,)), (tensor.detach(),)
+            return StageInputs((None,), [], (1,)), (tensor.detach(),)
         leaf = self._leaf(tensor)
         arrived: list[Tensor | None] = [None]
-        return Cut((leaf,), arrived, (1,)), enter(self._watch, arrived, (tensor,), leaf)
+        return StageInputs((leaf,), arrived, (1,)), enter(self._watch, arrived, (tensor,), leaf)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         """Where the graph of a chunk ends at this input: one number, which keeps nothing alive."""
@@ -442,7 +454,7 @@ class StageRun:
     def kept_graphs(self) -> Iterator[Tensor | GradientEdge]:
         """Where the graphs begin that chunks keep for their backward."""
         for record in self._records.values():
-            exits = None if isinstance(record, Again) else record.exits
+            exits = None if isinstance(record, RecomputeRecord) else record.exits
             yield from [root for root in (exits.edges if exits is not None else ()) if root is not None]
 
     def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
@@ -459,12 +471,12 @@ class StageRun:
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
             return [()] * (1 + self._layers.pops)
-        if not isinstance(record, Record):
-            kept = record if isinstance(record, Kept) else self._recompute_one(chunk, record)
+        if not isinstance(record, ChunkRecord):
+            kept = record if isinstance(record, GraphRecord) else self._recompute_one(chunk, record)
             return self._backward_one(chunk, kept, begin, retain)
         if record.cut is None or record.exits is None:
             cut, outputs = self._recompute(chunk, record)
-            roots = begin(Exits.of(outputs, whole=True))
+            roots = begin(OutputEdges.of(outputs, whole=True))
             ends = [tensor for tensor in outputs.tensors if tensor.requires_grad]
             sites = survey(ends, self.aliases.may_wait)[1] if chunk in self.split else ()
             del outputs, ends
@@ -484,7 +496,7 @@ class StageRun:
             self.recall.forget(chunk)
         return cut.grads()
 
-    def _backward_one(self, chunk: int, kept: Kept, begin: Begin, retain: bool) -> list[Grads]:
+    def _backward_one(self, chunk: int, kept: GraphRecord, begin: Begin, retain: bool) -> list[Grads]:
         """B of a chunk that went the short way."""
         roots = begin(kept.exits)
         if roots.tensors:
@@ -524,7 +536,7 @@ class StageRun:
             self.seeder.settle()
 
     def _differentiate_but_wait(
-        self, chunk: int, roots: Roots, cut: Cut, retain: bool, sites: Sequence[Site]
+        self, chunk: int, roots: Roots, cut: StageInputs, retain: bool, sites: Sequence[Site]
     ) -> None:
         if self.foreign or roots.foreign:  # all gradients are asked for by name, now
             sites = ()
@@ -538,7 +550,7 @@ class StageRun:
         if parts:
             self._waiting[chunk] = parts
 
-    def _differentiate(self, roots: Roots, cut: Cut, retain: bool, sites: Sequence[Site] = ()) -> None:
+    def _differentiate(self, roots: Roots, cut: StageInputs, retain: bool, sites: Sequence[Site] = ()) -> None:
         own = [leaf for leaf in cut.leaves if leaf is not None]
         if not self.foreign and not roots.foreign:
             ends = ends_without(sites, own + self.aliases.used) if sites else ()
@@ -565,7 +577,7 @@ class StageRun:
                 _, total = self._foreign_sums.get(id(leaf), (leaf, None))
                 self._foreign_sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
 
-    def _recompute(self, chunk: int, record: Record) -> tuple[Cut, Bundle]:
+    def _recompute(self, chunk: int, record: ChunkRecord) -> tuple[StageInputs, Bundle]:
         """R: the forward of a chunk once more, with its graph kept."""
         assert record.inbox is not None  # a record holds its input or its graph
         self.check_unchanged(chunk)
@@ -578,16 +590,16 @@ class StageRun:
         self.recall.check_same(chunk, outputs.tensors)
         return cut, outputs
 
-    def _recompute_one(self, chunk: int, then: Again) -> Kept:
+    def _recompute_one(self, chunk: int, then: RecomputeRecord) -> GraphRecord:
         """R of a chunk that went the short way."""
         self.check_unchanged(chunk)
         if then.read._version != then.version:
             self._check_input(chunk, (then.read,), (then.version,))
         cut, made = self._run_one(chunk, then.read, then.needs_grad, self.recall.as_at_forward(chunk))
         self.recall.check_same(chunk, made.tensors)
-        return Kept(cut, Exits.of(Bundle((made,), made.tensors), whole=True))
+        return GraphRecord(cut, OutputEdges.of(Bundle((made,), made.tensors), whole=True))
 
-    def _check_path(self, chunk: int, outputs: Bundle, record: Record) -> None:
+    def _check_path(self, chunk: int, outputs: Bundle, record: ChunkRecord) -> None:
         roots = [tensor for tensor in outputs.tensors if tensor.requires_grad]
         nodes = explore(roots).nodes if roots else 0
         differs = ""
@@ -673,7 +685,7 @@ class StageRun:
         self.aliases.release()
 
 
-def _read(inbox: Sequence[Message]) -> tuple[Bundle, Sequence[bool]]:
+def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
     """What a stage has read as one, and which of its tensors want a gradient."""
     if len(inbox) == 1:  # as a rule
         (message,) = inbox
@@ -688,7 +700,7 @@ def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Non
         yield
 
 
-def _is_one_tensor(message: Message) -> bool:
+def _is_one_tensor(message: Activations) -> bool:
     """Whether a message is one plain tensor, which counts how often it is written."""
     if message.tree.skeleton is not None:
         return False

@@ -67,7 +67,7 @@ class PayloadsOut(ABC):
 
     @abstractmethod
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a letter that holds this tensor goes as a payload."""
+        """Whether a message that holds this tensor goes as a payload."""
 
     @abstractmethod
     def send(self, buffer: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from pipeline.data.pytrees import Skeleton, Slot
+from pipeline.data.pytrees import Skeleton, TensorPosition
 from pipeline.transports.plain import Json, decode_plain, encode_plain, qualified, write_float
 
 _LEAF = "*"
@@ -40,7 +40,9 @@ def encode(skeleton: Skeleton | None) -> Json:
     """
     if skeleton is None:
         return None
-    leaves = [{"slot": leaf.place} if isinstance(leaf, Slot) else encode_plain(leaf) for leaf in skeleton.leaves]
+    leaves = [
+        {"slot": leaf.place} if isinstance(leaf, TensorPosition) else encode_plain(leaf) for leaf in skeleton.leaves
+    ]
     return {"spec": _encode_spec(skeleton.spec), "leaves": leaves}
 
 
@@ -52,7 +54,7 @@ def decode(written: Json) -> Skeleton | None:
     """
     if written is None:
         return None
-    leaves = [Slot(leaf["slot"]) if _is(leaf, "slot") else decode_plain(leaf) for leaf in written["leaves"]]
+    leaves = [TensorPosition(leaf["slot"]) if _is(leaf, "slot") else decode_plain(leaf) for leaf in written["leaves"]]
     return Skeleton(_decode_spec(written["spec"]), tuple(leaves))
 
 

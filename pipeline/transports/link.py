@@ -1,16 +1,16 @@
-"""How does a letter get over a channel, when its receiver must know before how long it is?
+"""How does a message get over a channel, when its receiver must know before how long it is?
 
-    Sender.send("2F0", letter) --[header | tensors]-->  Receiver.receive("2F0")
+    Sender.send("2F0", message) --[header | tensors]-->  Receiver.receive("2F0")
                   as predicted     buffers as long as predicted are posted ahead
 
-Both ends remember for each message of a series what it was like the last time it was sent. The letter that looks like
+Both ends remember for each message of a series what it was like the last time it was sent. The message that looks like
 that, as nearly every one does, goes as one buffer: a header of 64 bytes and its tensors. Any other one is announced:
 
     as predicted           stream        [header | tensors]
     in its tensors only    stream        [header | tensors]
-                           extra stream  [what the letter is like, as JSON]
+                           extra stream  [what the message is like, as JSON]
     not even in these      stream        [header | nothing, as long as predicted]
-                           extra stream  [what the letter is like, as JSON | gap | tensors]
+                           extra stream  [what the message is like, as JSON | gap | tensors]
 
     Where the channel has payloads, tensors that are on the device go there instead, in each of the three cases:
                            payloads      [tensors]
@@ -18,7 +18,7 @@ that, as nearly every one does, goes as one buffer: a header of 64 bytes and its
 so a posted buffer always has the size of what is sent into it, and both ends know from then on. The header says which
 message of which call it begins; one that is not what was expected is an error at once, never taken for another.
 
-A letter with a tensor on the device of the payloads goes there whole: its tensors on the host would be moved to the
+A message with a tensor on the device of the payloads goes there whole: its tensors on the host would be moved to the
 receiver's device anyway. One that is all on the host, or has no bytes, goes as where there are no payloads.
 
 Terms: a phase = the messages that one begin() announces; series = the name of phases that are alike; slot = the name
@@ -35,18 +35,18 @@ import torch
 from torch import Tensor
 
 from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing
-from pipeline.transports.message import Form, Letter, describe
+from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import ALIGNMENT, Packing
-from pipeline.transports.spec_cache import ANNOUNCED, ANNOUNCED_IN_PART, HEADER, Course, Courses
+from pipeline.transports.spec_cache import ANNOUNCED, ANNOUNCED_IN_PART, HEADER, MessageSeries, SpecCache
 from pipeline.transports.tensor_spec import settle
 
-__all__ = ["Letter", "Receiver", "Sender"]
+__all__ = ["Receiver", "Sender"]
 
 _HOST = torch.device("cpu")
 
 
 class Sender:
-    """The end of a channel where letters are sent.
+    """The end of a channel where messages are sent.
 
     Args:
         outgoing: the channel. Nobody else sends on it.
@@ -57,8 +57,8 @@ class Sender:
         self._outgoing = outgoing
         self._payloads = outgoing.payloads
         self._what = what
-        self._courses = Courses(what)
-        self._course: Course | None = None
+        self._courses = SpecCache(what)
+        self._course: MessageSeries | None = None
         self._sent: list[tuple[Handle, ...]] = []
         self._sizes: list[int] = []
         self._reaped = 0
@@ -83,12 +83,12 @@ class Sender:
         self._course = self._courses.begin(series, slots)
         self._sent, self._sizes, self._reaped = [], [], 0
 
-    def send(self, slot: str, letter: Letter) -> None:
-        """Send the next message. Never blocks; nothing of the letter is kept, only a packed copy.
+    def send(self, slot: str, letter: Message) -> None:
+        """Send the next message. Never blocks; nothing of the message is kept, only a packed copy.
 
         Raises:
             RuntimeError: it is not the turn of this message.
-            TypeError: the letter holds something that cannot be sent.
+            TypeError: the message holds something that cannot be sent.
             ChannelError: the channel is dead.
         """
         course = self._course
@@ -145,8 +145,8 @@ class Sender:
         self.reap(len(self._sent))
         self._course = None
 
-    def _announce(self, course: Course, place: int, letter: Letter, fits: bool) -> None:
-        """Send a letter that is not as predicted, and predict the next one by it.
+    def _announce(self, course: MessageSeries, place: int, letter: Message, fits: bool) -> None:
+        """Send a message that is not as predicted, and predict the next one by it.
 
         Args:
             fits: its tensors are as predicted.
@@ -154,7 +154,7 @@ class Sender:
         expected, packing = course.predicted(place), Packing.of(letter.tensors)
         apart = self._goes_apart(packing, letter.tensors)
         text = describe(letter, packing, f"{course.slots[place]} from {self._what}", apart)
-        form = Form.read(text)  # as the receiver reads it
+        form = MessageSpec.read(text)  # as the receiver reads it
         if fits:
             extra = _tensor_of(text)
             header = _header(course.header(place, ANNOUNCED_IN_PART, len(text), len(text)))
@@ -174,7 +174,7 @@ class Sender:
             return False
         return any([tensor is not None and payloads.takes(tensor) for tensor in tensors])
 
-    def _packed(self, form: Form, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _packed(self, form: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         """The buffer that goes through the host; what goes as a payload is on its way."""
         if not form.apart or self._payloads is None:
             return form.packing.pack(header, tensors)
@@ -196,7 +196,7 @@ class Sender:
 
 
 class Receiver:
-    """The end of a channel where letters arrive.
+    """The end of a channel where messages arrive.
 
     Args:
         incoming: the channel. Nobody else receives on it.
@@ -214,8 +214,8 @@ class Receiver:
         self._what = what
         self._window = window
         self._device = device or _HOST
-        self._courses = Courses(what)
-        self._course: Course | None = None
+        self._courses = SpecCache(what)
+        self._course: MessageSeries | None = None
         self._posted: deque[tuple[Tensor, Handle]] = deque()
         self._arrived: dict[int, _Arrival] = {}
         self._position = 0
@@ -237,7 +237,7 @@ class Receiver:
         self._position = 0
         self._post_ahead(self._course)
 
-    def receive(self, slot: str) -> Letter:
+    def receive(self, slot: str) -> Message:
         """Wait for a message. Those before it are received too, and kept until they are asked for.
 
         Raises:
@@ -252,9 +252,9 @@ class Receiver:
             self._receive_next(course)
         form, buffer, start, payload = self._arrived.pop(place)
         if payload is None:
-            return form.letter(form.packing.unpack(buffer, start, self._device))
+            return form.message(form.packing.unpack(buffer, start, self._device))
         buffer = payload.take()
-        return form.letter(form.packing.unpack(buffer, 0, buffer.device))
+        return form.message(form.packing.unpack(buffer, 0, buffer.device))
 
     def finish(self) -> None:
         """End the phase.
@@ -274,13 +274,13 @@ class Receiver:
             )
         self._course = None
 
-    def _post_ahead(self, course: Course) -> None:
+    def _post_ahead(self, course: MessageSeries) -> None:
         while len(self._posted) < self._window and self._position + len(self._posted) < len(course.slots):
             form = course.predicted(self._position + len(self._posted))
             buffer = self._buffer(HEADER.size + form.beside_header)
             self._posted.append((buffer, self._incoming.post(buffer)))
 
-    def _receive_next(self, course: Course) -> None:
+    def _receive_next(self, course: MessageSeries) -> None:
         """Wait for the message at `position`, and know what is in it."""
         self._post_ahead(course)  # now, when this rank would wait anyway, not when it has just got what it waited for
         buffer, handle = self._posted.popleft()
@@ -297,12 +297,12 @@ class Receiver:
         self._position += 1
 
     def _receive_announced(
-        self, course: Course, place: int, buffer: Tensor, how: int, length: int, nbytes: int
+        self, course: MessageSeries, place: int, buffer: Tensor, how: int, length: int, nbytes: int
     ) -> _Arrival:
         extra = self._buffer(nbytes)
         self._incoming.post(extra, extra=True).wait()
         try:
-            form = Form.read(bytes(_memory_of(extra[:length])))
+            form = MessageSpec.read(bytes(_memory_of(extra[:length])))
         except LookupError as error:
             raise RuntimeError(f"{course.slots[place]} from {self._what} cannot be read: {error.args[0]}") from error
         course.learn(place, form)
@@ -310,7 +310,7 @@ class Receiver:
             return self._arrival(form, buffer, HEADER.size)
         return self._arrival(form, extra, length + -length % ALIGNMENT)
 
-    def _arrival(self, form: Form, buffer: Tensor, start: int) -> _Arrival:
+    def _arrival(self, form: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
         """A message whose header has come: only now is it known that a payload will, and how long it is."""
         if not form.apart:
             return _Arrival(form, buffer, start, None)
@@ -335,7 +335,7 @@ class Receiver:
 class _Arrival(NamedTuple):
     """A message that has been received: what it is like, where its tensors begin in which buffer, or their payload."""
 
-    form: Form
+    form: MessageSpec
     buffer: Tensor
     start: int
     payload: Expected | None
@@ -353,6 +353,6 @@ def _memory_of(buffer: Tensor) -> Any:
     return buffer.numpy()
 
 
-def _check_finished(course: Course | None, what: str) -> None:
+def _check_finished(course: MessageSeries | None, what: str) -> None:
     if course is not None:
         raise RuntimeError(f"{what}: {course.series!r} has not been finished, and another phase begins.")

@@ -1,8 +1,8 @@
-"""What is a letter, and what is it like, the numbers in its tensors aside?
+"""What is a message, and what is it like, the numbers in its tensors aside?
 
-    Letter --describe--> JSON text, over the channel --Form.read--> Form --letter(tensors)--> Letter
+    Message --describe--> JSON text, over the channel --MessageSpec.read--> Form --message(tensors)--> Message
 
-Both ends of a link keep the form of the last letter and predict the next one by it.
+Both ends of a link keep the form of the last message and predict the next one by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.transports.packing import Packing
 from pipeline.transports.plain import decode_plain, encode_plain
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """What one message holds.
 
     Attributes:
@@ -34,8 +34,8 @@ class Letter(NamedTuple):
     memory: tuple[object, ...] = ()
 
 
-class Form(NamedTuple):
-    """What a letter is like.
+class MessageSpec(NamedTuple):
+    """What a message is like.
 
     Nothing in it is anybody else's, so that nobody can change what both ends remember.
 
@@ -56,7 +56,7 @@ class Form(NamedTuple):
         return 0 if self.apart else self.packing.nbytes
 
     @classmethod
-    def read(cls, text: bytes) -> Form:
+    def read(cls, text: bytes) -> MessageSpec:
         """What `describe` has written.
 
         Raises:
@@ -66,27 +66,27 @@ class Form(NamedTuple):
         packing, needs_grad, memory, apart = decode_plain(plain)
         return cls(Packing.from_plain(packing), decode(skeleton), needs_grad, memory, skeleton, apart)
 
-    def says(self, letter: Letter) -> bool:
-        """Whether a letter is like this, its tensors aside."""
+    def says(self, message: Message) -> bool:
+        """Whether a message is like this, its tensors aside."""
         return (
-            self.needs_grad == letter.needs_grad
-            and self.memory == letter.memory
-            and same_skeleton(self.skeleton, letter.skeleton)
+            self.needs_grad == message.needs_grad
+            and self.memory == message.memory
+            and same_skeleton(self.skeleton, message.skeleton)
         )
 
-    def letter(self, tensors: tuple[Tensor | None, ...]) -> Letter:
-        """A letter like this; what its reader may write in is its own."""
+    def message(self, tensors: tuple[Tensor | None, ...]) -> Message:
+        """A message like this; what its reader may write in is its own."""
         skeleton = self.skeleton
         if skeleton is not None and not may_be_shared(skeleton.spec):
             skeleton = decode(self.written_skeleton)
-        return Letter(tensors, skeleton, self.needs_grad, self.memory)
+        return Message(tensors, skeleton, self.needs_grad, self.memory)
 
 
-NOTHING = Form(Packing(()), None, (), (), None)
+NOTHING = MessageSpec(Packing(()), None, (), (), None)
 
 
-def describe(letter: Letter, packing: Packing, what: str, apart: bool = False) -> bytes:
-    """What a letter is like, as text.
+def describe(message: Message, packing: Packing, what: str, apart: bool = False) -> bytes:
+    """What a message is like, as text.
 
     Args:
         packing: of its tensors.
@@ -97,7 +97,7 @@ def describe(letter: Letter, packing: Packing, what: str, apart: bool = False) -
         TypeError: its structure cannot be written. It says what, and what to do.
     """
     try:
-        skeleton = encode(letter.skeleton)
+        skeleton = encode(message.skeleton)
     except TypeError as error:
         raise TypeError(f"{what} holds {error}") from None
-    return json.dumps([skeleton, encode_plain([packing.plain(), letter.needs_grad, letter.memory, apart])]).encode()
+    return json.dumps([skeleton, encode_plain([packing.plain(), message.needs_grad, message.memory, apart])]).encode()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.transports.tensor_spec import (
-    Kind,
     Strided,
+    TensorSpec,
     built,
     fits,
     from_plain,
@@ -53,7 +53,7 @@ class Packing:
 
     __slots__ = ("kinds", "nbytes", "_gaps", "_spans")
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[TensorSpec]) -> None:
         self.kinds = tuple(kinds)
         self._spans: list[tuple[Strided, int, int]] = []  # each part: what it is, how many numbers, where it begins
         self._gaps: list[Tensor | None] = []  # what lies before it

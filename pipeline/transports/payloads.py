@@ -1,4 +1,4 @@
-"""How do the tensors of a letter get from device to device, beside its header?
+"""How do the tensors of a message get from device to device, beside its header?
 
     rank 0                                                        rank 1
     Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> Expected
@@ -56,7 +56,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a letter that holds this tensor goes as a payload."""
+        """Whether a message that holds this tensor goes as a payload."""
 
     @abstractmethod
     def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:

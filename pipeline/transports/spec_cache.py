@@ -1,6 +1,6 @@
 """Which message is the next, what will it be like, and is what came that one?
 
-    begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the letter of each was like the last time
+    begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the message of each was like the last time
 
     header, 64 bytes: magic | call | place | digest of series and slots | bytes of tensors as predicted
                       | how it comes | if announced: bytes of the description | bytes on the extra stream
@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from pipeline.transports.message import NOTHING, Form
+from pipeline.transports.message import NOTHING, MessageSpec
 
 SERIES_REMEMBERED = 64
 HEADER = struct.Struct("<8q")
@@ -27,7 +27,7 @@ AS_PREDICTED, ANNOUNCED, ANNOUNCED_IN_PART = range(3)  # in part: only what is n
 _MAGIC = 0x6B636F74736E6550  # "Penstock"
 
 
-class Course:
+class MessageSeries:
     """The messages of a phase, in order, and what each was like the last time."""
 
     def __init__(self, series: str, slots: tuple[str, ...], what: str) -> None:
@@ -41,11 +41,11 @@ class Course:
         self._last = [NOTHING] * len(slots)
         self._predicted = [NOTHING] * len(slots)
 
-    def predicted(self, place: int) -> Form:
-        """What the next letter of this place will be like."""
+    def predicted(self, place: int) -> MessageSpec:
+        """What the next message of this place will be like."""
         return self._predicted[place]
 
-    def learn(self, place: int, form: Form) -> None:
+    def learn(self, place: int, form: MessageSpec) -> None:
         """What this one was like that had to be announced."""
         last = self._last[place]
         is_steady = last is NOTHING or last.packing.kinds == form.packing.kinds
@@ -62,17 +62,17 @@ class Course:
         return _MAGIC, self.call, place, self.digest, self._predicted[place].packing.nbytes, how, length, nbytes
 
 
-class Courses:
+class SpecCache:
     """The phases that an end remembers. Both ends begin the same ones in one order, so both forget the same."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._calls = 0
-        self._known: OrderedDict[tuple[str, tuple[str, ...]], Course] = OrderedDict()
+        self._known: OrderedDict[tuple[str, tuple[str, ...]], MessageSeries] = OrderedDict()
 
-    def begin(self, series: str, slots: Sequence[str]) -> Course:
+    def begin(self, series: str, slots: Sequence[str]) -> MessageSeries:
         key = (series, tuple(slots))
-        course = self._known.pop(key, None) or Course(*key, self._what)
+        course = self._known.pop(key, None) or MessageSeries(*key, self._what)
         self._known[key] = course
         if len(self._known) > SERIES_REMEMBERED:
             self._known.popitem(last=False)
@@ -80,7 +80,7 @@ class Courses:
         course.call = self._calls
         return course
 
-    def mistaken(self, course: Course, place: int, header: tuple[int, ...]) -> str:
+    def mistaken(self, course: MessageSeries, place: int, header: tuple[int, ...]) -> str:
         """How an error says that another message has come than was expected."""
         expected = f"message {place} ({course.slots[place]}) of {course.series!r} in call {course.call}"
         magic, call, came, digest, predicted, *_ = header

@@ -44,7 +44,7 @@ class Sparse(NamedTuple):
     parts: tuple[Strided, ...]
 
 
-Kind: TypeAlias = Strided | Sparse | None
+TensorSpec: TypeAlias = Strided | Sparse | None
 
 
 def settle(tensors: Sequence[Tensor | None], what: str) -> tuple[Tensor | None, ...]:
@@ -59,7 +59,7 @@ def settle(tensors: Sequence[Tensor | None], what: str) -> tuple[Tensor | None, 
     return tuple([None if tensor is None else _settled(tensor, what) for tensor in tensors])
 
 
-def fits(tensor: Tensor | None, kind: Kind) -> bool:
+def fits(tensor: Tensor | None, kind: TensorSpec) -> bool:
     """Whether a tensor looks like that and can be sent as it is. This is asked for every tensor of every message."""
     if tensor is None or kind is None:
         return tensor is None and kind is None
@@ -87,7 +87,7 @@ def kind_of(tensor: Tensor) -> Strided | Sparse:
     return Sparse(tensor.layout, tuple(tensor.shape), coalesced, parts)
 
 
-def parts_of(kind: Kind) -> tuple[Strided, ...]:
+def parts_of(kind: TensorSpec) -> tuple[Strided, ...]:
     """What the tensors in memory look like of which it is made."""
     if kind is None:
         return ()

@@ -24,7 +24,8 @@ from torch import Tensor
 from pipeline.data.pytrees import flatten, same_values, storage_of
 from pipeline.transports.channel import ChannelError, Expected, Handle, PayloadsIn, PayloadsOut
 from pipeline.transports.in_process import MakePair, Pair, apart_pair, local_pair, rendezvous_pair
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
 from pipeline.transports.tensor_spec import settle
 
@@ -169,32 +170,32 @@ def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
 
 
 def _letters_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
-    letters = [Letter((tensor,)) for tensor in _tensors()] + [Letter(tuple(_tensors()))]
+    letters = [Message((tensor,)) for tensor in _tensors()] + [Message(tuple(_tensors()))]
     _exchange(pair, [letters, letters])
 
 
 def _letters_without_tensors_arrive(pair: Pair) -> None:
     structures = [flatten(value, "it") for value in ((), [None, 1, "a"], {"a": float("inf"), "b": ()})]
-    letters = [Letter(tree.tensors, tree.skeleton) for tree in structures] + [Letter(()), Letter((None, None))]
+    letters = [Message(tree.tensors, tree.skeleton) for tree in structures] + [Message(()), Message((None, None))]
     _exchange(pair, [letters, letters[::-1], letters])
 
 
 def _shapes_may_change_from_phase_to_phase_and_within_one(pair: Pair) -> None:
     numbers = random.Random(0)
     sizes = [[numbers.choice([0, 1, 3, 3, 3, 100]) for _ in range(8)] for _ in range(12)]
-    _exchange(pair, [[Letter((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
+    _exchange(pair, [[Message((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
 
 
 def _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) -> None:
-    small, large = Letter((torch.randn(3),)), Letter((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
+    small, large = Message((torch.randn(3),)), Message((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
     _exchange(pair, [[small, large, small], [large, small, large], [large, small, large]])
 
 
 def _letters_may_be_asked_for_in_another_order(pair: Pair) -> None:
-    _ask_in_another_order(pair, [Letter((torch.full((place + 1,), place),)) for place in range(8)], 2)
+    _ask_in_another_order(pair, [Message((torch.full((place + 1,), place),)) for place in range(8)], 2)
 
 
-def _ask_in_another_order(pair: Pair, letters: Sequence[Letter], times: int) -> None:
+def _ask_in_another_order(pair: Pair, letters: Sequence[Message], times: int) -> None:
     slots = [str(place) for place in range(8)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
     for _ in range(times):
@@ -209,7 +210,7 @@ def _ask_in_another_order(pair: Pair, letters: Sequence[Letter], times: int) -> 
 
 
 def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
-    letters = [Letter((torch.full((7,), place),)) for place in range(60)]
+    letters = [Message((torch.full((7,), place),)) for place in range(60)]
     slots = [str(place) for place in range(60)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
 
@@ -300,18 +301,18 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: P
 
 def _letters_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
-    letters = [Letter((tensor,)) for tensor in tensors] + [Letter(tuple(tensors)), Letter((tensors[0], None))]
+    letters = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
     _exchange(pair, [letters, letters])
 
 
 def _letters_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     there, here, none = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
-    letters = [Letter(each) for each in ((there,), (there, here), (here, there, none), (here,), (none,), (here, none))]
+    letters = [Message(each) for each in ((there,), (there, here), (here, there, none), (here,), (none,), (here, none))]
     _exchange(pair, [letters, letters, letters[::-1], [letters[0], letters[3]] * 3, [letters[3], letters[0]] * 3])
 
 
 def _letters_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
-    letters = [Letter((torch.full((place + 1,), place + 0.5).to(out.device),)) for place in range(8)]
+    letters = [Message((torch.full((place + 1,), place + 0.5).to(out.device),)) for place in range(8)]
     _ask_in_another_order(pair, letters, 3)
 
 
@@ -406,8 +407,8 @@ def _tensors() -> list[Tensor]:
     ]
 
 
-def _exchange(pair: Pair, phases: list[list[Letter]]) -> None:
-    """Send letters phase by phase, each as soon as may be, and see that the same ones come."""
+def _exchange(pair: Pair, phases: list[list[Message]]) -> None:
+    """Send messages phase by phase, each as soon as may be, and see that the same ones come."""
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b", window=2)
     for letters in phases:
         slots = [str(place) for place in range(len(letters))]
@@ -427,7 +428,7 @@ def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other), f"buffer {place} of {len(expected)} is not what was sent"
 
 
-def _assert_equal(found: Letter, expected: Letter) -> None:
+def _assert_equal(found: Message, expected: Message) -> None:
     assert len(found.tensors) == len(expected.tensors), f"{len(found.tensors)} tensors came of {len(expected.tensors)}"
     for one, other in zip(found.tensors, expected.tensors, strict=True):
         assert (one is None) == (other is None), "None was taken for a tensor, or a tensor for None"

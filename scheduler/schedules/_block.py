@@ -23,7 +23,7 @@ from typing import NamedTuple
 from scheduler.action import Action, Kind
 from scheduler.placement import Placement
 
-__all__ = ["PERIOD", "Block", "Slot", "length_of", "pattern"]
+__all__ = ["PERIOD", "Block", "BlockSlot", "length_of", "pattern"]
 
 PERIOD = 6
 
@@ -43,7 +43,7 @@ class Block:
     backward: Kind = Kind.I
 
 
-class Slot(NamedTuple):
+class BlockSlot(NamedTuple):
     """`action` of chunk 0 runs in slot `start`, after the action at `after` in the list; the first one after none."""
 
     start: int
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
     action: Action
 
 
-def pattern(block: Block, lanes: int) -> list[Slot]:
+def pattern(block: Block, lanes: int) -> list[BlockSlot]:
     """The slots of chunk 0 along its way, then those of its W.
 
     An action that would meet another one modulo six starts as soon as it does not; W take the slots that are left.
@@ -61,13 +61,13 @@ def pattern(block: Block, lanes: int) -> list[Slot]:
     """
     lane_of = Placement.vee(lanes).lane_of
     free = [set(range(PERIOD)) for _ in range(lanes)]
-    way: list[Slot] = []
+    way: list[BlockSlot] = []
     for gap, action in zip(_gaps(block, lanes), _way(block, 2 * lanes)):
         after = max(len(way) - 1, 0)
         start = gap + (way[after].start if way else 0)
-        way.append(Slot(_take(free[lane_of[action.stage]], start, action), after, action))
+        way.append(BlockSlot(_take(free[lane_of[action.stage]], start, action), after, action))
     weights = [
-        Slot(_take(free[lane_of[action.stage]], start + 1, action), after, action._replace(kind=Kind.W))
+        BlockSlot(_take(free[lane_of[action.stage]], start + 1, action), after, action._replace(kind=Kind.W))
         for after, (start, _, action) in enumerate(way) if action.kind is Kind.I
     ]
     return way + weights

@@ -23,7 +23,7 @@ from bisect import insort
 from scheduler.action import Action, Kind
 from scheduler.placement import Placement
 from scheduler.schedule import Order, Schedule
-from scheduler.schedules._block import PERIOD, Block, Slot, length_of, pattern
+from scheduler.schedules._block import PERIOD, Block, BlockSlot, length_of, pattern
 
 __all__ = ["vee"]
 
@@ -103,7 +103,7 @@ class _Lane:
         return tuple(action for _, action in sorted(self._placed))
 
 
-def _in_time(slots: list[Slot], chunks: int) -> list[tuple[int, int, int]]:
+def _in_time(slots: list[BlockSlot], chunks: int) -> list[tuple[int, int, int]]:
     """(start, place in the list of slots, chunk) of all actions of the pattern."""
     return sorted((slot.start + PERIOD * chunk, at, chunk) for at, slot in enumerate(slots) for chunk in range(chunks))
 

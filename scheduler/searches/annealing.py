@@ -15,15 +15,21 @@ from collections.abc import Callable
 from math import inf, log
 from random import Random
 
-from scheduler.searches.course import Course
-from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.incremental_timing import IncrementalTiming
+from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["anneal"]
 
 
 def anneal(
-    problem: Problem, plan: Plan, work: float, seed: int, enough: float = -inf, hot: float = 0.3, cold: float = 0.01
-) -> Plan:
+    problem: Problem,
+    plan: LaneOrders,
+    work: float,
+    seed: int,
+    enough: float = -inf,
+    hot: float = 0.3,
+    cold: float = 0.01,
+) -> LaneOrders:
     """Searches around a plan.
 
     Args:
@@ -38,7 +44,7 @@ def anneal(
     Returns:
         The best plan that was met: at least as good as `plan`.
     """
-    course, random = Course(problem, plan), Random(seed).random
+    course, random = IncrementalTiming(problem, plan), Random(seed).random
     flippable = [pair for pair in range(problem.pairs) if problem.is_dearer_split(pair)]
     mean = sum(course.times.duration) / problem.count
     best, lowest, left = course.plan(), course.value, work
@@ -54,7 +60,7 @@ def anneal(
     return best
 
 
-def _shift(course: Course, random: Callable[[], float], allowed: float) -> float:
+def _shift(course: IncrementalTiming, random: Callable[[], float], allowed: float) -> float:
     """Moves a random action past a few others if the value stays within what is allowed; says how much work it was."""
     problem = course.problem
     action = int(random() * problem.count)
@@ -79,7 +85,7 @@ def _shift(course: Course, random: Callable[[], float], allowed: float) -> float
     return _ESTIMATED + problem.count
 
 
-def _flip(course: Course, pair: int, allowed: float) -> float:
+def _flip(course: IncrementalTiming, pair: int, allowed: float) -> float:
     """Joins or splits a backward if the value stays within what is allowed; says how much work it was."""
     if not course.flip(pair):
         return _LOOKED

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from scheduler.searches.precedence import Graph, graph_of, heads, mirror, mirrored
+from scheduler.searches.precedence import PrecedenceGraph, graph_of, heads, mirror, mirrored
 from scheduler.searches.problem import Problem
 
 __all__ = ["LowerBound"]
@@ -34,7 +34,7 @@ class LowerBound:
         passes: how often heads and tails may be worked out for proofs, all of them together
 
     >>> from scheduler import Costs, Placement
-    >>> from scheduler.searches.posing import pose
+    >>> from scheduler.searches.formulation import pose
     >>> LowerBound(pose(Costs(), Placement.vee(4), chunks=8)).value
     51
     """
@@ -97,7 +97,7 @@ _BILLIONTH = 1e-9
 _THOROUGH = 13000  # actions; beyond, what each needs is looked at, and not what its lane has to run before it
 
 
-def _bounds(problem: Problem, graph: Graph, known: _Bounds | None = None) -> _Bounds:
+def _bounds(problem: Problem, graph: PrecedenceGraph, known: _Bounds | None = None) -> _Bounds:
     """What follows from the graph; infinite where it cannot be."""
     thorough = problem.count <= _THOROUGH
     offsets = [problem.offset[lane] for lane in problem.lane]
@@ -133,7 +133,7 @@ def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
     return longest
 
 
-def _decided(graph: Graph, bounds: _Bounds, limit: float) -> dict[tuple[int, int], int]:
+def _decided(graph: PrecedenceGraph, bounds: _Bounds, limit: float) -> dict[tuple[int, int], int]:
     """For an action and another chain of its lane, the last of that chain that has to run before the action."""
     decided: dict[tuple[int, int], int] = {}
     head, tail, duration, chunks = bounds.head, bounds.tail, graph.duration, graph.chunks

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from scheduler.searches.posing import alone
-from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.formulation import alone
+from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["dispatch"]
 
 
-def dispatch(problem: Problem, forward_first: bool = False, patient: bool = False) -> Plan:
+def dispatch(problem: Problem, forward_first: bool = False, patient: bool = False) -> LaneOrders:
     """Takes what is there, in the order of time.
 
     Args:
@@ -46,7 +46,7 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
         receiver = problem.receiver[action]
         if receiver < problem.count:
             heappush(events, (lane.free + problem.arrival[action], problem.lane[receiver]))
-    return Plan([lane.order for lane in lanes])
+    return LaneOrders([lane.order for lane in lanes])
 
 
 class _Lane:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import floor, inf
 
-from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["filled", "turns", "warmups", "without_weights"]
 
@@ -48,12 +48,12 @@ def turns(problem: Problem, counts: Sequence[int]) -> Orders:
     return orders
 
 
-def without_weights(problem: Problem, plan: Plan) -> Orders:
+def without_weights(problem: Problem, plan: LaneOrders) -> Orders:
     """The F and I of a plan."""
     return [[action for action in order if action < 2 * problem.pairs] for order in plan.orders]
 
 
-def filled(problem: Problem, orders: Orders, eager: bool = False) -> Plan | None:
+def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders | None:
     """A plan with these F and I in this order.
 
     Args:
@@ -94,7 +94,7 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> Plan | None
         look_ahead(at)
         if action in sleepers:
             look_ahead(sleepers.pop(action))
-    return None if sleepers else Plan([[*lane.order, *lane.weights] for lane in lanes])
+    return None if sleepers else LaneOrders([[*lane.order, *lane.weights] for lane in lanes])
 
 
 class _Lane:

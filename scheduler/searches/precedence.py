@@ -23,14 +23,14 @@ import numpy
 
 from scheduler.searches.problem import Problem
 
-__all__ = ["Graph", "graph_of", "heads", "mirror", "mirrored"]
+__all__ = ["PrecedenceGraph", "graph_of", "heads", "mirror", "mirrored"]
 
 Value = TypeVar("Value")
 Needs = list[list[tuple[int, float]]]
 Choices = dict[int, list[dict[int, int]]]
 
 
-class Graph(NamedTuple):
+class PrecedenceGraph(NamedTuple):
     """Actions that wait for each other.
 
     Args:
@@ -50,7 +50,7 @@ class Graph(NamedTuple):
     choices: Choices
 
 
-def graph_of(problem: Problem) -> Graph:
+def graph_of(problem: Problem) -> PrecedenceGraph:
     """What every plan for this problem has to respect."""
     needs: Needs = [[(need, 0.0) for need in near] for near in problem.near]
     for action in range(problem.count):
@@ -68,10 +68,10 @@ def graph_of(problem: Problem) -> Graph:
             if len(run) > 1:
                 choices[forward] = [dict(zip(chains, counts)) for counts in run]
     of_lanes = [[actions[0] // problem.chunks for actions in problem.chains(lane)] for lane in range(problem.lanes)]
-    return Graph(problem.chunks, of_lanes, problem.lane, _least(problem), needs, choices)
+    return PrecedenceGraph(problem.chunks, of_lanes, problem.lane, _least(problem), needs, choices)
 
 
-def mirrored(graph: Graph) -> Graph:
+def mirrored(graph: PrecedenceGraph) -> PrecedenceGraph:
     """The same in reversed time; chunks are numbered from the last, so that chains ascend again."""
     numbers = mirror(graph, range(len(graph.needs)))
     needs: Needs = [[] for _ in graph.needs]
@@ -81,13 +81,13 @@ def mirrored(graph: Graph) -> Graph:
     return graph._replace(needs=needs, duration=mirror(graph, graph.duration), choices={})
 
 
-def mirror(graph: Graph, values: Sequence[Value]) -> list[Value]:
+def mirror(graph: PrecedenceGraph, values: Sequence[Value]) -> list[Value]:
     """What is said of actions, if chunks are numbered from the last."""
     starts = range(0, len(values), graph.chunks)
     return [value for start in starts for value in reversed(values[start:start + graph.chunks])]
 
 
-def heads(graph: Graph, earliest: Sequence[float], thorough: bool = True) -> list[float] | None:
+def heads(graph: PrecedenceGraph, earliest: Sequence[float], thorough: bool = True) -> list[float] | None:
     """How early each action can start.
 
     Args:
@@ -119,7 +119,7 @@ def heads(graph: Graph, earliest: Sequence[float], thorough: bool = True) -> lis
     return head
 
 
-def _all_run(graph: Graph, action: int, count: list[int], head: Sequence[float], known: float) -> float:
+def _all_run(graph: PrecedenceGraph, action: int, count: list[int], head: Sequence[float], known: float) -> float:
     """When the lane can have run all that it must run before an action: so many of each chain, and one of the choices
     that it has."""
     chains = graph.chains[graph.lane[action]]
@@ -134,7 +134,7 @@ def _all_run(graph: Graph, action: int, count: list[int], head: Sequence[float],
     return max(known, soonest) if soonest < inf else known
 
 
-def _one_at_a_time(graph: Graph, runs: Iterable[tuple[int, int]], head: Sequence[float]) -> float:
+def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head: Sequence[float]) -> float:
     """When a lane can have run so many of some chains, each not before its head."""
     actions = chain.from_iterable(range(at * graph.chunks, at * graph.chunks + count) for at, count in runs)
     time = -inf

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from scheduler.action import Action, Kind
-from scheduler.held import Held
+from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 
-__all__ = ["Objective", "Plan", "Problem", "Times"]
+__all__ = ["Objective", "LaneOrders", "Problem", "Times"]
 
 Objective = Literal["flush", "span"]
 
 
-class Plan(NamedTuple):
+class LaneOrders(NamedTuple):
     """The order of each lane, in numbers, and the pairs (stage * chunks + chunk) whose backward is whole."""
 
     orders: list[list[int]]
@@ -132,29 +132,29 @@ class Problem:
             for action in range(pair + self.pairs, self.count, self.pairs):
                 column[action] = source[action]
 
-    def plan(self, schedule: Schedule) -> Plan:
+    def plan(self, schedule: Schedule) -> LaneOrders:
         """The plan of a right schedule. A whole backward stays whole where halves take longer, and is split where not:
         what waits for I does not wait for W then."""
         orders = [list(self._numbers(order)) for order in schedule.orders]
         pairs = {action.stage * self.chunks + action.chunk for order in schedule.orders for action in order}
         joined = {pair for pair in pairs if divmod(pair, self.chunks) not in schedule.split}
-        return Plan(orders, frozenset(filter(self.is_dearer_split, joined)))
+        return LaneOrders(orders, frozenset(filter(self.is_dearer_split, joined)))
 
-    def with_whole(self, plan: Plan) -> Plan:
+    def with_whole(self, plan: LaneOrders) -> LaneOrders:
         """The plan with every W right after its I, and whole where that is cheaper."""
         orders = [list(self._numbers(self._actions(order, frozenset(range(self.pairs))))) for order in plan.orders]
-        return Plan(orders, frozenset(filter(self.is_dearer_split, range(self.pairs))))
+        return LaneOrders(orders, frozenset(filter(self.is_dearer_split, range(self.pairs))))
 
     def is_dearer_split(self, pair: int) -> bool:
         """Whether a backward takes longer in two halves than whole."""
         return self._backward(self.together, pair) < self._backward(self.split, pair)
 
-    def schedule(self, plan: Plan, name: str) -> Schedule:
+    def schedule(self, plan: LaneOrders, name: str) -> Schedule:
         """The schedule of a plan."""
         orders = tuple(tuple(self._actions(order, plan.whole)) for order in plan.orders)
         return Schedule(name, self.placement, self.chunks, orders)
 
-    def allows(self, plan: Plan) -> bool:
+    def allows(self, plan: LaneOrders) -> bool:
         """Whether every lane runs first what an action needs there; then chunks ascend, forwards too."""
         for order in plan.orders:
             done: set[int] = set()
@@ -164,7 +164,7 @@ class Problem:
                 done.add(action)
         return True
 
-    def fits(self, plan: Plan) -> bool:
+    def fits(self, plan: LaneOrders) -> bool:
         """Whether no lane ever holds more than its cap."""
         times = self.times(plan.whole)
         return all(self._peak(order, times) <= cap for order, cap in zip(plan.orders, self.caps))

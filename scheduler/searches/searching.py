@@ -36,11 +36,11 @@ from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
-from scheduler.searches.course import Course
 from scheduler.searches.dispatching import dispatch
 from scheduler.searches.filling import filled, turns, warmups, without_weights
-from scheduler.searches.posing import Memory, pose
-from scheduler.searches.problem import Objective, Plan, Problem
+from scheduler.searches.formulation import Memory, pose
+from scheduler.searches.incremental_timing import IncrementalTiming
+from scheduler.searches.problem import LaneOrders, Objective, Problem
 from scheduler.searches.timing import value_of
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline
@@ -176,7 +176,7 @@ def _named(problem: Problem, costs: Costs) -> Iterator[_Candidate]:
                     yield candidate
 
 
-def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[Plan]:
+def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
     """Plans that fit, to search from."""
     plans = [dispatch(problem, first, patient) for first in (False, True) for patient in (False, True)]
     plans += [plan for one in named if problem.allows(plan := problem.plan(one.schedule))]  # forwards may not ascend
@@ -189,7 +189,7 @@ def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[Plan]:
     yield from (filling for filling in fillings if filling is not None)
 
 
-def _improved(problem: Problem, start: Plan, seed: int, effort: float) -> tuple[Plan, float]:
+def _improved(problem: Problem, start: LaneOrders, seed: int, effort: float) -> tuple[LaneOrders, float]:
     """A plan that is as short or shorter, with halves joined where that costs nothing; and a lower bound."""
     best, lowest = start, value_of(problem, start)
     bound = LowerBound(problem, int(_PASSES * effort / problem.count))
@@ -204,7 +204,7 @@ def _improved(problem: Problem, start: Plan, seed: int, effort: float) -> tuple[
             break
     bound.prove(lowest, halvings=_HALVINGS)
     assert bound.value <= lowest * (1 + _ROUNDING)  # nobody beats a bound
-    return best._replace(whole=best.whole | Course(problem, best).joinable()), bound.value
+    return best._replace(whole=best.whole | IncrementalTiming(problem, best).joinable()), bound.value
 
 
 _WORK = 3e7  # some seconds

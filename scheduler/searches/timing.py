@@ -9,12 +9,12 @@ there are only numbers and every plan is for the same problem.
 from collections.abc import Sequence
 from math import inf
 
-from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.problem import LaneOrders, Problem
 
 __all__ = ["run", "value", "value_of"]
 
 
-def value_of(problem: Problem, plan: Plan) -> float:
+def value_of(problem: Problem, plan: LaneOrders) -> float:
     """What is to be small; infinite where a lane waits for ever."""
     order, end = run(problem, plan.orders, problem.times(plan.whole).duration)
     return value(problem, plan.orders, end) if len(order) == problem.count else inf

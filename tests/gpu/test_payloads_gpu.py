@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.transports.distributed import Channels
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
 from pipeline.transports.testing import Pair, check_transport
 
@@ -133,7 +134,7 @@ def test_streams_wait_for_each_other_and_the_host_for_none(late: str) -> None:
                             with torch.cuda.device(device):
                                 torch.cuda._sleep(CYCLES)
                     mine = sent + (10 * phase + place)
-                    sender.send(slot, Letter((mine, mine[:3].clone())))
+                    sender.send(slot, Message((mine, mine[:3].clone())))
                     mine.fill_(float("nan"))  # after it was packed
                     del mine
                     found += [tensor.add(1) for tensor in receiver.receive(slot).tensors if tensor is not None]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from pipeline import Pipe
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
-from pipeline.data.pytrees import Grads, Message, Tree
+from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.communicator import Alone
+from pipeline.execution.communicator import LocalCommunicator
 from pipeline.execution.drivers import Driver
 from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.plan import plan_step
@@ -81,11 +81,11 @@ def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
     alone = Mailbox(values, dict.fromkeys(range(2), Place(META)), Local())
     x = torch.ones(3, 2)
     for box in (over_ranks, alone):
-        box.put(CALLER, 0, [Message(Tree((x,), None), (True,))])
+        box.put(CALLER, 0, [Activations(Tree((x,), None), (True,))])
         (message,) = box.take(0, 0)
         assert message.tree.tensors[0].device == META and message.tree.tensors[0].shape == (3, 2)
         made = torch.ones(3, 2, device="meta")
-        box.put(0, 0, [Message(Tree((made,), None), (True,))])
+        box.put(0, 0, [Activations(Tree((made,), None), (True,))])
         assert box.take(1, 0)[0].tree.tensors[0] is made
         assert len(box) == 0
 
@@ -96,7 +96,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
 ) -> None:
     carried: list[Tensor] = []
 
-    def elsewhere(self: Alone, grads: Grads | None) -> Grads:
+    def elsewhere(self: LocalCommunicator, grads: Grads | None) -> Grads:
         assert grads is not None
         return tuple([None if grad is None else grad.to(META) for grad in grads])
 
@@ -107,7 +107,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
         carried.append(tensor)
         return torch.full(tensor.shape, 7.0, device=target.device)
 
-    monkeypatch.setattr(Alone, "share_input_grads", elsewhere)
+    monkeypatch.setattr(LocalCommunicator, "share_input_grads", elsewhere)
     monkeypatch.setattr(Local, "carry", carry)
     x = torch.ones(4, 2, requires_grad=True)
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 
 SOON = timedelta(seconds=60)
 SIZES = (0, 1, 64, 1000, 1 << 20, 3, 64, 200_000)
@@ -103,7 +104,7 @@ def letters(channels, rank, ranks):
         sender.begin("ring", slots)
         receiver.begin("ring", slots)
         for slot in slots:
-            sender.send(slot, Letter((torch.full((size,), rank), torch.ones(())), None, (True, False), (size,)))
+            sender.send(slot, Message((torch.full((size,), rank), torch.ones(())), None, (True, False), (size,)))
         for slot in slots:
             found = receiver.receive(slot)
             good = good and found.tensors[0].tolist() == [source] * size and found.memory == (size,)
@@ -134,7 +135,7 @@ def blocked(channels, rank, ranks):
     for other in range(1, ranks) if rank == 0 else [0]:
         sender = Sender(channels.outgoing(other), "it")
         sender.begin("step", ["2F0"])
-        sender.send("2F0", Letter(()))  # as predicted, so that nothing of it is on the extra stream
+        sender.send("2F0", Message(()))  # as predicted, so that nothing of it is on the extra stream
         waiters.append(Waiter(sender.finish))
         waiters.append(Waiter(channels.incoming(other).post(torch.zeros(8, dtype=torch.uint8), extra=True).wait))
     return waiters

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import StuckError
-from pipeline.data.pytrees import Message, Tree
+from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, Value, Values, chain
 from pipeline.execution.engine import drive_inline, lane, merged_order, needs_of
 from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.plan import plan_forward, plan_step
-from pipeline.execution.trace import Trace
+from pipeline.execution.trace import TraceRecorder
 from pipeline.transports.local import Local
 from scheduler import Action, Kind, Schedule, by_name, draw, requires
 
@@ -219,8 +219,8 @@ def test_a_chain_passes_one_value_from_each_stage_to_the_next(stages: int) -> No
     assert [row.name for row in values.read_by[CALLER]] == ["y"]
 
 
-def message(value: float) -> Message:
-    return Message(Tree((torch.tensor(value),), None), (True,))
+def message(value: float) -> Activations:
+    return Activations(Tree((torch.tensor(value),), None), (True,))
 
 
 def test_a_value_is_put_once_and_taken_once() -> None:
@@ -267,7 +267,7 @@ def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_ea
 
 
 def test_a_trace_begins_at_zero_and_keeps_the_order_of_the_actions() -> None:
-    trace = Trace(lanes=2)
+    trace = TraceRecorder(lanes=2)
     start = perf_counter()
     for action, number in zip(order("0F0 1F0 1B0 0B0"), (0, 1, 1, 0), strict=True):
         trace.record(action, number, start)
@@ -280,4 +280,4 @@ def test_a_trace_begins_at_zero_and_keeps_the_order_of_the_actions() -> None:
 
 
 def test_a_trace_without_actions_is_an_empty_timeline() -> None:
-    assert Trace(lanes=3).timeline.events == () and Trace(lanes=3).timeline.lanes == 3
+    assert TraceRecorder(lanes=3).timeline.events == () and TraceRecorder(lanes=3).timeline.lanes == 3

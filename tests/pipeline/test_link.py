@@ -14,7 +14,8 @@ from tree_strategies import PLAIN, containers, same, tensors
 
 from pipeline.data.pytrees import Tree, flatten
 from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 from pipeline.transports.spec_cache import SERIES_REMEMBERED
 from pipeline.transports.testing import local_pair, rendezvous_pair
 
@@ -60,7 +61,7 @@ def phase(sender, receiver, letters, series="step"):
 def letter_of(value, memory=0):
     tree = flatten(value, "it")
     count = len(tree.tensors)
-    return Letter(tree.tensors, tree.skeleton, (True,) * count, tuple((memory, None, (i,)) for i in range(count)))
+    return Message(tree.tensors, tree.skeleton, (True,) * count, tuple((memory, None, (i,)) for i in range(count)))
 
 
 def value_of(letter):
@@ -135,7 +136,7 @@ def test_nothing_is_predicted_where_shapes_keep_changing(link):
 def test_whatever_else_a_letter_says_is_said_when_it_changes(link, change):
     sender, receiver, _ = link
     tree = flatten([torch.zeros(2, 2), 0.0, None], "it")
-    before = Letter(tree.tensors, tree.skeleton, (True,), ((1, None),))
+    before = Message(tree.tensors, tree.skeleton, (True,), ((1, None),))
     spec, leaves = tree.skeleton
     after = {
         "needs_grad": before._replace(needs_grad=(False,)),
@@ -222,7 +223,7 @@ def test_whoever_waits_for_a_message_has_posted_as_many_receives_as_the_window(w
             receiver.begin("step", slots)
             assert len(posted) == min(window, 4)
             for slot in slots:
-                sender.send(slot, Letter((torch.zeros(2),)))
+                sender.send(slot, Message((torch.zeros(2),)))
                 receiver.receive(slot)
             sender.finish()
             receiver.finish()
@@ -314,8 +315,8 @@ def test_a_send_keeps_a_copy_and_not_the_tensors():
         sender.begin("step", ["a", "b"])
         kept, gone = torch.ones(3), torch.ones(3)
         seen = weakref.ref(gone)
-        sender.send("a", Letter((kept,)))
-        sender.send("b", Letter((gone,)))
+        sender.send("a", Message((kept,)))
+        sender.send("b", Message((gone,)))
         kept.zero_()
         del gone
         gc.collect()
@@ -384,14 +385,14 @@ def refused(function, *args):
 
 def test_messages_are_sent_in_the_order_that_was_announced(link):
     sender, _, counting = link
-    assert refused(sender.send, "2F0", Letter(())) == "rank 0 to rank 1: 2F0 was sent, but no phase has begun."
+    assert refused(sender.send, "2F0", Message(())) == "rank 0 to rank 1: 2F0 was sent, but no phase has begun."
     sender.begin("step", ["2F0", "2F1"])
-    assert refused(sender.send, "2F1", Letter(())) == "rank 0 to rank 1: 2F1 was sent where 2F0 is next in 'step'."
+    assert refused(sender.send, "2F1", Message(())) == "rank 0 to rank 1: 2F1 was sent where 2F0 is next in 'step'."
     assert counting.sent == []
-    sender.send("2F0", Letter(()))
-    assert "where 2F1 is next" in refused(sender.send, "2F0", Letter(()))
-    sender.send("2F1", Letter(()))
-    assert "2F0 was sent, but all messages of 'step' have been sent" in refused(sender.send, "2F0", Letter(()))
+    sender.send("2F0", Message(()))
+    assert "where 2F1 is next" in refused(sender.send, "2F0", Message(()))
+    sender.send("2F1", Message(()))
+    assert "2F0 was sent, but all messages of 'step' have been sent" in refused(sender.send, "2F0", Message(()))
 
 
 def test_a_phase_ends_when_all_has_been_sent_and_asked_for(link):
@@ -401,7 +402,7 @@ def test_a_phase_ends_when_all_has_been_sent_and_asked_for(link):
     sender.begin("step", slots)
     receiver.begin("step", slots)
     for slot in slots[:2]:
-        sender.send(slot, Letter(()))
+        sender.send(slot, Message(()))
     assert refused(sender.finish) == (
         "rank 0 to rank 1: 2 of the 8 messages of 'step' were sent; 2 is the first that was not."
     )
@@ -420,7 +421,7 @@ def test_a_message_is_asked_for_once_and_by_its_name(link):
     assert refused(receiver.receive, "a") == "rank 0 to rank 1: a was asked for, but no phase has begun."
     sender.begin("step", ["a", "b"])
     receiver.begin("step", ["a", "b"])
-    sender.send("a", Letter(()))
+    sender.send("a", Message(()))
     receiver.receive("a")
     assert refused(receiver.receive, "a") == "rank 0 to rank 1: a was asked for twice in 'step'."
     assert refused(receiver.receive, "c") == "rank 0 to rank 1: c was asked for, which is not in 'step' (a, b)."
@@ -435,7 +436,7 @@ def test_two_messages_of_a_phase_have_two_names(link):
 def test_a_letter_that_cannot_be_sent_says_where_it_was_going(link):
     sender, receiver, counting = link
     for letter, words in (
-        (Letter((torch.ones(2, device="meta"),)), "2F0 from rank 0 to rank 1 holds a tensor on meta"),
+        (Message((torch.ones(2, device="meta"),)), "2F0 from rank 0 to rank 1 holds a tensor on meta"),
         (letter_of([Noted(torch.ones(2), [print])]), "2F0 from rank 0 to rank 1 holds a test_link:Noted, which cannot"),
     ):
         with pytest.raises(TypeError, match=words):
@@ -453,7 +454,7 @@ def test_a_class_that_the_receiver_does_not_know_is_named_with_its_message(link,
     assert "2F0 from rank 0 to rank 1 cannot be read: it holds a test_link:Noted" in refused(receiver.receive, "2F0")
 
 
-def mistaken(sent, expected, letter=Letter(()), before=()):
+def mistaken(sent, expected, letter=Message(()), before=()):
     """What the receiver says when its sender is at another message. Each is (series, slots, how many to skip)."""
     with linked() as (sender, receiver, _):
         for letters in before:
@@ -470,7 +471,7 @@ def test_a_message_of_another_series_is_told_by_name():
         "rank 0 to rank 1: message 0 (b) of 'B' in call 1 should have come, and message 0 of a series that this rank "
         "does not know in call 1 came: the two ranks do not run the same calls in the same order."
     )
-    message = mistaken(("step", ["2F0"]), ("B", ["b"]), before=[[Letter(())]])
+    message = mistaken(("step", ["2F0"]), ("B", ["b"]), before=[[Message(())]])
     assert "message 0 (b) of 'B' in call 2 should have come, and message 0 (2F0) of 'step' in call 2 came" in message
 
 
@@ -484,7 +485,7 @@ def test_a_message_of_another_call_is_told_by_its_number():
         sender.finish()
         sender.begin("step", ["a"])
         receiver.begin("step", ["a"])
-        sender.send("a", Letter(()))
+        sender.send("a", Message(()))
         message = refused(receiver.receive, "a")
         assert "(a) of 'step' in call 1 should have come, and message 0 (a) of 'step' in call 2 came" in message
 
@@ -494,9 +495,9 @@ def test_a_message_that_was_lost_is_missed_at_the_next():
         sender.begin("step", ["a", "b"])
         receiver.begin("step", ["a", "b"])
         sender._outgoing = type("Losing", (Outgoing,), {"send": lambda self, buffer, extra=False: None})()
-        sender.send("a", Letter(()))
+        sender.send("a", Message(()))
         sender._outgoing = counting
-        sender.send("b", Letter(()))
+        sender.send("b", Message(()))
         message = refused(receiver.receive, "a")
         assert "(a) of 'step' in call 1 should have come, and message 1 (b) of 'step' in call 1 came" in message
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline.distributed.rendezvous import LONGEST, Meeting
+from pipeline.distributed.rendezvous import LONGEST, AbortableRendezvous
 from pipeline.transports.channel import ChannelError
 
 
@@ -22,7 +22,7 @@ def builders() -> list[threading.Thread]:
 class Rank(threading.Thread):
     """One that comes to a meeting, and what came of it."""
 
-    def __init__(self, meeting: Meeting, make: Callable[[dist.Store], Any], key: str = "it") -> None:
+    def __init__(self, meeting: AbortableRendezvous, make: Callable[[dist.Store], Any], key: str = "it") -> None:
         super().__init__(daemon=True)
         self.meeting, self.make, self.key = meeting, make, key
         self.result: Any = None
@@ -40,9 +40,9 @@ class Rank(threading.Thread):
         return self.result
 
 
-def meetings(size: int, store: dist.Store | None = None) -> list[Meeting]:
+def meetings(size: int, store: dist.Store | None = None) -> list[AbortableRendezvous]:
     store = store or dist.HashStore()
-    return [Meeting(store, "test", size) for _ in range(size)]
+    return [AbortableRendezvous(store, "test", size) for _ in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -127,7 +127,7 @@ def test_what_goes_wrong_in_the_making_is_told() -> None:
         raise RuntimeError("no route to host")
 
     with pytest.raises(ChannelError, match="the ranks cannot connect: no route to host"):
-        Meeting(dist.HashStore(), "test", 1).build("it", make)
+        AbortableRendezvous(dist.HashStore(), "test", 1).build("it", make)
 
 
 class Stopped(dist.Store):
@@ -147,7 +147,7 @@ class Stopped(dist.Store):
 
 def test_who_waits_is_called_off_even_if_the_store_does_not_answer() -> None:
     store = Stopped()
-    meeting = Meeting(store, "test", 2)
+    meeting = AbortableRendezvous(store, "test", 2)
     rank = Rank(meeting, str)
     time.sleep(0.1)
     begun = time.monotonic()
@@ -162,7 +162,7 @@ def test_who_waits_is_called_off_even_if_the_store_does_not_answer() -> None:
 def test_a_store_that_is_gone_ends_the_wait() -> None:
     host = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30), wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, None, False, timeout=timedelta(seconds=30))
-    rank = Rank(Meeting(client, "test", 2), str)
+    rank = Rank(AbortableRendezvous(client, "test", 2), str)
     time.sleep(0.1)
     begun = time.monotonic()
     del host

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from payloads_over_gloo import OverGloo, Work
 
-from pipeline.distributed.group import Ranks
+from pipeline.distributed.group import RankGroup
 from pipeline.transports import nccl
 from pipeline.transports.channel import ChannelError, Outgoing, PayloadsIn, PayloadsOut
 from pipeline.transports.distributed import LAST_WORDS, Channels
-from pipeline.transports.link import Letter, Receiver, Sender
+from pipeline.transports.link import Receiver, Sender
+from pipeline.transports.message import Message
 from pipeline.transports.packing import Packing
 from pipeline.transports.payloads import Payloads
 from pipeline.transports.testing import apart_pair, rendezvous_pair
@@ -137,7 +138,7 @@ def linked():
             host.sent.clear(), host.payloads.sent.clear()
             sender.begin("step", ["2F0"])
             receiver.begin("step", ["2F0"])
-            sender.send("2F0", Letter(tensors, memory=memory))
+            sender.send("2F0", Message(tensors, memory=memory))
             found = receiver.receive("2F0")
             sender.finish()
             receiver.finish()
@@ -198,7 +199,7 @@ def test_a_letter_that_leaves_the_device_or_comes_to_it_is_announced_though_its_
             host.sent.clear(), host.payloads.sent.clear()
             for end in sender, receiver:
                 end.begin("step", ["a"])
-            sender.send("a", Letter((THERE,)))
+            sender.send("a", Message((THERE,)))
             assert torch.equal(receiver.receive("a").tensors[0], THERE)
             assert host.payloads.sent == [40] * len(moved)
             sender.finish()
@@ -222,7 +223,7 @@ def test_a_payload_is_expected_when_its_header_has_come_and_not_before():
                 end.begin("step", ["a", "b", "c"])
             for count, slot in enumerate("abc"):
                 assert posted == [40] * count
-                sender.send(slot, Letter((THERE,)))
+                sender.send(slot, Message((THERE,)))
                 receiver.receive(slot)
             sender.finish()
             receiver.finish()
@@ -234,7 +235,7 @@ def test_what_arrives_shares_no_memory_and_changes_with_nothing():
         mine = THERE.clone()
         for end in sender, receiver:
             end.begin("step", ["a"])
-        sender.send("a", Letter((mine, THERE.clone())))
+        sender.send("a", Message((mine, THERE.clone())))
         mine.zero_()
         one, other = receiver.receive("a").tensors
         before = other._version
@@ -249,7 +250,7 @@ def test_an_end_without_payloads_says_so_when_one_is_to_come():
         receiver = Receiver(pair.incoming, "rank 0 to rank 1")
         for end in sender, receiver:
             end.begin("step", ["a"])
-        sender.send("a", Letter((THERE,)))
+        sender.send("a", Message((THERE,)))
         with pytest.raises(RuntimeError, match="rank 0 to rank 1: a payload is to come, and this end .* no payloads"):
             receiver.receive("a")
 
@@ -343,7 +344,7 @@ def test_ranks_that_leave_wait_for_payloads_before_they_close():
     channels = SimpleNamespace(drain=lambda seconds: done.append(f"drain {seconds}"))
     watch = SimpleNamespace(farewell=lambda: done.append("farewell"), stop=lambda: done.append("stop"))
     ranks = SimpleNamespace(watch=watch, _channels=[channels], heartbeat=3.0, close=lambda: done.append("close"))
-    Ranks.farewell(ranks)
+    RankGroup.farewell(ranks)
     assert done == ["farewell", "stop", "drain 3.0", "close"]
 
 

@@ -8,14 +8,14 @@ from torch import nn
 
 from pipeline import Pipe
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Memory, Message, Tree
+from pipeline.data.pytrees import Activations, MemoryId, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.distributed.p2p_plan import Traffic
+from pipeline.distributed.p2p_plan import P2PPlan
 from pipeline.execution.mailbox import Mailbox
 from pipeline.skip import Key, pop, skippable, stash
-from pipeline.transports.link import Letter
 from pipeline.transports.local import Local
+from pipeline.transports.message import Message
 from scheduler import by_name
 
 SKIPS = ((Key(None, "near"), 0, 1), (Key(None, "far"), 0, 3), (Key(None, "late"), 1, 3))
@@ -26,17 +26,17 @@ class Wires:
     """What one rank sends the others, by slot: each is taken once."""
 
     def __init__(self) -> None:
-        self.under_way: dict[tuple[int, int, str], Letter] = {}
+        self.under_way: dict[tuple[int, int, str], Message] = {}
 
     def of(self, rank: int):
         wires = self
 
         class Lines:
-            def send(self, to: int, slot: str, letter: Letter) -> None:
+            def send(self, to: int, slot: str, letter: Message) -> None:
                 assert (rank, to, slot) not in wires.under_way
                 wires.under_way[rank, to, slot] = letter
 
-            def receive(self, source: int, slot: str) -> Letter:
+            def receive(self, source: int, slot: str) -> Message:
                 return wires.under_way.pop((source, rank, slot))
 
         return Lines()
@@ -51,7 +51,7 @@ def mailboxes(rank_of):
     wires = Wires()
     boxes = [
         RankMailbox(
-            values, rank_of, rank, wires.of(rank), lambda rank=rank: Traffic(orders, values, rank_of, rank),
+            values, rank_of, rank, wires.of(rank), lambda rank=rank: P2PPlan(orders, values, rank_of, rank),
             Place(torch.device("cpu")), Local(),
         )
         for rank in range(len(orders))
@@ -59,8 +59,8 @@ def mailboxes(rank_of):
     return values, wires, boxes
 
 
-def message(number: float, memory=()) -> Message:
-    return Message(Tree((torch.tensor([number]),), None), (True,), memory)
+def message(number: float, memory=()) -> Activations:
+    return Activations(Tree((torch.tensor([number]),), None), (True,), memory)
 
 
 @pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 0)])
@@ -95,13 +95,13 @@ def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -
 def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between() -> None:
     """Stage 0 sends one memory to stage 1 and, as a skip, to stage 3: stage 1, on another rank, must not write it."""
     _, _, boxes = mailboxes((0, 1, 2, 3))
-    shared, own = Memory((0, 0, 0)), Memory((0, 0, 1))
+    shared, own = MemoryId((0, 0, 0)), MemoryId((0, 0, 1))
     boxes[0].put(0, 0, [message(1.0, (shared,)), message(2.0, (own,)), message(3.0, (shared,))])
     through, near = boxes[1].take(1, 0)
-    assert through.memory == (Memory((0, 0, 0), until=3),)
-    assert near.memory == (Memory((0, 0, 1), until=-1),)
-    boxes[1].put(1, 0, [message(4.0, through.memory), message(5.0, (Memory((1, 0, 0)),))])
-    assert boxes[2].take(2, 0)[0].memory == (Memory((0, 0, 0), until=3),)
+    assert through.memory == (MemoryId((0, 0, 0), until=3),)
+    assert near.memory == (MemoryId((0, 0, 1), until=-1),)
+    boxes[1].put(1, 0, [message(4.0, through.memory), message(5.0, (MemoryId((1, 0, 0)),))])
+    assert boxes[2].take(2, 0)[0].memory == (MemoryId((0, 0, 0), until=3),)
 
 
 @skippable(stash=["s"])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 
@@ -466,7 +466,7 @@ def test_of_a_whole_state_only_own_values_are_read_and_all_keys_judged(own):
     elsewhere = [name for name, _ in target.named_children() if name not in own]
     for index, (name, layer) in enumerate(list(target.named_children())):
         if name in elsewhere:
-            target._modules[name] = Elsewhere.of(layer, index, 0, 1)
+            target._modules[name] = RemoteLayer.of(layer, index, 0, 1)
     state = Reading(source.state_dict())
     state._metadata = source.state_dict()._metadata
     part = own_part(state, elsewhere)

@@ -18,14 +18,14 @@ import watch_scripts
 from watch_scripts import Nursery, Remote, every
 
 from pipeline.distributed.failure import thread as watch_thread
-from pipeline.distributed.failure.detector import Judge
+from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure, silence
-from pipeline.distributed.failure.heartbeat import Beat
-from pipeline.distributed.failure.local_status import Standing
-from pipeline.distributed.failure.monitor import Watch
-from pipeline.distributed.failure.store_keys import KEPT, Board
-from pipeline.distributed.failure.store_watchdog import Guard
-from pipeline.distributed.failure.thread import Watcher
+from pipeline.distributed.failure.heartbeat import Heartbeat
+from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.monitor import FailureMonitor
+from pipeline.distributed.failure.store_keys import KEPT, StoreKeys
+from pipeline.distributed.failure.store_watchdog import StoreWatchdog
+from pipeline.distributed.failure.thread import MonitorThread
 
 QUICK = 3.0  # seconds in which all must know, on a machine that does other things too
 
@@ -33,14 +33,14 @@ QUICK = 3.0  # seconds in which all must know, on a machine that does other thin
 # ------------------------------------------------------------------------------------------------------- the rules
 
 
-def beat(serial: int = 0, number: int = 7, is_in: bool = True, at: str = "2B3", **others: Any) -> Beat:
+def beat(serial: int = 0, number: int = 7, is_in: bool = True, at: str = "2B3", **others: Any) -> Heartbeat:
     call = f"step {number}" if number else ""
-    found = Beat(serial, 0 if number else -1, number, call, is_in and number > 0, at, 0, "")
+    found = Heartbeat(serial, 0 if number else -1, number, call, is_in and number > 0, at, 0, "")
     return found._replace(**others)
 
 
-def judge(*, size: int = 2, heartbeat: float = 10.0, timeout: float = 300.0) -> Judge:
-    return Judge(0, size, heartbeat, timeout)
+def judge(*, size: int = 2, heartbeat: float = 10.0, timeout: float = 300.0) -> FailureDetector:
+    return FailureDetector(0, size, heartbeat, timeout)
 
 
 @pytest.mark.parametrize("heartbeat", [0.5, 1.0, 10.0, 60.0])
@@ -139,7 +139,7 @@ def test_a_call_is_given_up_when_nothing_moves_on_any_rank_for_longer_than_timeo
         (None, "rank 1 has not been heard of yet, nor entered step 7"),
     ],
 )
-def test_a_rank_that_stays_away_is_named(absent: Beat | None, words: str) -> None:
+def test_a_rank_that_stays_away_is_named(absent: Heartbeat | None, words: str) -> None:
     rules = judge(timeout=1.5)
     for tick in range(17):
         now = tick / 10
@@ -196,7 +196,7 @@ def failure(rank: int = 1, message: str = "no") -> Failure:
 
 
 def test_a_call_is_aborted_once() -> None:
-    standing, aborts = Standing(0, lambda: None), []
+    standing, aborts = LocalStatus(0, lambda: None), []
     standing.enter(0, "step 1", lambda: aborts.append(1))
     for _ in range(3):
         standing.deliver(0, failure())
@@ -205,7 +205,7 @@ def test_a_call_is_aborted_once() -> None:
 
 
 def test_no_call_is_aborted_that_was_left_or_has_failed_here_or_is_of_a_later_generation() -> None:
-    standing, aborts = Standing(0, lambda: None), []
+    standing, aborts = LocalStatus(0, lambda: None), []
     standing.enter(0, "step 1", lambda: aborts.append(1))
     standing.leave()
     standing.deliver(0, failure())
@@ -216,7 +216,7 @@ def test_no_call_is_aborted_that_was_left_or_has_failed_here_or_is_of_a_later_ge
 
 
 def test_a_call_in_a_generation_that_has_failed_is_aborted() -> None:
-    standing, aborts = Standing(0, lambda: None), []
+    standing, aborts = LocalStatus(0, lambda: None), []
     standing.enter(0, "step 1", lambda: None)
     standing.deliver(0, failure())
     standing.enter(0, "step 2", lambda: aborts.append(2))
@@ -225,7 +225,7 @@ def test_a_call_in_a_generation_that_has_failed_is_aborted() -> None:
 
 
 def test_an_abort_that_raises_is_printed_and_the_failure_known_all_the_same(capsys: Any) -> None:
-    standing = Standing(0, lambda: None)
+    standing = LocalStatus(0, lambda: None)
     standing.enter(0, "step 1", lambda: [][0])
     standing.deliver(0, failure())
     assert standing.failure == failure()
@@ -233,7 +233,7 @@ def test_an_abort_that_raises_is_printed_and_the_failure_known_all_the_same(caps
 
 
 def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
-    standing, order = Standing(0, lambda: None), []
+    standing, order = LocalStatus(0, lambda: None), []
     begun = threading.Event()
 
     def abort() -> None:
@@ -252,7 +252,7 @@ def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
 
 
 def test_what_is_known_of_a_generation_stays() -> None:
-    standing = Standing(0, lambda: None)
+    standing = LocalStatus(0, lambda: None)
     standing.enter(0, "step 1", lambda: None)
     standing.deliver(0, failure(1, "first"))
     standing.deliver(0, failure(2, "second"))
@@ -260,7 +260,7 @@ def test_what_is_known_of_a_generation_stays() -> None:
 
 
 def test_a_generation_that_is_over_cannot_be_entered() -> None:
-    standing = Standing(3, lambda: None)
+    standing = LocalStatus(3, lambda: None)
     standing.enter(2, "step 1", lambda: None)
     with pytest.raises(ValueError, match="generation 1 is over: rank 3 is in 2"):
         standing.enter(1, "step 2", lambda: None)
@@ -268,7 +268,7 @@ def test_a_generation_that_is_over_cannot_be_entered() -> None:
 
 def test_where_the_main_thread_is_may_be_said_in_parts() -> None:
     marks = types.SimpleNamespace(at="", steps=0)
-    standing = Standing(0, lambda: marks)
+    standing = LocalStatus(0, lambda: marks)
     standing.enter(0, "step 1", lambda: None)
     for at, text in [("2B3", "2B3"), (("2B3", "for", "h3", "from rank", 3), "2B3 for h3 from rank 3"), (None, "None")]:
         marks.at = at
@@ -294,7 +294,7 @@ def at_once(works: list[Callable[[], Any]]) -> None:
 
 
 def test_of_failures_that_come_together_one_wins_everywhere(store: dist.Store) -> None:
-    boards = [Board(store, "w", rank, 8) for rank in range(8)]
+    boards = [StoreKeys(store, "w", rank, 8) for rank in range(8)]
     for generation in range(5):
         told: dict[int, Failure] = {}
 
@@ -307,7 +307,7 @@ def test_of_failures_that_come_together_one_wins_everywhere(store: dist.Store) -
 
 
 def test_keys_do_not_pile_up_and_the_latest_failures_can_be_had(store: dist.Store) -> None:
-    boards, most = [Board(store, "w", rank, 3) for rank in range(3)], 0
+    boards, most = [StoreKeys(store, "w", rank, 3) for rank in range(3)], 0
     for generation in range(50):
         for rank, board in enumerate(boards):
             board.say(beat(generation))
@@ -320,14 +320,14 @@ def test_keys_do_not_pile_up_and_the_latest_failures_can_be_had(store: dist.Stor
     assert most <= 3 + KEPT + 1 + 2  # two are a FileStore's own
 
 
-def said(board: Board, what: Beat) -> None:
+def said(board: StoreKeys, what: Heartbeat) -> None:
     """It is in the store when this returns: a TCPStore is told without an answer, so one is asked for."""
     board.say(what)
     board.failure(0)
 
 
 def test_a_rank_that_has_said_nothing_yet_is_not_waited_for(store: dist.Store) -> None:
-    boards = [Board(store, "w", rank, 3) for rank in range(3)]
+    boards = [StoreKeys(store, "w", rank, 3) for rank in range(3)]
     assert boards[0].beats() == {}
     said(boards[2], beat(5))
     assert boards[0].beats() == {2: beat(5)}
@@ -338,22 +338,24 @@ def test_a_rank_that_has_said_nothing_yet_is_not_waited_for(store: dist.Store) -
 
 
 def test_watches_with_other_prefixes_know_nothing_of_each_other(store: dist.Store) -> None:
-    Board(store, "one", 0, 2).post(0, failure())
-    assert Board(store, "two", 1, 2).failure(0) is None
+    StoreKeys(store, "one", 0, 2).post(0, failure())
+    assert StoreKeys(store, "two", 1, 2).failure(0) is None
 
 
 # ------------------------------------------------------------------------------------------------- within one process
 
 
 @pytest.fixture
-def watches(store: dist.Store) -> Iterator[list[Watch]]:
-    found = [Watch(store, "w", rank, 3, heartbeat=20.0) for rank in range(3)]
+def watches(store: dist.Store) -> Iterator[list[FailureMonitor]]:
+    found = [FailureMonitor(store, "w", rank, 3, heartbeat=20.0) for rank in range(3)]
     yield found
     for watch in found:
         watch.stop()
 
 
-def test_all_learn_of_the_first_failure_within_a_second_and_their_calls_are_aborted(watches: list[Watch]) -> None:
+def test_all_learn_of_the_first_failure_within_a_second_and_their_calls_are_aborted(
+    watches: list[FailureMonitor],
+) -> None:
     aborts: list[int] = []
     for generation in range(3):
         for rank, watch in enumerate(watches):
@@ -367,7 +369,7 @@ def test_all_learn_of_the_first_failure_within_a_second_and_their_calls_are_abor
         aborts.clear()
 
 
-def test_of_ranks_that_fail_together_all_raise_the_same(watches: list[Watch]) -> None:
+def test_of_ranks_that_fail_together_all_raise_the_same(watches: list[FailureMonitor]) -> None:
     for generation in range(20):
         for watch in watches:
             watch.enter(generation, "step", lambda: None)
@@ -375,7 +377,7 @@ def test_of_ranks_that_fail_together_all_raise_the_same(watches: list[Watch]) ->
         assert len({watch.verdict(0.0) for watch in watches}) == 1
 
 
-def test_where_nothing_has_failed_there_is_no_verdict(watches: list[Watch]) -> None:
+def test_where_nothing_has_failed_there_is_no_verdict(watches: list[FailureMonitor]) -> None:
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
     began = time.monotonic()
@@ -383,7 +385,7 @@ def test_where_nothing_has_failed_there_is_no_verdict(watches: list[Watch]) -> N
     assert 0.29 < time.monotonic() - began < QUICK
 
 
-def test_a_rank_that_enters_a_call_which_has_failed_is_told(watches: list[Watch]) -> None:
+def test_a_rank_that_enters_a_call_which_has_failed_is_told(watches: list[FailureMonitor]) -> None:
     woken = threading.Event()
     watches[0].enter(0, "step 1", lambda: None)
     watches[0].fail(failure(0))
@@ -395,7 +397,7 @@ def test_a_rank_that_enters_a_call_which_has_failed_is_told(watches: list[Watch]
     assert woken.wait(1.0)
 
 
-def test_after_a_failure_the_next_generation_begins_clean(watches: list[Watch]) -> None:
+def test_after_a_failure_the_next_generation_begins_clean(watches: list[FailureMonitor]) -> None:
     aborts: list[int] = []
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
@@ -420,7 +422,7 @@ def names(within: float = 0.0) -> list[str]:
 
 
 def test_stopping_ends_the_threads_and_may_be_done_twice(store: dist.Store) -> None:
-    watch = Watch(store, "w", 0, 2)
+    watch = FailureMonitor(store, "w", 0, 2)
     assert sorted(names()) == ["pipe guard", "pipe watcher"]
     watch.enter(0, "step 1", lambda: None)
     watch.stop()
@@ -432,7 +434,7 @@ def test_stopping_ends_the_threads_and_may_be_done_twice(store: dist.Store) -> N
 
 
 def test_a_rank_that_stops_its_watch_is_known_to_have_done_so(store: dist.Store) -> None:
-    watches = [Watch(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
+    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
     watches[1].stop()
     watches[0].enter(0, "step 1", lambda: None)
     found = watches[0].verdict(QUICK)
@@ -445,7 +447,7 @@ def test_a_rank_that_parts_learns_soon_that_the_others_are_out_of_the_call(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_thread, "BEAT", 60.0)
-    watches = [Watch(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
+    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
     time.sleep(0.3)
@@ -468,7 +470,7 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
 ) -> None:
     for pause in ("BEAT", "PAUSE"):
         monkeypatch.setattr(watch_thread, pause, 60.0)
-    watches = [Watch(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
+    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
     time.sleep(0.3)  # they pause now
@@ -483,10 +485,10 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
 
 def test_the_guard_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_process_was_awake() -> None:
     for stopped in (False, True):
-        standing = Standing(0, lambda: None)
+        standing = LocalStatus(0, lambda: None)
         standing.enter(0, "step 1", lambda: None)
-        watcher = Watcher(standing, Board(dist.HashStore(), "w", 0, 2), judge(), 10.0)
-        guard = Guard(standing, watcher, 10.0)
+        watcher = MonitorThread(standing, StoreKeys(dist.HashStore(), "w", 0, 2), judge(), 10.0)
+        guard = StoreWatchdog(standing, watcher, 10.0)
         watcher.turn_began = began = time.monotonic()
         for second in range(1, 30):
             awake_since = 6 if stopped else 0
@@ -495,7 +497,7 @@ def test_the_guard_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_
             assert (standing.failure is None) == (second - awake_since <= 10)
 
 
-class HeldBoard(Board):
+class HeldBoard(StoreKeys):
     """Its store does not answer when it is asked for a failure: meanwhile, that happens."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
@@ -511,13 +513,13 @@ class HeldBoard(Board):
         self.told.append(f"failure of {generation}")
         return super().post(generation, failure)
 
-    def say(self, beat: Beat) -> None:
+    def say(self, beat: Heartbeat) -> None:
         self.told.append(f"beat of {beat.generation}")
         super().say(beat)
 
 
 def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_be() -> None:
-    standing = Standing(0, lambda: None)
+    standing = LocalStatus(0, lambda: None)
 
     def give_up() -> None:
         standing.lose(failure(0, "the store does not answer"))
@@ -525,12 +527,12 @@ def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_b
 
     standing.enter(0, "step 1", lambda: None)
     board = HeldBoard(give_up)
-    Watcher(standing, board, judge(), 10.0)._turn()
+    MonitorThread(standing, board, judge(), 10.0)._turn()
     assert board.told == ["failure of 0", "beat of 1"]
 
 
 def test_a_watch_that_nobody_holds_ends_and_the_others_learn_it(store: dist.Store) -> None:
-    watches = [Watch(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
+    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
         watch.leave()
@@ -548,7 +550,7 @@ def test_a_watch_that_nobody_holds_ends_and_the_others_learn_it(store: dist.Stor
 def test_times_that_are_none_are_refused(store: dist.Store) -> None:
     for heartbeat, timeout in [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)]:
         with pytest.raises(ValueError, match=r"must be more than 0 \(heartbeat: .*, timeout: "):
-            Watch(store, "w", 0, 2, heartbeat, timeout)
+            FailureMonitor(store, "w", 0, 2, heartbeat, timeout)
     assert names() == []
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.distributed.failure.errors import RankError, exception_of, of_exception
-from pipeline.distributed.failure.monitor import Watch
+from pipeline.distributed.failure.monitor import FailureMonitor
 
 PATIENCE = 30.0  # seconds for anything that a test waits for
 
@@ -45,7 +45,7 @@ class Rank:
         self.store = _store(*store)
         self.groups: dict[int, dist.ProcessGroupGloo] = {}
         self.aborts = 0
-        self.watch: Watch | None = Watch(self.store, "watch", rank, size, heartbeat, timeout)
+        self.watch: FailureMonitor | None = FailureMonitor(self.store, "watch", rank, size, heartbeat, timeout)
         return os.getpid()
 
     def connect(self, generation: int) -> None:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import pipeline.execution.call
 from pipeline import is_recomputing
-from pipeline.distributed.communicator import OverRanks
-from pipeline.distributed.group import Ranks
+from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.distributed.group import RankGroup
 from scheduler import Action, Kind
 
 
@@ -175,15 +175,15 @@ def hook_parameter(parameter: nn.Parameter) -> None:
 
 def watch_actions() -> None:
     """Make every action pass two points, by the table of what actions do; and calls some, over ranks."""
-    Ranks.connect = _connecting(Ranks.connect)  # type: ignore[method-assign]
-    OverRanks.open = _opening(OverRanks.open)  # type: ignore[method-assign]
+    RankGroup.connect = _connecting(RankGroup.connect)  # type: ignore[method-assign]
+    DistributedCommunicator.open = _opening(DistributedCommunicator.open)  # type: ignore[method-assign]
     table: dict[Kind, Callable[..., None]] = pipeline.execution.call._WORK
     for kind, work in list(table.items()):
         table[kind] = _watched(kind, work)
 
 
 def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
-    def connecting(ranks: Ranks, pairs: Any) -> None:
+    def connecting(ranks: RankGroup, pairs: Any) -> None:
         if ranks.is_in_call:
             point("connect")
         connect(ranks, pairs)
@@ -192,7 +192,7 @@ def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
 
 
 def _opening(open: Callable[..., int]) -> Callable[..., int]:
-    def opening(peers: OverRanks, *args: Any, **settings: Any) -> int:
+    def opening(peers: DistributedCommunicator, *args: Any, **settings: Any) -> int:
         point("open")
         return open(peers, *args, **settings)
 

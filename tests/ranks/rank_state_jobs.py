@@ -13,7 +13,7 @@ from state_training import CUTS, FRESH, make, names_of, net, train
 from torch import nn
 
 from pipeline import Pipe
-from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.meta_init import materialize, reset_parameters
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
@@ -29,7 +29,7 @@ def own_layers() -> tuple[nn.Sequential, list[tuple[str, Any]]]:
         model[5].weight = nn.Parameter(model[5].weight.detach().clone())  # each rank has its own copy
     for index, (name, layer) in enumerate(list(model.named_children())):
         if not cut[rank] <= index < cut[rank + 1]:
-            model._modules[name] = Elsewhere.of(layer, index, stage=0, rank=0)
+            model._modules[name] = RemoteLayer.of(layer, index, stage=0, rank=0)
     return model, names_of(model)
 
 
@@ -62,7 +62,7 @@ def go_on(path: str, kind: str, steps: int, how: str) -> dict[str, torch.Tensor]
 
 
 def is_away(layer: nn.Module) -> bool:
-    return isinstance(layer, Elsewhere)
+    return isinstance(layer, RemoteLayer)
 
 
 def materialized(path: str | None) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Pipe
-from pipeline.distributed.data_parallel.gradient_means import Means
+from pipeline.distributed.data_parallel.gradient_means import GradientReducer
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 
 
@@ -191,18 +191,18 @@ def order_of_events(alone: bool) -> list[str]:
         events.append("backward")
 
     pipe[0].register_forward_hook(lambda module, given, output: output.register_hook(backward) and None)
-    kept = Means._send
+    kept = GradientReducer._send
 
-    def noted(means: Means, *args: Any) -> None:
+    def noted(means: GradientReducer, *args: Any) -> None:
         events.append("sums")
         kept(means, *args)
 
-    Means._send = noted  # type: ignore[method-assign]
+    GradientReducer._send = noted  # type: ignore[method-assign]
     try:
         with travelling_alone(alone):
             pipe.step(x, y, loss_fn=mean_loss)
     finally:
-        Means._send = kept  # type: ignore[method-assign]
+        GradientReducer._send = kept  # type: ignore[method-assign]
     return events
 
 

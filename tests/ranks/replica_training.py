@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline import Pipe
 from pipeline.distributed.data_parallel import shards as replica_shares
-from pipeline.distributed.remote_layer import Elsewhere
+from pipeline.distributed.remote_layer import RemoteLayer
 
 Found = dict[str, Any]
 Sequential = Callable[[], nn.Sequential]
@@ -224,7 +224,7 @@ def over_ranks(build: Sequential, balance: Sequence[int], door: str, count: int,
     for step in range(STEPS):
         x, y = batch(replica, step, count + step, dtype_of(pipe))
         found[f"loss {step}"] = gradients(pipe, x, y, door, loss_fn)
-        is_last = not isinstance(list(pipe)[-1], Elsewhere)
+        is_last = not isinstance(list(pipe)[-1], RemoteLayer)
         note(found, step, pipe, loss_fn if is_last else None)
         finish(optimizer, pipe)
     return found

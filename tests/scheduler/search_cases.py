@@ -5,8 +5,8 @@ from itertools import combinations, product
 from math import inf
 
 from scheduler import Costs, Placement, ScheduleError, simulate
-from scheduler.searches.posing import pose
-from scheduler.searches.problem import Plan
+from scheduler.searches.formulation import pose
+from scheduler.searches.problem import LaneOrders
 
 
 def tiny_cases(seed, count):
@@ -65,7 +65,7 @@ def shortest(problem, costs):
     for whole in wholes:
         at_once = [[order for order in orders if is_at_once(problem, order, whole)] for orders in lanes]
         for orders in product(*at_once):
-            best = min(best, length(problem.schedule(Plan(list(orders), whole), "one"), costs, problem))
+            best = min(best, length(problem.schedule(LaneOrders(list(orders), whole), "one"), costs, problem))
     return best
 
 

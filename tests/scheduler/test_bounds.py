@@ -11,7 +11,7 @@ from scheduler import Costs, Placement
 from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.dispatching import dispatch
-from scheduler.searches.posing import pose
+from scheduler.searches.formulation import pose
 from scheduler.searches.timing import value_of
 
 CASES = tiny_cases(seed=1, count=40)

@@ -7,9 +7,9 @@ import pytest
 from search_cases import length, unequal
 
 from scheduler import Costs, Placement, verify
-from scheduler.searches.course import Course
 from scheduler.searches.dispatching import dispatch
-from scheduler.searches.posing import pose
+from scheduler.searches.formulation import pose
+from scheduler.searches.incremental_timing import IncrementalTiming
 
 CASES = [
     (unequal(0, 4), Placement.linear(4), 6, 4, "flush"),
@@ -45,7 +45,7 @@ def test_an_estimate_is_exact_above_the_present_value_and_a_limit_below(
     costs, placement, chunks, memory, objective, split
 ):
     problem = pose(costs, placement, chunks, memory, objective, split)
-    rnd, course = random.Random(0), Course(problem, dispatch(problem))
+    rnd, course = random.Random(0), IncrementalTiming(problem, dispatch(problem))
     larger = smaller = refused = 0
     for (lane, first, window), _ in zip(moves(course, rnd), range(300)):
         before, estimate = course.value, course.estimate(lane, first, window)
@@ -65,11 +65,11 @@ def test_an_estimate_is_exact_above_the_present_value_and_a_limit_below(
 @pytest.mark.parametrize("costs, placement, chunks, memory, objective", CASES)
 def test_changes_keep_times_tails_and_levels_as_a_new_course_has_them(costs, placement, chunks, memory, objective):
     problem = pose(costs, placement, chunks, memory, objective)
-    course = Course(problem, dispatch(problem))
+    course = IncrementalTiming(problem, dispatch(problem))
     for (lane, first, window), _ in zip(moves(course, random.Random(1)), range(100)):
         if course.estimate(lane, first, window) < inf:
             course.change(lane, first, window)
-            fresh = Course(problem, course.plan())
+            fresh = IncrementalTiming(problem, course.plan())
             assert course.value == pytest.approx(fresh.value)
             assert [course.slack(action) for action in range(problem.count)] == pytest.approx(
                 [fresh.slack(action) for action in range(problem.count)])
@@ -78,7 +78,7 @@ def test_changes_keep_times_tails_and_levels_as_a_new_course_has_them(costs, pla
 
 def test_what_a_lane_cannot_hold_is_refused():
     problem = pose(Costs(), Placement.linear(2), 3, memory=1)
-    course = Course(problem, dispatch(problem))
+    course = IncrementalTiming(problem, dispatch(problem))
     order = course.orders[0]
     assert [problem.schedule(course.plan(), "one").orders[0][at].chunk for at in (2, 3)] == [0, 1]  # W0, then F1
     assert course.estimate(0, 2, [order[3], order[2]]) == inf
@@ -86,14 +86,14 @@ def test_what_a_lane_cannot_hold_is_refused():
 
 def test_some_action_has_no_slack_and_none_has_less():
     problem = pose(unequal(0, 4), Placement.linear(4), 6, 4)
-    course = Course(problem, dispatch(problem))
+    course = IncrementalTiming(problem, dispatch(problem))
     slacks = [course.slack(action) for action in range(problem.count)]
     assert min(slacks) == pytest.approx(0, abs=1e-9) and max(slacks) > 1
 
 
 def test_a_flip_joins_a_backward_and_a_second_one_splits_it():
     problem = pose(Costs(backward=1.5), Placement.linear(2), 3)
-    course = Course(problem, in_pairs(problem))
+    course = IncrementalTiming(problem, in_pairs(problem))
     before = course.value, course.plan()
     pair = 3 + 2  # the last lane's last chunk
     assert course.flip(pair)
@@ -107,7 +107,7 @@ def test_a_backward_is_not_joined_before_the_weight_gradient_of_the_chunk_before
     """Weight gradients of a stage ascend, those within a whole backward too."""
     problem = pose(Costs(backward=1.5), Placement.linear(1), 2)
     f0, f1, i0, i1, w0, w1 = range(6)
-    course = Course(problem, dispatch(problem)._replace(orders=[[f0, f1, i0, i1, w0, w1]]))
+    course = IncrementalTiming(problem, dispatch(problem)._replace(orders=[[f0, f1, i0, i1, w0, w1]]))
     assert not course.flip(1) and course.whole == set()
     assert course.flip(0)
 
@@ -115,7 +115,7 @@ def test_a_backward_is_not_joined_before_the_weight_gradient_of_the_chunk_before
 @pytest.mark.parametrize("costs, placement, chunks, memory, objective", CASES)
 def test_joining_what_is_joinable_costs_nothing(costs, placement, chunks, memory, objective):
     problem = pose(costs, placement, chunks, memory, objective)
-    course = Course(problem, in_pairs(problem))
+    course = IncrementalTiming(problem, in_pairs(problem))
     joined = course.plan()._replace(whole=course.joinable())
     assert joined.whole
     assert problem.allows(joined) and problem.fits(joined)
@@ -127,4 +127,4 @@ def test_joining_what_is_joinable_costs_nothing(costs, placement, chunks, memory
 
 def test_a_whole_backward_that_takes_longer_is_not_joinable():
     problem = pose(Costs(backward=2.5), Placement.linear(2), 3)
-    assert Course(problem, dispatch(problem)).joinable() == frozenset()
+    assert IncrementalTiming(problem, dispatch(problem)).joinable() == frozenset()

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler import Costs, Placement, ScheduleError, simulate, verify
 from scheduler.searches.dispatching import dispatch
-from scheduler.searches.posing import pose
+from scheduler.searches.formulation import pose
 from scheduler.searches.timing import value_of
 
 PLACEMENTS = [Placement.linear(1), Placement.linear(3), Placement.linear(6), Placement.vee(1), Placement.vee(3),

@@ -5,7 +5,7 @@ import pytest
 from scheduler import Costs, Placement, by_name, verify
 from scheduler.searches.dispatching import dispatch
 from scheduler.searches.filling import filled, turns, warmups, without_weights
-from scheduler.searches.posing import pose
+from scheduler.searches.formulation import pose
 from scheduler.searches.timing import value_of
 
 

@@ -5,7 +5,7 @@ from search_cases import unequal
 
 from scheduler import Costs, Kind, Placement, Schedule, ScheduleError, by_name, names, requires, simulate, verify
 from scheduler.searches.dispatching import dispatch
-from scheduler.searches.posing import alone, pose
+from scheduler.searches.formulation import alone, pose
 from scheduler.searches.timing import value_of
 
 

@@ -11,7 +11,7 @@ from search_cases import shortest, tiny_cases, unequal
 from scheduler import Costs, Placement, ScheduleError, by_name, names, simulate, verify
 from scheduler.searches.annealing import anneal
 from scheduler.searches.filling import filled, turns, warmups
-from scheduler.searches.posing import pose
+from scheduler.searches.formulation import pose
 from scheduler.searches.searching import Found, search
 from scheduler.searches.timing import value_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.krylov import products_of
-from pipeline.curvature.estimates.lanczos import Goal, Run
+from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
 from pipeline.curvature.estimates.resume import Saves, shard_sizes
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap
@@ -166,7 +166,7 @@ def _goal(
     block: int | None,
     max_basis: int | None,
     miss: float,
-) -> Goal:
+) -> EigenpairGoal:
     """The arguments, checked."""
     size = A.space.size
     if not 1 <= k <= size:
@@ -194,10 +194,10 @@ def _goal(
             f"max_basis is {max_basis}: {k} eigenpairs with blocks of {block} need 2 k + 3 block = {2 * k + 3 * block} "
             "vectors at least, and converge faster with more. Raise it, or lower block."
         )
-    return Goal(k, which, tol, seed, block, max_basis, miss)
+    return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
 
 
-def _settings(A: LinearMap, goal: Goal) -> dict[str, Any]:
+def _settings(A: LinearMap, goal: EigenpairGoal) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
     return {"file": "eigenpairs 1", "matrix": A.name, "fingerprint": A.fingerprint(), **space, **asdict(goal)}

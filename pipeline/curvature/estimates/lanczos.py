@@ -32,7 +32,7 @@ from pipeline.curvature.space import Vec, scale_
 
 
 @dataclass(frozen=True)
-class Goal:
+class EigenpairGoal:
     """What is wanted, and how surely."""
 
     k: int
@@ -45,7 +45,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Place:
+class LanczosState:
     """How far a run has come, but for the rows: replaced as one at the end of each step, so that it is never torn."""
 
     locked: Tensor  # their values
@@ -71,10 +71,10 @@ class Run:
     The caller asks `at.done` and calls `step`; between two steps the run can be saved.
     """
 
-    def __init__(self, A: LinearMap, goal: Goal) -> None:
+    def __init__(self, A: LinearMap, goal: EigenpairGoal) -> None:
         self.map, self.goal = A, goal
         self.basis = Basis(A.space)
-        self.at = Place(torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64), None)
+        self.at = LanczosState(torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64), None)
         self._found = ritz(self.at.projection)
         self._turning = False
 
@@ -115,7 +115,7 @@ class Run:
         place = dict(state["place"])
         place["chain"] = None if place["chain"] is None else Chain(**place["chain"])
         self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
-        self.at = Place(**place)
+        self.at = LanczosState(**place)
         self._found = ritz(self.at.projection)
 
     # ------------------------------------------------------------------------------------------------- a round
@@ -225,7 +225,7 @@ class Run:
         projection = torch.cat([torch.diag(found.values[keep]), found.rest[:, keep]])
         self._turn(factors, replace(self.at, projection=projection, chain=chain, judged=True))
 
-    def _turn(self, factors: Tensor, place: Place) -> None:
+    def _turn(self, factors: Tensor, place: LanczosState) -> None:
         self._turning = True
         self.basis.rotate_(factors)
         self.at, self._found = place, ritz(place.projection)

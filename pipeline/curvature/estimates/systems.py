@@ -32,7 +32,7 @@ METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
 
 @dataclass(frozen=True)
-class Plan:
+class SolveSettings:
     """What a solve was asked to do, checked."""
 
     system: System
@@ -51,7 +51,9 @@ class End:
     products: int
 
 
-def solved(A: LinearMap, plan: Plan, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None) -> list[End]:
+def solved(
+    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None
+) -> list[End]:
     """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
 
     Raises:
@@ -105,7 +107,7 @@ def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
     return {index: [next(numbers) for _ in ask.pairs] for index, ask in asks.items()}
 
 
-def _refined(plan: Plan, b: Vec, start: Vec | None) -> Steps[End]:
+def _refined(plan: SolveSettings, b: Vec, start: Vec | None) -> Steps[End]:
     """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more."""
     (square,) = yield Dots(((b, b),))
     size = math.sqrt(square)
@@ -140,7 +142,7 @@ def planned(
     max_products: int | None,
     preconditioner: Vec | Mapping[str, Tensor] | None,
     method: str,
-) -> Plan:
+) -> SolveSettings:
     """Checks what `solve` takes; see there. All processes call it.
 
     Raises:
@@ -156,7 +158,7 @@ def planned(
     if limit < 2:
         raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")
     scales = None if preconditioner is None else _scales(A, preconditioner, damping)
-    return Plan(System(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
+    return SolveSettings(System(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
 
 
 def _scales(A: LinearMap, preconditioner: Vec | Mapping[str, Tensor], damping: float) -> Vec:

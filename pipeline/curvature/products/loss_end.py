@@ -17,11 +17,11 @@ from pipeline.common.graph import explore
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, LossFn, scale_of
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Grads, Message, Tree
+from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.entry.loss_check import check_joined
 
 
-class LossEnd:
+class LossProduct:
     """The loss of one product's mini-batch.
 
     Args:
@@ -51,7 +51,7 @@ class LossEnd:
         self._first_rows, self._rows = first_rows, sum(target.rows)
         self._carried = carried
         self._seed = seed
-        self._outputs: list[Message] = []
+        self._outputs: list[Activations] = []
         self._grads: dict[int, Grads] = {}
 
     def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class LossEnd:
         if self.compares:
             needs = tuple([tensor.requires_grad for tensor in tree.tensors])
             tensors = tuple([tensor.detach() for tensor in tree.tensors])
-            self._outputs.append(Message(Tree(tensors, tree.skeleton), needs))
+            self._outputs.append(Activations(Tree(tensors, tree.skeleton), needs))
             found = iter(grads)
             grads = tuple([next(found) if need else None for need in needs])
             self._grads[chunk] = tuple([None if grad is None else grad / self._relative for grad in grads])

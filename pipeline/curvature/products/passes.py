@@ -21,17 +21,17 @@ from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
-from pipeline.curvature.products.loss_end import LossEnd
+from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.product import ProductCall, Task, Told
 from pipeline.curvature.products.rules import Rule
-from pipeline.curvature.products.sharded import ParameterSpace, Slot
-from pipeline.curvature.products.stage_rule import Graph, StageRule
+from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
+from pipeline.curvature.products.stage_rule import ProductGraph, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.space import Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
-from pipeline.execution.communicator import Alone, Peers
+from pipeline.execution.communicator import Communicator, LocalCommunicator
 from pipeline.execution.plan import plan_step
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import generators_at, private_generators
@@ -146,7 +146,7 @@ class Passes:
                 peers.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
                 sums.join(peers)
         elif shared:  # by stages of this process
-            sums.join(Alone())
+            sums.join(LocalCommunicator())
         if total:
             sums.divide_(total)
         whole = torch.tensor(loss / (total or 1.0), dtype=torch.float64)
@@ -182,7 +182,7 @@ class Passes:
         first_rows: int,
         number: int,
         where: Mapping[str, object],
-        peers: Peers,
+        peers: Communicator,
     ) -> Tensor:
         """Run one; return what it adds to the totals. `where` is the same on all ranks."""
         if task.rule is Rule.FISHER and batch.batch_dim:
@@ -199,9 +199,9 @@ class Passes:
         setup = self.pipe._setup(batch, plan_step, True, False, peers, options, None, aim, draws=False)
         setup = setup._replace(seed=self._seed + number)
 
-        def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossEnd:
+        def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossProduct:
             compares = setup.compares or self._compares
-            return LossEnd(self._loss_fn, self._reduction, aim, first_rows, carried, seed, compares)
+            return LossProduct(self._loss_fn, self._reduction, aim, first_rows, carried, seed, compares)
 
         call = ProductCall(setup, batch, task, new_loss, sums)
         verdict = call.run()
@@ -236,7 +236,7 @@ class Passes:
                 )
         return {name: here[name] for name in self._space.slots}
 
-    def _slots(self) -> dict[int, Slot]:
+    def _slots(self) -> dict[int, VectorSlice]:
         return {id(parameter): self._space.slots[name] for name, parameter in self.parameters().items()}
 
     def _shared(self) -> set[int]:
@@ -284,7 +284,7 @@ def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[Non
 
 
 def _along(
-    vectors: Sequence[Vec], slots: Mapping[int, Slot], owner: Tensor, device: torch.device
+    vectors: Sequence[Vec], slots: Mapping[int, VectorSlice], owner: Tensor, device: torch.device
 ) -> list[Tensor]:
     """A parameter's part of each vector, on a device."""
     slot = slots[id(owner)]
@@ -301,18 +301,18 @@ def _no_inference(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _part(vec: Vec, slots: Mapping[int, Slot], owner: Tensor, device: torch.device) -> Tensor:
+def _part(vec: Vec, slots: Mapping[int, VectorSlice], owner: Tensor, device: torch.device) -> Tensor:
     """A parameter's part of a vector, on a device; zero for one that has none."""
     slot = slots.get(id(owner))
     return torch.zeros((), device=device) if slot is None else slot.view(vec).to(device)
 
 
-def _only_refuse(stage: StageRule, graph: Graph, chunks: int) -> bool:
+def _only_refuse(stage: StageRule, graph: ProductGraph, chunks: int) -> bool:
     _inspect(stage, graph, chunks)
     return False
 
 
-def _inspect(stage: StageRule, graph: Graph, chunks: int) -> bool:
+def _inspect(stage: StageRule, graph: ProductGraph, chunks: int) -> bool:
     """What a chunk's graph shows: refuse what would be wrong; whether numbers must show that it is right."""
     stage.is_doubtful = refuse_nodes(stage.name, graph.roots, chunks)
     return stage.is_doubtful

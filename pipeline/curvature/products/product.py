@@ -19,32 +19,32 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import Watch
+from pipeline.common.graph import StrayGradientGuard
 from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient, weights_cast_anew, without_autocast
 from pipeline.curvature.known_bad import explained
-from pipeline.curvature.products.loss_end import LossEnd
+from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.rules import Rule, row_by_row
 from pipeline.curvature.products.stage_check import At, error_along, of_gradient, of_output
-from pipeline.curvature.products.stage_rule import Back, Graph, Inbox, Record, StageRule, gradients_of
+from pipeline.curvature.products.stage_rule import Back, Inbox, ProductGraph, ProductRecord, StageRule, gradients_of
 from pipeline.curvature.products.sums import Sums
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Grads, Message, Tree, sum_grads
+from pipeline.data.pytrees import Activations, Grads, Tree, sum_grads
 from pipeline.data.values import CALLER
 from pipeline.execution.call import Setup
 from pipeline.execution.communicator import Verdict
 from pipeline.execution.drivers import Driver
 from pipeline.execution.mailbox import check_alone
-from pipeline.execution.placement import Homes
+from pipeline.execution.placement import ParameterPlacement
 from pipeline.recompute.randomness import KeptGenerators, Seeder
-from pipeline.recompute.snapshot import Recall, check_shared, generators_elsewhere
+from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
 from pipeline.transports.local import Local
 from scheduler import Action, Kind
 
-Inspect: TypeAlias = Callable[[StageRule, int, Graph], None]
+Inspect: TypeAlias = Callable[[StageRule, int, ProductGraph], None]
 Told: TypeAlias = Callable[[int, str, float, float], None]
 
 
@@ -69,7 +69,7 @@ class Task(NamedTuple):
     along: Callable[[Tensor, torch.device], list[Tensor]]
     gradient: bool
     wanted: Mapping[int, Tensor]
-    inspect: Callable[[StageRule, Graph, int], bool]
+    inspect: Callable[[StageRule, ProductGraph, int], bool]
     confirmed: set[tuple[Rule, int]]
     told: Told | None = None
     shift: Callable[[Tensor, torch.device], Tensor] | None = None
@@ -91,7 +91,7 @@ class ProductCall:
         setup: Setup,
         batch: Batch,
         task: Task,
-        new_loss: Callable[[Callable[[Tensor, torch.device], Tensor], Callable[[int], None]], LossEnd],
+        new_loss: Callable[[Callable[[Tensor, torch.device], Tensor], Callable[[int], None]], LossProduct],
         sums: Sums,
     ) -> None:
         self._setup, self._batch, self._task, self._sums = setup, batch, task, sums
@@ -104,7 +104,7 @@ class ProductCall:
         lane_of = setup.plan.schedule.placement.lane_of
         self._lane_of = lane_of
         self._driver = Driver(setup.places, setup.stages, lane_of, setup.workers)
-        homes = Homes(setup.stages, setup.places, setup.transport)
+        homes = ParameterPlacement(setup.stages, setup.places, setup.transport)
         doubt = partial(_inspected, task, setup.compares, batch.chunks, self._doubtful)  # holds nothing of the call
         firsts = accumulate((len(layers) for layers in setup.stages), initial=0)
         self._run = {
@@ -118,16 +118,17 @@ class ProductCall:
         self.loss = new_loss(partial(_carried, setup.transport), lambda chunk: seeder.seed(chunk, layers))
         self._mailbox = setup.peers.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 
-    def _stage(self, index: int, first: int, place: Place, homes: Homes, doubt: Inspect) -> StageRule:
+    def _stage(self, index: int, first: int, place: Place, homes: ParameterPlacement, doubt: Inspect) -> StageRule:
         setup, task = self._setup, self._task
         layers = StageLayers(index, first, setup.stages[index], setup.values)
         bring = partial(homes.bring, place)
         if task.shift is not None:
             bring = partial(_shifted, bring, task.shift, place.device)
         aliases = Aliases(
-            layers.modules, layers.numbered, layers.name, Watch(layers.name), setup.compares, bring, True, task.wanted
+            layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
+            task.wanted,
         )
-        recall = Recall(layers.modules, self._ambient, layers.name, index, setup.known, setup.compares)
+        recall = ForwardSnapshot(layers.modules, self._ambient, layers.name, index, setup.known, setup.compares)
         along = partial(_along_at, task.along, place.device)
         add = partial(self._sums.add, index)
         return StageRule(
@@ -223,7 +224,7 @@ class ProductCall:
         self._check_alone(run, messages, chunk)
         self._mailbox.put(stage, chunk, made)
 
-    def _check_alone(self, run: StageRule, messages: Sequence[Message], chunk: int) -> None:
+    def _check_alone(self, run: StageRule, messages: Sequence[Activations], chunk: int) -> None:
         if run.writes_input:
             check_alone(run.index, run.name, messages, self._mailbox.under_way(chunk))
 
@@ -243,11 +244,11 @@ class ProductCall:
     def _last_backward(self, run: StageRule, chunk: int, inbox: Inbox) -> list[Grads]:
         with run.aliases.stand_in():
             graph = run.run(chunk, inbox)
-            self._check_alone(run, [Message(inbox.values.trees[0], (), inbox.memory)], chunk)
+            self._check_alone(run, [Activations(inbox.values.trees[0], (), inbox.memory)], chunk)
             return _as_messages(inbox, self._at_loss(run, chunk, graph, inbox))
 
     def _middle_backward(
-        self, run: StageRule, chunk: int, record: Record, given: Sequence[Grads]
+        self, run: StageRule, chunk: int, record: ProductRecord, given: Sequence[Grads]
     ) -> list[Grads]:
         again = record.graph is None
         with run.recall.as_at_forward(chunk) if again else nullcontext(), run.aliases.stand_in():
@@ -281,7 +282,7 @@ class ProductCall:
 
     # ------------------------------------------------------------------------------------------------ the last stage
 
-    def _at_loss(self, run: StageRule, chunk: int, graph: Graph, inbox: Inbox) -> Back:
+    def _at_loss(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
         (tree,) = graph.made.trees
         nothing: Grads = (None,) * len(graph.leaves)
         if self._task.rule is Rule.HESSIAN:
@@ -305,7 +306,7 @@ class ProductCall:
         return self._at_loss_first(run, chunk, graph, inbox, tree)
 
     def _at_loss_first(
-        self, run: StageRule, chunk: int, graph: Graph, inbox: Inbox, tree: Tree
+        self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, tree: Tree
     ) -> Back:
         """J^T A J: the output's tangents, then A times them by the loss alone."""
         cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
@@ -390,7 +391,7 @@ class ProductCall:
             self._task.confirmed.add((self._task.rule, run.index))
 
     def _gradient_at(
-        self, chunk: int, graph: Graph, targets: Sequence[Tensor], step: float
+        self, chunk: int, graph: ProductGraph, targets: Sequence[Tensor], step: float
     ) -> Sequence[Tensor | None]:
         """The last stage's gradient of the loss, for `error_along`."""
         (tree,) = graph.made.trees
@@ -418,7 +419,7 @@ def _as_messages(inbox: Inbox, back: Back) -> list[Grads]:
 
 
 def _inspected(
-    task: Task, compares: bool, chunks: int, doubtful: dict[int, int], stage: StageRule, chunk: int, graph: Graph
+    task: Task, compares: bool, chunks: int, doubtful: dict[int, int], stage: StageRule, chunk: int, graph: ProductGraph
 ) -> None:
     """Look at a chunk's graph; note the first chunk of a stage that numbers must confirm."""
     must = task.inspect(stage, graph, chunks)

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.curvature.space import Space, Vec
 
 
-class Slot(NamedTuple):
+class VectorSlice(NamedTuple):
     """The place of a parameter's entries in a vector."""
 
     shard: int
@@ -77,11 +77,11 @@ class ParameterSpace(Space):
         self.members = tuple(members)
         sizes: dict[tuple[torch.device, bool], int] = {}
         shards: dict[tuple[torch.device, bool], int] = {}
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, VectorSlice] = {}
         for member in members:
             key = (member.device, member.counts)
             shard = shards.setdefault(key, len(shards))
-            self.slots[member.name] = Slot(shard, sizes.get(key, 0), member.shape)
+            self.slots[member.name] = VectorSlice(shard, sizes.get(key, 0), member.shape)
             sizes[key] = sizes.get(key, 0) + member.shape.numel()
         self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
         own = sum(size for _, counts, size in self._shards if counts)

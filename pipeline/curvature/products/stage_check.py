@@ -15,10 +15,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.products.stage_rule import Graph, Inbox, StageRule, gradients_of
+from pipeline.curvature.products.stage_rule import Inbox, ProductGraph, StageRule, gradients_of
 from pipeline.data.pytrees import Bundle, Grads, Tree
 
-At: TypeAlias = Callable[[Graph, Sequence[Tensor], float], Sequence[Tensor | None]]
+At: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
 LIMITS = {torch.float64: 1e-4}
 LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
 
@@ -123,7 +123,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 def of_gradient(first: Grads, second: Grads) -> At:
     """The stage's backward of l + step l', for `error_along`."""
 
-    def at(graph: Graph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
+    def at(graph: ProductGraph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
         pairs = [
             (root, one if other is None else one + step * other)
             for root, one, other in zip(graph.roots, first, second, strict=True)
@@ -134,6 +134,6 @@ def of_gradient(first: Grads, second: Grads) -> At:
     return at
 
 
-def of_output(graph: Graph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
+def of_output(graph: ProductGraph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
     """What the stage makes, for `error_along`."""
     return graph.roots

@@ -24,10 +24,10 @@ from torch import Tensor
 from pipeline.common.graph import MARK, explore, gradients, mark, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
-from pipeline.data.pytrees import Bundle, Grads, Memory, Message, Tree, memory_of, storage_of, versions
+from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, Tree, memory_of, storage_of, versions
 from pipeline.recompute.policy import checkpointing
 from pipeline.recompute.randomness import Seeder
-from pipeline.recompute.snapshot import Recall
+from pipeline.recompute.snapshot import ForwardSnapshot
 from pipeline.stage.hooks import hooks_asleep as asleep
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
@@ -49,10 +49,10 @@ class Inbox(NamedTuple):
     values: Bundle
     needs: tuple[bool, ...]
     tangents: list[list[Tensor]]
-    memory: tuple[Memory, ...]
+    memory: tuple[MemoryId, ...]
 
     @classmethod
-    def of(cls, messages: Sequence[Message], count: int) -> Inbox:
+    def of(cls, messages: Sequence[Activations], count: int) -> Inbox:
         """Take messages apart; `count`: how many directions there are."""
         trees: list[Tree] = []
         tangents: list[list[Tensor]] = [[] for _ in range(count)]
@@ -67,8 +67,8 @@ class Inbox(NamedTuple):
 
 
 def outbox(
-    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[Memory]
-) -> list[Message]:
+    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
+) -> list[Activations]:
     """What goes on: detached `tensors`, and behind them the tangents of those that depend on a parameter."""
     needs = [tensor.requires_grad for tensor in made.tensors]
     messages, first = [], 0
@@ -76,12 +76,12 @@ def outbox(
     for tree, own, wants, places in parts:
         live = sum(wants)
         more = [tangent for direction in tangents for tangent in direction[first : first + live]]
-        messages.append(Message(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
+        messages.append(Activations(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
         first += live
     return messages
 
 
-class Graph(NamedTuple):
+class ProductGraph(NamedTuple):
     """A forward of one chunk, with autograd's graph.
 
     Attributes:
@@ -111,7 +111,7 @@ class Back(NamedTuple):
     found: Grads = ()
 
 
-class Record(NamedTuple):
+class ProductRecord(NamedTuple):
     """What stays of a chunk between F and B.
 
     Attributes:
@@ -122,7 +122,7 @@ class Record(NamedTuple):
     """
 
     inbox: Inbox
-    graph: Graph | None
+    graph: ProductGraph | None
     versions: tuple[int, ...]
     lives: tuple[int, ...] = ()
 
@@ -149,13 +149,13 @@ class StageRule:
         index: int,
         layers: StageLayers,
         aliases: Aliases,
-        recall: Recall,
+        recall: ForwardSnapshot,
         seeder: Seeder,
         count: int,
         along: Along,
         add: Add,
         wanted: Mapping[int, Tensor],
-        inspect: Callable[[StageRule, int, Graph], None],
+        inspect: Callable[[StageRule, int, ProductGraph], None],
         is_cut: bool,
     ) -> None:
         self._is_cut = is_cut
@@ -171,7 +171,7 @@ class StageRule:
         self._along, self._add = along, add
         self._wanted = wanted
         self._inspect = inspect
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, ProductRecord] = {}
         self._parts: dict[int, list[Tensor]] = {}  # of the directions, by parameter
         self._looked = False
         self.is_doubtful = False  # a layer has an autograd.Function of the user's
@@ -180,9 +180,9 @@ class StageRule:
 
     def wait(self, chunk: int, inbox: Inbox) -> None:
         """F of the last stage: keep the input for B."""
-        self._records[chunk] = Record(inbox, None, versions(inbox.values.tensors))
+        self._records[chunk] = ProductRecord(inbox, None, versions(inbox.values.tensors))
 
-    def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Message]:
+    def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Activations]:
         """F: compute a chunk, and the tangents of what comes out."""
         then = versions(inbox.values.tensors)
         with self.aliases.stand_in():
@@ -191,12 +191,12 @@ class StageRule:
             tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in range(self._count)]
         tensors = self.recall.buffers.hand_over(graph.made.tensors)
         if graph.roots:
-            self._records[chunk] = Record(inbox, None if recompute else graph, then, live_of(graph.made))
+            self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
         known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
         memory = memory_of(graph.made.tensors, known, self.index, chunk)
         return outbox(graph.made, tensors, tangents, memory)
 
-    def run(self, chunk: int, inbox: Inbox) -> Graph:
+    def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
         """A chunk's forward for the first time: learn what it does."""
         self.recall.before_forward(chunk)
         looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
@@ -206,7 +206,7 @@ class StageRule:
         self._learn(chunk, graph)
         return graph
 
-    def computed(self, chunk: int, inbox: Inbox) -> Graph:
+    def computed(self, chunk: int, inbox: Inbox) -> ProductGraph:
         """Run the layers, with what stands in the modules now and what buffers hold now."""
         leaves: list[Tensor] = []
         given: list[Tensor] = []
@@ -220,9 +220,9 @@ class StageRule:
         refuse_tangents(made.tensors)
         self.writes_input = self.writes_input or versions(given) != before
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-        return Graph(leaves, made, roots, tuple(map(storage_of, given)))
+        return ProductGraph(leaves, made, roots, tuple(map(storage_of, given)))
 
-    def _learn(self, chunk: int, graph: Graph) -> None:
+    def _learn(self, chunk: int, graph: ProductGraph) -> None:
         """What does the graph reach besides the parameters of this stage's modules, and by what operations?"""
         if self._looked and self.layers.is_quiet:
             return
@@ -248,7 +248,7 @@ class StageRule:
 
     # ---------------------------------------------------------------------------------------------- what it rests on
 
-    def targets(self, graph: Graph) -> list[Tensor]:
+    def targets(self, graph: ProductGraph) -> list[Tensor]:
         """What there are derivatives by: the input, then the parameters."""
         return [*graph.leaves, *[alias for _, alias in self._owners()]]
 
@@ -265,12 +265,12 @@ class StageRule:
             self._parts[id(owner)] = [part.to(alias.dtype) for part in self._along(owner)]
         return self._parts[id(owner)]
 
-    def directions(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def directions(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """For each direction its parts that belong to the targets."""
         parts = [self._parts_of(owner, alias) for owner, alias in self._owners()]
         return [[*tangents[number], *[part[number] for part in parts]] for number in range(self._count)]
 
-    def push(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def push(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
         if not self._count:
             return []
@@ -281,7 +281,7 @@ class StageRule:
         """Within: tensor hooks of captured parameters do nothing; those of others have aliases between."""
         return asleep(list(self.captured.values()))
 
-    def _pushed(self, graph: Graph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def _pushed(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
         grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
         self._check(grads)
@@ -316,11 +316,11 @@ class StageRule:
 
     # ------------------------------------------------------------------------------------------------------- B
 
-    def taken(self, chunk: int) -> Record | None:
+    def taken(self, chunk: int) -> ProductRecord | None:
         """What F has kept."""
         return self._records.pop(chunk, None)
 
-    def again(self, chunk: int, record: Record) -> Graph:
+    def again(self, chunk: int, record: ProductRecord) -> ProductGraph:
         """The graph of a chunk whose F has run: kept, or computed again."""
         if record.graph is not None:
             return record.graph
@@ -339,7 +339,12 @@ class StageRule:
         return graph
 
     def pull_second(
-        self, graph: Graph, tangents: Sequence[Sequence[Tensor]], first: Grads, seconds: Sequence[Grads], wanted: bool
+        self,
+        graph: ProductGraph,
+        tangents: Sequence[Sequence[Tensor]],
+        first: Grads,
+        seconds: Sequence[Grads],
+        wanted: bool,
     ) -> Back:
         """B of a Hessian: l and l'[k] at the roots -> those at the leaves; parameters get gradient and products.
 
@@ -359,7 +364,7 @@ class StageRule:
 
     def differentiated(
         self,
-        graph: Graph,
+        graph: ProductGraph,
         tangents: Sequence[Sequence[Tensor]],
         grads: Sequence[Tensor | None],
         seconds: Sequence[Grads],
@@ -383,7 +388,7 @@ class StageRule:
         return self._handed(graph, first if wanted else None, products, first)
 
     def pull_first(
-        self, graph: Graph, cotangents: Sequence[Grads], gradient: Grads | None
+        self, graph: ProductGraph, cotangents: Sequence[Grads], gradient: Grads | None
     ) -> Back:
         """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
         targets, found = self.targets(graph), []
@@ -397,7 +402,7 @@ class StageRule:
         return self._handed(graph, first, found, first)
 
     def _handed(
-        self, graph: Graph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
+        self, graph: ProductGraph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
     ) -> Back:
         """Give the parameters their parts; return those of the leaves."""
         inputs = len(graph.leaves)

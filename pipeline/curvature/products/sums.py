@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from pipeline.curvature.products.sharded import ParameterSpace, Slot
-from pipeline.execution.communicator import Part, Peers
+from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
+from pipeline.execution.communicator import Communicator, Part
 
 
 class Sums:
@@ -27,7 +27,12 @@ class Sums:
     """
 
     def __init__(
-        self, space: ParameterSpace, slots: Mapping[int, Slot], count: int, gradient: bool, shared: Collection[int]
+        self,
+        space: ParameterSpace,
+        slots: Mapping[int, VectorSlice],
+        count: int,
+        gradient: bool,
+        shared: Collection[int],
     ) -> None:
         self.vectors = [space.zeros() for _ in range(count + gradient)]
         self._slots, self._shared = slots, shared
@@ -61,7 +66,7 @@ class Sums:
             view = self._views[id(owner), number] = self._slots[id(owner)].view(self.vectors[number])
         view.add_(grad if grad.device == view.device else grad.to(view.device))
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
         for number, parts in enumerate(self._parts):
             found = peers.join_sums(sorted(parts, key=lambda part: part[0]))

@@ -1,6 +1,6 @@
 """A call of one replica of a pipeline: with the other replicas, gradients become their means.
 
-    Replicated ── the pipeline's own peers (Alone, OverRanks): values, output, loss, verdict      each replica its own
+    DataParallelCommunicator ── the pipeline's own communicator: values, output, loss, verdict      each replica its own
                └─ the replicas' ranks: enter, sums as stages settle, means, leave                 once a backward pass
 
     whole gradients, divisor ─► means ─► all replicas have them ─► verdict: all ranks do ─► .grad, store, optimizer
@@ -24,12 +24,12 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads
 from pipeline.data.values import Values
 from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest
-from pipeline.distributed.data_parallel.gradient_means import Means, ReplicaLostError, lost
+from pipeline.distributed.data_parallel.gradient_means import GradientReducer, ReplicaLostError, lost
 from pipeline.distributed.data_parallel.replicas import Replicas, members, refuse
-from pipeline.distributed.data_parallel.shards import Layout, Slot, with_strangers
+from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_strangers
 from pipeline.distributed.failure.errors import Failure, RankError, silence
-from pipeline.distributed.group import Ranks, in_words
-from pipeline.execution.communicator import Output, Pair, Part, Peers, Verdict
+from pipeline.distributed.group import RankGroup, in_words
+from pipeline.execution.communicator import Communicator, Output, Pair, Part, Verdict
 from pipeline.execution.mailbox import Post
 from pipeline.transports.local import Local
 from scheduler import Action, Event
@@ -43,7 +43,7 @@ _AGREED = (
 _GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 
 
-class Replicated(Peers):
+class DataParallelCommunicator(Communicator):
     """One call of a pipeline that has replicas.
 
     Args:
@@ -56,7 +56,7 @@ class Replicated(Peers):
 
     def __init__(
         self,
-        inner: Peers,
+        inner: Communicator,
         replicas: Replicas,
         layout: Layout,
         door: str,
@@ -71,14 +71,14 @@ class Replicated(Peers):
         self._words = dict(words or {})
         self._call = door
         self._action: Action | None = None  # under way
-        self._means: Means | None = None
+        self._means: GradientReducer | None = None
         self._final: dict[int, Sequence[Pair]] = {}  # by stage
         self._votes = False  # all replicas are still to say that their gradients are there
         self._interrupts = Deferral()  # from the last vote to the end
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
-    def __enter__(self) -> Replicated:
+    def __enter__(self) -> DataParallelCommunicator:
         ranks, pipeline = self._ranks, self._replicas.pipeline
         self._call = f"{self._door} (call {ranks.calls + 1} among the replicas)"
         is_within = ranks.is_in_call or (pipeline is not None and pipeline.is_in_call)
@@ -120,7 +120,7 @@ class Replicated(Peers):
             else:
                 self._interrupts.end(LATE.format(self._door) if error is None else "")
 
-    def _fail(self, error: BaseException, pipeline: Ranks) -> NoReturn:
+    def _fail(self, error: BaseException, pipeline: RankGroup) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""
         if isinstance(error, ReplicaLostError):
             pipeline.watch.fail(self._found(error))
@@ -168,9 +168,9 @@ class Replicated(Peers):
         self._words.update({name: found[name] for name in _ALIKE if name in found})
         return seed
 
-    def again(self) -> Replicated:
+    def again(self) -> DataParallelCommunicator:
         """The backward of this call."""
-        return Replicated(self._inner.again(), self._replicas, self._layout, "backward", self._words)
+        return DataParallelCommunicator(self._inner.again(), self._replicas, self._layout, "backward", self._words)
 
     # -------------------------------------------------------------------------------------------------------- means
 
@@ -229,7 +229,7 @@ class Replicated(Peers):
         order = {id(parameter): index for index, parameter in enumerate(self._layout.parameters)}
         return sorted(pairs, key=lambda pair: order.get(id(pair[0]), len(order)))
 
-    def _refuse(self, last: Slot) -> NoReturn:
+    def _refuse(self, last: GradientBucket) -> NoReturn:
         lines = [
             f"parameter {index} of shape {list(each.shape)} is {'trained' if each.requires_grad else 'frozen'}"
             for index, each in enumerate(self._layout.parameters)
@@ -239,12 +239,12 @@ class Replicated(Peers):
         with lost():
             refuse(self._ranks, {**self._words, "the parameters": "\n".join(lines)})
 
-    def _begun(self) -> Means:
+    def _begun(self) -> GradientReducer:
         if self._means is None:
-            self._means = Means(self._ranks, str(self._replicas.number), self._layout.slots)
+            self._means = GradientReducer(self._ranks, str(self._replicas.number), self._layout.slots)
         return self._means
 
-    def _note(self, last: Slot, divisor: Tensor | None) -> list[int]:
+    def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
         """What this replica tells the others: digests of what must be alike, and its divisor."""
         texts = [self._words.get(name, "") for name in ("the calls", *_ALIKE)]
         flags = "".join(["01"[parameter.requires_grad] for parameter in self._layout.parameters])

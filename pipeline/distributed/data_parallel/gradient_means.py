@@ -7,7 +7,7 @@
     means   when the divisors of all replicas are known; added in the order of the replicas, half precision in float32
 
 So a mean is the same to the bit on all replicas, and of n replicas each sends 2 (n - 1) / n of the bytes. A gradient
-that a replica does not have counts as zero; one that no replica has stays away. The letters tell which there are.
+that a replica does not have counts as zero; one that no replica has stays away. The messages tell which there are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pipeline.distributed.data_parallel.shards import Piece, Slot, shares
-from pipeline.distributed.group import Ranks
+from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shares
+from pipeline.distributed.group import RankGroup
 from pipeline.transports.channel import ChannelError
-from pipeline.transports.link import Letter
+from pipeline.transports.message import Message
 
 Parts = list[Tensor | None]
 _HALF = (torch.float16, torch.bfloat16)
@@ -31,7 +31,7 @@ class ReplicaLostError(ChannelError):
     """A connection to a replica broke: why is known to another rank, as a rule."""
 
 
-class Means:
+class GradientReducer:
     """The gradients of one backward pass, on their way.
 
     Args:
@@ -40,7 +40,7 @@ class Means:
         slots: what travels, in this order. The last one is known at the end.
     """
 
-    def __init__(self, ranks: Ranks, series: str, slots: Sequence[Slot]) -> None:
+    def __init__(self, ranks: RankGroup, series: str, slots: Sequence[GradientBucket]) -> None:
         self._ranks = ranks
         self._series = series
         self._slots = list(slots)
@@ -50,7 +50,7 @@ class Means:
         self._shares: list[list[list[Piece]]] = []  # of those, by replica
 
     @property
-    def early(self) -> Slot | None:
+    def early(self) -> GradientBucket | None:
         """The next slot to send. None: it is the last one."""
         return self._slots[len(self._grads)] if len(self._grads) < len(self._slots) - 1 else None
 
@@ -63,7 +63,7 @@ class Means:
         with lost():
             self._send(grads, ())
 
-    def send_last(self, slot: Slot, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
+    def send_last(self, slot: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
         """The same of the last slot, which has turned out to be this one.
 
         Args:
@@ -82,7 +82,7 @@ class Means:
         flat = [_flat(grad) for grad in mine]
         for rank in self._others:
             parts = [_cut(flat[piece.parameter], piece) for piece in cuts[rank]]
-            self._ranks.sender(rank).send(_named("sums", slot), Letter((*parts, *more)))
+            self._ranks.sender(rank).send(_named("sums", slot), Message((*parts, *more)))
         self._grads.append(mine)
         self._shares.append(cuts)
 
@@ -128,7 +128,7 @@ class Means:
                 if not slot.parameters:
                     continue
                 for other in self._others:
-                    self._ranks.sender(other).send(_named("means", slot), Letter(tuple(own[-1])))
+                    self._ranks.sender(other).send(_named("means", slot), Message(tuple(own[-1])))
             pairs = [pair for index in range(len(self._slots)) for pair in self._whole(index, own[index])]
             self._finish()
         return pairs
@@ -154,7 +154,7 @@ class Means:
             self._ranks.receiver(rank).begin(f"{self._series}/{what}", names)
             self._ranks.sender(rank).begin(f"{self._series}/{what}", names)
 
-    def _received(self, rank: int, what: str, slot: Slot) -> tuple[Tensor | None, ...]:
+    def _received(self, rank: int, what: str, slot: GradientBucket) -> tuple[Tensor | None, ...]:
         self._ranks.watch.at = f"the {_named(what, slot)}, from replica {rank}"
         return self._ranks.receiver(rank).receive(_named(what, slot)).tensors
 
@@ -175,7 +175,7 @@ def lost() -> Iterator[None]:
         raise ReplicaLostError(str(error)) from error
 
 
-def _named(what: str, slot: Slot) -> str:
+def _named(what: str, slot: GradientBucket) -> str:
     return f"{what} of {slot.name}"
 
 
@@ -190,7 +190,9 @@ def _cut(flat: Tensor | None, piece: Piece) -> Tensor | None:
     return flat[piece.begin : piece.end]
 
 
-def _mean(parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], slot: Slot, piece: Piece) -> Tensor | None:
+def _mean(
+    parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], slot: GradientBucket, piece: Piece
+) -> Tensor | None:
     """Of one piece, over all replicas. None: none has it."""
     found = [(part, divisor) for part, divisor in zip(parts, divisors, strict=True) if part is not None]
     if not found:
@@ -207,7 +209,7 @@ def _mean(parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], slo
         here = here if divisor is None else here.div_(divisor.to(here.device))
         here = here.to(torch.float32) if here.dtype in _HALF else here
         here = here.coalesce() if here.is_sparse else here
-        total = here if total is None else total.add_(here)  # in place: letters are ours, and our own part is replaced
+        total = here if total is None else total.add_(here)  # in place: messages are ours, and our own part is replaced
     assert total is not None  # found is not empty
     mean = total.div_(len(parts)).to(found[0][0].dtype)
     return mean.coalesce() if mean.is_sparse else mean

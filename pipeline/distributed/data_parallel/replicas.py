@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.distributed.agreement import MismatchError, difference, digest, encoded
-from pipeline.distributed.group import Ranks, ranks_of
-from pipeline.transports.link import Letter
+from pipeline.distributed.group import RankGroup, ranks_of
+from pipeline.transports.message import Message
 
 _LETTER = 2**25  # bytes of initial values in a message
 
@@ -37,7 +37,7 @@ class Replicas:
         parameters: in words, those of the modules: a line each.
     """
 
-    def __init__(self, ranks: Ranks, pipeline: Ranks | None, module: nn.Module) -> None:
+    def __init__(self, ranks: RankGroup, pipeline: RankGroup | None, module: nn.Module) -> None:
         self.ranks = ranks
         self.pipeline = pipeline
         self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
@@ -83,7 +83,7 @@ class Replicas:
         for some in _in_letters(tensors):
             if self.index == 0:
                 for rank in range(1, self.count):
-                    self.ranks.send_one(rank, series, what, Letter(tuple([tensor.detach() for tensor in some])))
+                    self.ranks.send_one(rank, series, what, Message(tuple([tensor.detach() for tensor in some])))
                 for rank in range(1, self.count):
                     self.ranks.sender(rank).finish()
             else:
@@ -107,13 +107,13 @@ def check_where(replicas: Any, group: Any, devices: Any) -> None:
         )
 
 
-def find_replicas(given: Any, ranks: Ranks | None, heartbeat: float, timeout: float) -> Ranks | None:
+def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout: float) -> RankGroup | None:
     """The ranks of the replicas, those that have the same stages as this one.
 
     Args:
         given: a ProcessGroup, a DeviceMesh of one dimension, or None.
         ranks: those that run this replica. None: this process does.
-        heartbeat, timeout: seconds, see Ranks.
+        heartbeat, timeout: seconds, see RankGroup.
 
     Returns:
         None: there is one replica.
@@ -135,7 +135,7 @@ def find_replicas(given: Any, ranks: Ranks | None, heartbeat: float, timeout: fl
     return found
 
 
-def compare(ranks: Ranks, words: Mapping[str, str]) -> None:
+def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
     """Raise what differs between the replicas.
 
     Raises:
@@ -146,7 +146,7 @@ def compare(ranks: Ranks, words: Mapping[str, str]) -> None:
         refuse(ranks, words)
 
 
-def refuse(ranks: Ranks, words: Mapping[str, str]) -> NoReturn:
+def refuse(ranks: RankGroup, words: Mapping[str, str]) -> NoReturn:
     """Tell each other what differs between the replicas, which do all the same here.
 
     Raises:
@@ -159,12 +159,12 @@ def refuse(ranks: Ranks, words: Mapping[str, str]) -> NoReturn:
     )
 
 
-def members(ranks: Ranks) -> list[int]:
+def members(ranks: RankGroup) -> list[int]:
     """The numbers of some ranks in the world."""
     return dist.get_process_group_ranks(ranks.group)
 
 
-def _place(pipeline: Ranks | None) -> str:
+def _place(pipeline: RankGroup | None) -> str:
     return "all stages in one process" if pipeline is None else f"rank {pipeline.rank} of {pipeline.size}"
 
 

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Slot(NamedTuple):
+class GradientBucket(NamedTuple):
     """Parameters whose gradients travel together.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         parameters: all, in the order of the modules.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[GradientBucket, ...]
     parameters: tuple[Tensor, ...]
 
 
@@ -83,23 +83,23 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] 
     readers = Counter(key for parameters in found.values() for key in parameters)
     everything = {key: parameter for parameters in found.values() for key, parameter in parameters.items()}
     shared = {key: everything[key] for key, count in readers.items() if count > 1 or key in apart}
-    slots, last = [], Slot((), ())
+    slots, last = [], GradientBucket((), ())
     for stage in reversed(found):
         own = [parameter for key, parameter in found[stage].items() if key not in shared]
-        last = Slot((*last.stages, stage), (*last.parameters, *own))
+        last = GradientBucket((*last.stages, stage), (*last.parameters, *own))
         if sum([each.numel() * each.element_size() for each in last.parameters]) >= SMALL:
             slots.append(last)
-            last = Slot((), ())
-    last = Slot(last.stages, (*last.parameters, *shared.values()))
+            last = GradientBucket((), ())
+    last = GradientBucket(last.stages, (*last.parameters, *shared.values()))
     return Layout((*slots, last), tuple(everything.values()))
 
 
-def with_strangers(layout: Layout, pairs: Sequence[Pair]) -> Slot:
+def with_strangers(layout: Layout, pairs: Sequence[Pair]) -> GradientBucket:
     """The last slot, with parameters that are trained with the module but are not its own, those of a loss."""
     known = {id(parameter) for parameter in layout.parameters}
     strangers = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
     last = layout.slots[-1]
-    return Slot(last.stages, (*last.parameters, *strangers))
+    return GradientBucket(last.stages, (*last.parameters, *strangers))
 
 
 def shares(sizes: Sequence[int], count: int) -> list[list[Piece]]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipeline.distributed.failure.errors import Failure, silence
-from pipeline.distributed.failure.heartbeat import Beat
+from pipeline.distributed.failure.heartbeat import Heartbeat
 
 
-class Judge:
+class FailureDetector:
     """One rank's view of the others.
 
     Args:
@@ -33,7 +33,7 @@ class Judge:
         self._size = size
         self._heartbeat = heartbeat
         self._timeout = timeout
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}
         self._moved = 0.0
 
@@ -42,7 +42,7 @@ class Judge:
         self._changed = dict.fromkeys(self._beats, now)
         self._moved = now
 
-    def see(self, beats: Mapping[int, Beat], now: float) -> None:
+    def see(self, beats: Mapping[int, Heartbeat], now: float) -> None:
         """Take note of the beats of all ranks that have one, this one's own included."""
         for rank, beat in beats.items():
             before = self._beats.get(rank)
@@ -81,7 +81,7 @@ class Judge:
             and now - self._changed[rank] < patience
         ]
 
-    def _others(self) -> dict[int, Beat]:
+    def _others(self) -> dict[int, Heartbeat]:
         return {rank: beat for rank, beat in self._beats.items() if rank != self._rank}
 
     def _stood(self, rank: int) -> str:
@@ -90,7 +90,7 @@ class Judge:
             return "has not been heard of yet"
         return f"{'is' if rank == self._rank else 'was'} {beat.standing()}"
 
-    def _ended(self, own: Beat) -> Failure | None:
+    def _ended(self, own: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
             if beat.ended and not beat.has_left(own):
                 where = f" at {beat.at} in {beat.call}" if beat.has_entered(own) and beat.at else ""
@@ -98,7 +98,7 @@ class Judge:
                 return silence(rank, own.call, message, self.waits(but=rank))
         return None
 
-    def _given_up(self, own: Beat) -> Failure | None:
+    def _given_up(self, own: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
             if beat.generation > own.generation:
                 message = (
@@ -108,7 +108,7 @@ class Judge:
                 return silence(self._rank, own.call, message)
         return None
 
-    def _silent(self, own: Beat, now: float) -> Failure | None:
+    def _silent(self, own: Heartbeat, now: float) -> Failure | None:
         needed = [rank for rank, beat in self._others().items() if not beat.has_left(own)]
         since = {rank: now - self._changed[rank] for rank in needed}
         rank = max(since, key=since.__getitem__, default=self._rank)
@@ -120,7 +120,7 @@ class Judge:
         )
         return silence(rank, own.call, message, self.waits(but=rank))
 
-    def _stuck(self, own: Beat, now: float) -> Failure | None:
+    def _stuck(self, own: Heartbeat, now: float) -> Failure | None:
         if now - self._moved <= self._timeout:
             return None
         absent = [rank for rank in range(self._size) if not self._has_entered(rank, own)]
@@ -132,10 +132,10 @@ class Judge:
         )
         return silence(self._rank, own.call, message, self.waits())
 
-    def _has_entered(self, rank: int, own: Beat) -> bool:
+    def _has_entered(self, rank: int, own: Heartbeat) -> bool:
         return rank in self._beats and self._beats[rank].has_entered(own)
 
-    def _missed(self, absent: list[int], own: Beat) -> str:
+    def _missed(self, absent: list[int], own: Heartbeat) -> str:
         parts = []
         for rank in absent:
             beat = self._beats.get(rank)

@@ -1,6 +1,6 @@
 """What does a rank say of itself, so that others can tell waiting from stopped?
 
-    rank 2: Beat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
+    rank 2: Heartbeat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
 
 `serial` rises with every beat: a rank whose beat does not change is stopped or cut off. Calls are compared by
 generation and number, which all ranks count alike, since every call is everybody's.
@@ -12,7 +12,7 @@ import json
 from typing import NamedTuple
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """A sign of life.
 
     Args:
@@ -25,8 +25,8 @@ class Beat(NamedTuple):
         steps: how often it got on.
         ended: "", or how this rank came to its end.
 
-    >>> beat = Beat(41, 0, 7, "step 7", True, "2B3", 120, "")
-    >>> Beat.parse(beat.text()) == beat, beat.standing()
+    >>> beat = Heartbeat(41, 0, 7, "step 7", True, "2B3", 120, "")
+    >>> Heartbeat.parse(beat.text()) == beat, beat.standing()
     (True, 'at 2B3 in step 7')
     """
 
@@ -44,7 +44,7 @@ class Beat(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Beat:
+    def parse(cls, text: str | bytes) -> Heartbeat:
         """What `text` made."""
         return cls(*json.loads(text))
 
@@ -53,11 +53,11 @@ class Beat(NamedTuple):
         """Which call it is, the same on all ranks."""
         return self.generation, self.number
 
-    def has_entered(self, other: Beat) -> bool:
+    def has_entered(self, other: Heartbeat) -> bool:
         """Whether this rank has come as far as to the call that the other is in."""
         return self.order >= other.order
 
-    def has_left(self, other: Beat) -> bool:
+    def has_left(self, other: Heartbeat) -> bool:
         """Whether this rank has the call behind it that the other is in."""
         return self.order > other.order or (self.order == other.order and not self.is_in)
 

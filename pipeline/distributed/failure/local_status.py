@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipeline.distributed.failure.errors import Failure
-from pipeline.distributed.failure.heartbeat import Beat
+from pipeline.distributed.failure.heartbeat import Heartbeat
 
 
 class Marks(Protocol):
@@ -22,7 +22,7 @@ class Marks(Protocol):
     steps: int
 
 
-class Standing:
+class LocalStatus:
     """The state of one rank. Its methods may be called by any thread.
 
     Args:
@@ -98,7 +98,7 @@ class Standing:
 
     # ------------------------------------------------------------------ what the threads do
 
-    def beat(self, serial: int) -> Beat:
+    def beat(self, serial: int) -> Heartbeat:
         """How this rank stands now."""
         with self.changed:
             marks = self._marks()
@@ -106,7 +106,7 @@ class Standing:
                 self._at, self._steps = marks.at, marks.steps
             at = " ".join(map(str, self._at)) if isinstance(self._at, tuple) else str(self._at)
             is_in = self._abort is not None
-            return Beat(serial, self._generation, self._number, self._call, is_in, at, self._steps, self.ended)
+            return Heartbeat(serial, self._generation, self._number, self._call, is_in, at, self._steps, self.ended)
 
     def asked(self) -> int | None:
         """The generation of which the main thread would want to know a failure, and knows none."""

@@ -19,17 +19,17 @@ from functools import partial
 
 import torch.distributed as dist
 
-from pipeline.distributed.failure.detector import Judge
+from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure
-from pipeline.distributed.failure.local_status import Standing
-from pipeline.distributed.failure.store_keys import Board
-from pipeline.distributed.failure.store_watchdog import Guard
-from pipeline.distributed.failure.thread import PARTING, Watcher
+from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.store_keys import StoreKeys
+from pipeline.distributed.failure.store_watchdog import StoreWatchdog
+from pipeline.distributed.failure.thread import PARTING, MonitorThread
 
 POSTING = 2.0  # seconds that `fail` waits at most until the others can know
 
 
-class Watch:
+class FailureMonitor:
     """One rank's part in noticing failures. Every rank makes one, with the same prefix. Its threads end with it.
 
     The main thread assigns `at`, what it waits for or does, before each wait and action: a str, or a tuple whose parts
@@ -45,7 +45,7 @@ class Watch:
             for longer than that looks the same.
         timeout: seconds after which a call is given up in which nothing moves on any rank.
 
-    >>> watch = Watch(dist.HashStore(), "doc", rank=0, size=1)
+    >>> watch = FailureMonitor(dist.HashStore(), "doc", rank=0, size=1)
     >>> watch.enter(0, "step 7", abort=lambda: None)
     >>> watch.at = ("2B3", "for the gradient of", "h3")  # before each wait and action
     >>> watch.steps += 1                                 # after it
@@ -62,10 +62,10 @@ class Watch:
         self.at: object = ""
         self.steps = 0
         self._heartbeat = heartbeat
-        self._standing = standing = Standing(rank, weakref.ref(self))
-        judge = Judge(rank, size, heartbeat, timeout)
-        self._watcher = Watcher(standing, Board(store, prefix, rank, size), judge, heartbeat)
-        self._guard = Guard(standing, self._watcher, heartbeat)
+        self._standing = standing = LocalStatus(rank, weakref.ref(self))
+        judge = FailureDetector(rank, size, heartbeat, timeout)
+        self._watcher = MonitorThread(standing, StoreKeys(store, prefix, rank, size), judge, heartbeat)
+        self._guard = StoreWatchdog(standing, self._watcher, heartbeat)
         at_exit = partial(_end_with_script, standing, self._watcher, self._guard, os.getpid())
         self._drop = weakref.finalize(self, standing.drop)  # the threads then end when no other rank needs them
         self._drop.atexit = False
@@ -132,26 +132,26 @@ class Watch:
         _join(self._watcher, self._guard)
 
 
-def _part(standing: Standing, watcher: Watcher) -> None:
+def _part(standing: LocalStatus, watcher: MonitorThread) -> None:
     standing.end("ended its script")
     watcher.hurry()
     with standing.changed:
         standing.changed.wait_for(lambda: standing.has_parted or not watcher.is_alive(), PARTING)
 
 
-def _forget(guard: Guard, at_exit: Callable[[], None]) -> None:
+def _forget(guard: StoreWatchdog, at_exit: Callable[[], None]) -> None:
     guard.end()
     atexit.unregister(at_exit)
 
 
-def _join(watcher: Watcher, guard: Guard) -> None:
+def _join(watcher: MonitorThread, guard: StoreWatchdog) -> None:
     guard.end()
     watcher.end()
     guard.join()
     watcher.join()
 
 
-def _end_with_script(standing: Standing, watcher: Watcher, guard: Guard, process: int) -> None:
+def _end_with_script(standing: LocalStatus, watcher: MonitorThread, guard: StoreWatchdog, process: int) -> None:
     if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
         _part(standing, watcher)
         _join(watcher, guard)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from pipeline.distributed.failure.errors import Failure, decode, encode
-from pipeline.distributed.failure.heartbeat import Beat
+from pipeline.distributed.failure.heartbeat import Heartbeat
 
 KEPT = 4  # failures: a rank that was stopped for some of them still finds its own
 
 
-class Board:
+class StoreKeys:
     """The keys of one watch.
 
     Args:
@@ -33,18 +33,18 @@ class Board:
         self._seen = {rank}
         self._oldest = 0
 
-    def say(self, beat: Beat) -> None:
+    def say(self, beat: Heartbeat) -> None:
         """This rank's sign of life."""
         self._store.set(f"beat/{self._rank}", beat.text())
 
-    def beats(self) -> dict[int, Beat]:
+    def beats(self) -> dict[int, Heartbeat]:
         """Of all other ranks that ever gave one."""
         unseen = set(range(self._size)) - self._seen  # multi_get would wait for a key that is not there
         self._seen.update(rank for rank in unseen if self._store.check([_beat(rank)]))
         ranks = sorted(self._seen - {self._rank})
         if not ranks:
             return {}
-        return dict(zip(ranks, map(Beat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))
+        return dict(zip(ranks, map(Heartbeat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))
 
     def post(self, generation: int, failure: Failure) -> Failure:
         """Make it the failure of that generation, unless there is one; return the one that there is then."""

@@ -12,11 +12,11 @@ import threading
 from time import monotonic
 
 from pipeline.distributed.failure.errors import silence
-from pipeline.distributed.failure.local_status import Standing
-from pipeline.distributed.failure.thread import BEAT, JOINING, Watcher
+from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.thread import BEAT, JOINING, MonitorThread
 
 
-class Guard:
+class StoreWatchdog:
     """The thread that watches the watcher.
 
     Args:
@@ -25,7 +25,7 @@ class Guard:
         heartbeat: seconds that a turn of the watcher may take.
     """
 
-    def __init__(self, standing: Standing, watcher: Watcher, heartbeat: float) -> None:
+    def __init__(self, standing: LocalStatus, watcher: MonitorThread, heartbeat: float) -> None:
         self._standing = standing
         self._watcher = watcher
         self._heartbeat = heartbeat

@@ -14,11 +14,11 @@ from time import monotonic
 
 import torch.distributed as dist
 
-from pipeline.distributed.failure.detector import Judge
+from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import silence
-from pipeline.distributed.failure.heartbeat import Beat
-from pipeline.distributed.failure.local_status import Standing
-from pipeline.distributed.failure.store_keys import Board
+from pipeline.distributed.failure.heartbeat import Heartbeat
+from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.store_keys import StoreKeys
 
 PAUSE = 0.1  # seconds between two looks for a failure
 SHORT_PAUSE = 0.02  # while the main thread waits for the verdict
@@ -27,7 +27,7 @@ PARTING = 5.0  # seconds for which a rank that has ended waits at most for other
 JOINING = 1.0  # seconds to wait for a thread's end: it may be held by a store that does not answer
 
 
-class Watcher:
+class MonitorThread:
     """The thread of a watch that speaks with the store.
 
     Args:
@@ -37,7 +37,7 @@ class Watcher:
         heartbeat: seconds.
     """
 
-    def __init__(self, standing: Standing, board: Board, judge: Judge, heartbeat: float) -> None:
+    def __init__(self, standing: LocalStatus, board: StoreKeys, judge: FailureDetector, heartbeat: float) -> None:
         self.turn_began: float | None = None  # of the turn under way
         self.judge = judge
         self._standing = standing
@@ -49,7 +49,7 @@ class Watcher:
         self._lost: str | None = None
         self._awake = monotonic()
         self._next = 0.0
-        self._said = Beat(-1, -1, 0, "", False, "", 0, "")
+        self._said = Heartbeat(-1, -1, 0, "", False, "", 0, "")
         self._before = self._said
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
         self._at_end: Callable[[], object] = int  # nothing
@@ -113,19 +113,19 @@ class Watcher:
             generation, failure = unposted[0]
             self._standing.posted(generation, self._board.post(generation, failure))
 
-    def _is_due(self, own: Beat) -> bool:
+    def _is_due(self, own: Heartbeat) -> bool:
         """A beat is due in time; and early when this rank pauses after a call, since then others may part."""
         before, self._before = self._before, own
         pauses = not own.is_in and not before.is_in and own.order == before.order
         is_news = own.order != self._said.order or self._said.is_in
         return (pauses and is_news) or bool(own.ended) or monotonic() >= self._next
 
-    def _speak(self) -> Beat:
+    def _speak(self) -> Heartbeat:
         self._said = self._standing.beat(self._said.serial + 1)
         self._board.say(self._said)
         return self._said
 
-    def _exchange(self, own: Beat) -> None:
+    def _exchange(self, own: Heartbeat) -> None:
         beats = self._board.beats()
         self._board.forget_before(own.generation)
         now = self._check_clock()
@@ -145,7 +145,7 @@ class Watcher:
         self._awake = now
         return now
 
-    def _part(self, beats: dict[int, Beat], now: float) -> None:
+    def _part(self, beats: dict[int, Heartbeat], now: float) -> None:
         if self._parting is None:
             self._parting = now, {rank: beat.serial for rank, beat in beats.items()}
         since, serials = self._parting

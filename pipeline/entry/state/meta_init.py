@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeline.common.arguments import shown
 from pipeline.entry.state.dcp import Saved
-from pipeline.entry.state.meta_tensors import Empty, Layers, Memory, check_reachable, is_marked, places, survey
+from pipeline.entry.state.meta_tensors import Empty, Layers, MetaMemory, check_reachable, is_marked, places, survey
 from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
 
 Init: TypeAlias = Callable[[nn.Module], object]
@@ -74,7 +74,7 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
-    memory = Memory()
+    memory = MetaMemory()
     for each in empty.values():
         memory.give(each, marked=init is not None)
     if init is not None:

@@ -2,7 +2,7 @@
 
     layers --survey--> Empty, by id        on the meta device: a shape and a type, at one place or several
                           |
-                       Memory.give         the same object, now with memory on its device, marked
+                       MetaMemory.give         the same object, now with memory on its device, marked
                           |
                        is_marked           after an initialisation: nobody wrote here
 
@@ -95,7 +95,7 @@ def check_reachable(layers: Layers, empty: Mapping[int, Empty]) -> None:
         )
 
 
-class Memory:
+class MetaMemory:
     """New memory for old: tensors that shared some share it again, each with its own offset and strides."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.call_lock import turn
-from pipeline.distributed.remote_layer import Elsewhere
-from pipeline.distributed.topology import Company
+from pipeline.distributed.remote_layer import RemoteLayer
+from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
-from pipeline.execution.communicator import Peers
+from pipeline.execution.communicator import Communicator
 from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
@@ -31,14 +31,14 @@ from pipeline.stage.batchnorm import batch_norms
 class Stateful(Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
-    _company: Company | None
+    _company: PipeTopology | None
 
     @abstractmethod
     def to_sequential(self) -> nn.Sequential:
         """The plain module."""
 
     @abstractmethod
-    def _peers(self, door: str) -> Peers:
+    def _peers(self, door: str) -> Communicator:
         """The processes that run a call."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
@@ -150,7 +150,7 @@ class Stateful(Enclosed, ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""
-        elsewhere = [name for name, layer in self._modules.items() if isinstance(layer, Elsewhere)]
+        elsewhere = [name for name, layer in self._modules.items() if isinstance(layer, RemoteLayer)]
         if elsewhere:
             state_dict = own_part(state_dict, elsewhere)
         versions = getattr(state_dict, "_metadata", None)

@@ -1,6 +1,6 @@
 """How long would a plan take if one lane ran a few neighbouring actions in another order?
 
-    Course(problem, plan) ──► start, tail of every action, value
+    IncrementalTiming(problem, plan) ──► start, tail of every action, value
            estimate(lane, first, actions)  ──►  the new value, without touching anything else
            change(lane, first, actions)    ──►  makes it so
 
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from scheduler.searches.problem import Plan, Problem
+from scheduler.searches.problem import LaneOrders, Problem
 from scheduler.searches.timing import run, value
 
-__all__ = ["Course"]
+__all__ = ["IncrementalTiming"]
 
 
-class Course:
+class IncrementalTiming:
     """A plan under way: it can end and fits, before and after every change.
 
     Args:
@@ -31,11 +31,11 @@ class Course:
         plan: where to start; it is copied
     """
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: LaneOrders) -> None:
         self.problem = problem
         self.set(plan)
 
-    def set(self, plan: Plan) -> None:
+    def set(self, plan: LaneOrders) -> None:
         """Goes to another plan."""
         self.orders = [list(order) for order in plan.orders]
         self.whole = set(plan.whole)
@@ -47,9 +47,9 @@ class Course:
                 self.rank[action] = rank
         self._refresh()
 
-    def plan(self) -> Plan:
+    def plan(self) -> LaneOrders:
         """The plan as it is now."""
-        return Plan([list(order) for order in self.orders], frozenset(self.whole))
+        return LaneOrders([list(order) for order in self.orders], frozenset(self.whole))
 
     def estimate(self, lane: int, first: int, window: Sequence[int]) -> float:
         """The value if `window` were the actions of `lane` from position `first` on.

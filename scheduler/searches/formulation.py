@@ -13,7 +13,7 @@ from scheduler.action import Action, Kind
 from scheduler.costs import Costs
 from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
-from scheduler.held import Held
+from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.searches.problem import Objective, Problem, Times
 
