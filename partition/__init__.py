@@ -1,4 +1,4 @@
-"""Which layers should stand on which stage?
+"""Balanced partitions of nn.Sequential: the layers that each stage of a pipeline gets.
 
     balance_by_time ─► profiling ─► seconds per layer ─┐
     balance_by_size ─► profiling ─► bytes per layer ───┴─► balance_costs ─► balance ─► split ─► stages

@@ -1,4 +1,4 @@
-"""Which balance makes the stages equally slow, or equally big?
+"""Balances by measurement: stages that take equally long, or are equally big.
 
     module, sample ──profiling──► seconds or bytes per layer ──balance_costs──► layers per stage
 

@@ -1,4 +1,4 @@
-"""How many layers should each stage hold, if layers cost this much?
+"""The optimal contiguous partition: the number of layers of each stage, for given costs of the layers.
 
     costs ──► weights ──► sums ──► cap ──► cuts ──► even cuts ──► layers per stage
      3 1 2    (integers)  prefix   bisect   greedy   neighbours

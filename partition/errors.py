@@ -1,4 +1,4 @@
-"""What does this package raise when it is asked for something it cannot do?"""
+"""The error that this package raises when it is asked for something that it cannot do."""
 
 
 class PartitionError(ValueError):

@@ -1,4 +1,4 @@
-"""How long does each layer run, and how much does each hold?
+"""Measurements of layers: the seconds that each takes, and the bytes that it holds.
 
     sample ──copy──► x ──► layer 0 ──► y ──cut──► x ──► layer 1 ──► ...
                            │ a deep copy, one at a time, on `device`

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage?
+"""The cut of an nn.Sequential into stages by a balance.
 
     nn.Sequential  0 1 2 3 4        balance [3, 2]
                    └─┬─┘ └┬┘

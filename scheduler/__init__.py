@@ -1,4 +1,4 @@
-"""A schedule is data: what is it, is it right, how long does it take, what does it look like?
+"""Pipeline schedules as data: built by name, verified, simulated, drawn.
 
     by_name ──► Schedule ─┬─► verify      ──►  None, or all that is wrong
                  ▲   │    ├─► simulate    ──►  Timeline ──► makespan, bubble, peak in flight

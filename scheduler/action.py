@@ -1,4 +1,4 @@
-"""What is the smallest piece of work that a schedule speaks of?
+"""An action: the smallest piece of work of a schedule.
 
     Action(stage=2, kind=F, chunk=0)  --str-->  "2F0"  --Action.parse-->  Action(stage=2, kind=F, chunk=0)
 

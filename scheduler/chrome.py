@@ -1,4 +1,4 @@
-"""How does a timeline get into a trace viewer, chrome://tracing or Perfetto?
+"""Timelines as JSON for trace viewers, chrome://tracing or Perfetto.
 
     Timeline  --chrome_trace-->  JSON: a process, a thread for each lane, a complete event for each action,
         ▲                              a counter for what each lane holds, arrows between lanes

@@ -1,4 +1,4 @@
-"""Must Python's garbage collector look through millions of actions while they are made? They hold no cycles: no.
+"""A pause of Python's garbage collector while millions of actions, which hold no cycles, are made.
 
     with no_collecting(): ...      a collection looks at every object there is, and there are more with each
 """

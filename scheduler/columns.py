@@ -1,4 +1,4 @@
-"""What are the actions of a schedule in whole numbers? So that many can be looked at in one go.
+"""The actions of a schedule as columns of whole numbers, for passes over many at once.
 
     orders  -->  first[lane]                    where in the columns each lane begins; one more: where the last ends
                  lane, stage, kind, chunk       one entry for each action, lane after lane; kind counts F B I W from 0

@@ -1,4 +1,4 @@
-"""Which schedule is the shortest, which holds least? The same model under all of them.
+"""A comparison of schedules: the same model under each, with step time and memory.
 
     Costs of lanes ──shares.py──► Costs of stages ┐
     names ──by_name──► Schedule ──────────────────┴─simulate──► Timeline ──► Row: step, bubbles, peaks

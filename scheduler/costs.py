@@ -1,4 +1,4 @@
-"""How long does an action take, how long is the way between two stages, and what does a chunk hold meanwhile?
+"""Costs: the durations of actions, the delays between stages, and the memory that a chunk holds.
 
     Costs(forward=..., input=..., weight=...)  --of(action)-->  time        --hop(sender, receiver)-->  time
                                                --held(stage)->  Held: what a chunk holds there, from when to when

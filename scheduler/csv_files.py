@@ -1,4 +1,4 @@
-"""How do schedules travel in tables: a row for each lane, a cell for each action?
+"""CSV files of schedules: a row for each lane, a cell for each action.
 
     Schedule  --to_csv-->  0F0,0F1,0B0,0B1     lane 0     --from_csv-->  the same Schedule
                            1F0,1B0,1F1,1B1     lane 1

@@ -1,4 +1,4 @@
-"""What must have run before an action may run? The one place that says so.
+"""The dependencies of an action: what must have run before it. No other file states them.
 
     0F0 ──► 1F0 ──► 2F0          F  waits for F of the stage before
      │       │       │

@@ -1,4 +1,4 @@
-"""What does a schedule look like?
+"""A schedule or a timeline drawn as text.
 
     Schedule --simulate, unit costs--> Timeline --slots--> cells of each lane --grid--> text
                                            └────────────── footer: makespan, bubble, peak in flight

@@ -1,4 +1,4 @@
-"""What is said when a schedule, or a number that makes one, is wrong?
+"""ScheduleError, and the checks of numbers that make a schedule.
 
     wrong input  --refused at the edge-->  ScheduleError: what was wrong, the value, what to do
 

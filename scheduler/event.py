@@ -1,4 +1,4 @@
-"""What ran, where, and when?"""
+"""An event: an action that ran, its lane, its start and its end."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Why did an action not start earlier? It is what the lane ran before it, or what it needs, and one of them ended last.
+"""The reason why an action did not start earlier: the lane's action before it, or a need, whichever ended last.
 
     lane 0 |F0 F1 .  .  B0          B0 of lane 0 waits for B0 of lane 1, that for F0 of lane 1, that for F0 of lane 0
     lane 1 |.  F0 B0 == F1                ▲ this chain, from the end of the step back to its start, is the critical path

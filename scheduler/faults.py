@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, and where? From faults to one error that shows them.
+"""The faults of a schedule with their places, and the one error that shows them.
 
     Fault(words, lane, position) ...  --refusal-->  ScheduleError: every fault in words, then the grid
 

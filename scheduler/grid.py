@@ -1,4 +1,4 @@
-"""How do rows of actions become the house grid? The one place that makes grids.
+"""The house grid: rows of actions as text. No other file makes grids.
 
     lane -> cells  --grid-->  lane 0 |F0 F1 .  B0 ==
                               lane 1 |.  F0 B0 == .

@@ -1,4 +1,4 @@
-"""How long is a message on its way?
+"""Links: the time that a message takes between two stages or lanes.
 
     a number                      every message
     Link(latency, bandwidth)      latency + size / bandwidth

@@ -1,4 +1,4 @@
-"""What does a chunk hold in a stage, from when to when?
+"""The memory model: what a chunk holds in a stage, from when to when.
 
     not recomputed                            recomputed
           ______                              _             ____

@@ -1,4 +1,4 @@
-"""Which lane hosts which stage?
+"""Placements: the lane that hosts each stage.
 
     lane_of[stage] = lane        linear(3)        loop(3, 6)       vee(3)
                        lane 0 |  0                0  3             0  5

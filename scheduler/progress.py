@@ -1,4 +1,4 @@
-"""How far do the lanes get if each runs its order and waits where it must, and what stops them?
+"""The progress of lanes that each run their order and wait where they must: times, or what stops them.
 
     orders, requires, durations ──►  starts, ends   of the actions of each lane, as far as it gets
                                 └─►  stuck          for each lane that waits for ever: where, and for what

@@ -1,4 +1,4 @@
-"""What is a schedule? Data: an order of actions for each lane, and a placement of the stages.
+"""A schedule: an order of actions for each lane, and a placement of the stages.
 
     Placement: stage -> lane ─┐
                               ├─►  Schedule  --str-->  text  --Schedule.parse-->  the same Schedule

@@ -1,4 +1,4 @@
-"""Order -> timeline: when would each action run, if actions cost this much?
+"""Simulation of a schedule: the timeline of an order, for given costs of its actions.
 
     order of each lane  --progress-->  start = when the lane is free, and all that the action needs has arrived
                         --costs----->  end   = start + what the action costs      ──►  Timeline

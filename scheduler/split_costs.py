@@ -1,4 +1,4 @@
-"""What does a stage cost, where it is known what a lane costs? So that schedules that cut a model differently compare.
+"""Costs of stages from costs of lanes, so that schedules that cut a model differently compare.
 
     Costs of lanes (a chunk through all that a lane hosts)  --of_stages(placement)-->  Costs of stages, for `simulate`
 

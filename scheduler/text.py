@@ -1,4 +1,4 @@
-"""How is a schedule, or a program, written down, and read back?
+"""The text form of schedules and programs: written and parsed.
 
     schedule NAME, chunks 2, stages on lanes 0 1
     lane 0: 0F0 0F1+0B0 0B1                         cells: words of actions, "+" within a block of two

@@ -1,4 +1,4 @@
-"""What ran when, and what does that say about a schedule?
+"""A timeline: the events of a step, and the measures of a schedule that follow from them.
 
     simulate(schedule, costs) ──► unit "slots" ─┐
                                                 ├─►  Timeline: makespan, busy, bubble, peak in flight  ──►  draw

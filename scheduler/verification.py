@@ -1,4 +1,4 @@
-"""Is a schedule right: does every chunk go once through every stage and back, and do the lanes come to an end?
+"""Verification of a schedule: every chunk goes once through every stage and back, and all lanes come to an end.
 
                 ┌─► exist       every action exists, and is on the lane of its stage
                 ├─► complete    every (stage, chunk) has one F, and one B or one I and one W; nothing runs twice

@@ -103,3 +103,18 @@ def test_a_room_imports_only_rooms_below_it_and_no_private_names(level: int) -> 
         for other, name in _imports(path):
             assert other in LEVELS[: level + 1], f"{path.relative_to(ROOT)} imports {other}"
             assert other == LEVELS[level] or not name.startswith("_"), f"{path.relative_to(ROOT)} imports {name}"
+
+
+# ------------------------------------------------------------------------------------- first lines say what a module is
+
+INTERROGATIVE = re.compile(
+    r"(Who|Whose|Whom|What|Which|When|Where|Why|How|Whether|Is|Are|Do|Does|Did|Has|Have|May|Must|Can|Could|Should|"
+    r"Would|Will)\b"
+)
+
+
+def test_the_first_line_of_a_module_is_no_question() -> None:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+            assert first and "?" not in first and not INTERROGATIVE.match(first), f"{path.relative_to(ROOT)}: {first}"

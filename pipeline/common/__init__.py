@@ -1,4 +1,4 @@
-"""What every room stands on: errors, checks of arguments, torch's switches, interrupts that wait.
+"""The foundation of all rooms: errors, checks of arguments, torch's switches, deferred interrupts.
 
 Imports no other room.
 """

@@ -1,4 +1,4 @@
-"""The checks that arguments of several doors share: each error names the argument, its value, and what to give.
+"""Checks of arguments that several entry points share. Each error names the argument, its value, and what to give.
 
     check_flag("trace", "no")           TypeError: trace is 'no'. Use True or False.
     check_limit("max_norm", -1)         ValueError: max_norm is -1. Give a number above 0.

@@ -1,4 +1,4 @@
-"""Whose turn is it? One call of a Pipe runs at a time in a process.
+"""The call lock: one call of a Pipe runs at a time in a process.
 
     thread A: pipe(x) .......... done
     thread B:        waits ....      pipe.step(x, y) ...

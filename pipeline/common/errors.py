@@ -1,4 +1,4 @@
-"""What can go wrong in a call, each with a type of its own.
+"""The errors that a call can raise, each with a type of its own.
 
     ValueError, TypeError   an argument is wrong: seen at the edge, before anything ran
     CheckpointError         a chunk cannot be recomputed as it was computed

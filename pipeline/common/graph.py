@@ -1,4 +1,4 @@
-"""What does a stage's autograd graph reach?
+"""Walks over a stage's autograd graph: the leaves that it reaches, and who may receive their gradients.
 
         entry leaf --Entry--> layers --> outputs          [1] the stage's inputs, cut off from the stage before
     alias of a parameter ----^   ^                        [2] the parameters, as leaves of this call

@@ -1,4 +1,4 @@
-"""Interrupts that wait: signal handlers which must not raise within a section run when it is over.
+"""Deferred interrupts: a signal handler that must not raise within a section runs after it.
 
     begin    a signal comes: noted, not handled        end    every noted signal comes again, to its own handler
 

@@ -1,4 +1,4 @@
-"""Where a module keeps its parameters and buffers: in a dict; a ScriptModule, in an object of C++.
+"""The tables of a module's parameters and buffers: a dict, or, in a ScriptModule, an object of C++.
 
     module._parameters                  {"weight": p, ...}
     Scripted(script, "_parameters")     the same to whoever reads and writes it

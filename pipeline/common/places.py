@@ -1,4 +1,4 @@
-"""Where does a stage compute?
+"""Places: the devices on which stages compute, or, in tests, named parts of one.
 
     Pipe(..., devices=["cuda:0", "cuda:1"])    a place is a device: what shares a device shares a place
 

@@ -1,4 +1,4 @@
-"""What else decides what a layer computes? The switches that torch keeps per thread, as they were at the forward.
+"""The switches that torch keeps per thread and that decide what a layer computes, as they were at the forward.
 
     F:  Ambient.capture()            autocast, default dtype, attention kernels, torch-function and dispatch modes
     R:  with ambient.entered():      the same again, then back to what was found

@@ -1,4 +1,4 @@
-"""Curvature of a model that is cut over devices or ranks: what Hessian, Gauss-Newton and Fisher products tell.
+"""Curvature of a model that is cut over devices or ranks, from Hessian, Gauss-Newton and Fisher products.
 
     from pipeline.curvature import Hessian
     H = Hessian(pipe, (x, y), loss_fn)

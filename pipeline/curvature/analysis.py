@@ -1,4 +1,4 @@
-"""What can be asked of a matrix that is known by its products: the estimators, as methods.
+"""The estimators as methods of a matrix that is known by its products.
 
     H.top_eigenpairs(5)  H.trace()  H.layer_traces()  H.diagonal()  H.frobenius_squared()  H.density()
     H.solve(b)  H.inverse(damping=1e-3) @ v  H.to_scipy()

@@ -1,4 +1,4 @@
-"""May one believe these products? Laws that any matrix of second derivatives keeps, tried on random vectors.
+"""Checks of curvature products: laws that any matrix of second derivatives keeps, tried on random vectors.
 
     again       H v twice                        the same bits
     linear      H (2 u - 3 v)                    2 H u - 3 H v

@@ -1,4 +1,4 @@
-"""In which forms does a user give vectors, and get them?
+"""The forms in which a user gives vectors, and gets them.
 
     {"0.weight": tensor, ...}        by name; over ranks those of this rank
     [{...}, {...}]                   several

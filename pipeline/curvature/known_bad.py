@@ -1,4 +1,4 @@
-"""Which layers have no second derivative, or a wrong one, and what is done about them?
+"""Layers that have no second derivative, or a wrong one, and their treatment.
 
     before       modules that write their weights, scale their gradients, or look at other rows: refused
     within       fused attention --> the math kernel; weight_norm, hardsigmoid --> written out; fast path of

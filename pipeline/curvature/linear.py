@@ -1,4 +1,4 @@
-"""What does an estimator ask of a matrix that nobody can write down?
+"""The interface of a matrix that is known by its products: all that an estimator asks of it.
 
     vectors --products--> A times each of them          all that Lanczos, Hutchinson and the others need
 """

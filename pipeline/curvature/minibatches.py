@@ -1,4 +1,4 @@
-"""Over which data? One mini-batch or several, the same in every product.
+"""The data of a matrix: one mini-batch or several, the same in every product.
 
     (x, target)                         one mini-batch
     [(x, target), ...], a DataLoader    several; what can be gone through once only is kept in a list

@@ -1,4 +1,4 @@
-"""Which parameters, of what?
+"""The selection of parameters that a matrix is over.
 
     Hessian(pipe, ...)                          all that require a gradient
     Hessian(pipe, ..., params="3")              those of layer 3; also a list of names, or a predicate(name, parameter)

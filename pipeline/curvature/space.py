@@ -1,4 +1,4 @@
-"""Where do vectors live that are as large as the parameters, and how are they multiplied?
+"""The space of vectors that are as large as the parameters: where they are, and their products.
 
     parameters of rank 0, cuda:0    --> shard 0   a flat tensor there     Vec = [shard 0, shard 1]
     parameters of rank 0, cuda:1    --> shard 1   a flat tensor there

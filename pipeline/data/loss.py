@@ -1,4 +1,4 @@
-"""What is the loss of a mini-batch whose chunks have losses of their own? The un-pipelined one.
+"""The loss of a mini-batch from the losses of its chunks: the un-pipelined loss.
 
     "mean"         loss = sum_i loss_i * rows_i / rows          each chunk's loss is a mean over its rows
     "sum"          loss = sum_i loss_i

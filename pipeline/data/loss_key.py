@@ -1,4 +1,4 @@
-"""What makes two loss functions the same: their code, and what they compute with.
+"""Equality of loss functions: the same code, computing with the same values.
 
     lambda in the training loop     code, and what its closure holds     the same in every step
     Crit("mse"), Crit("rmse")       class and attributes                 two

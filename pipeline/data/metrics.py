@@ -1,4 +1,4 @@
-"""What a loss_fn reports beside its loss: (sum, count) by name, combined over the chunks as the loss is.
+"""Metrics that a loss_fn reports beside its loss: (sum, count) by name, combined over the chunks as the loss is.
 
     chunk 0: {"accuracy": (3, 4)}   chunk 1: {"accuracy": (1, 2)}   -->   {"accuracy": tensor(0.6667)}
 """

@@ -1,4 +1,4 @@
-"""How is a mini-batch cut into chunks, and how are the chunks' outputs joined again?
+"""The cut of a mini-batch into chunks (scatter), and the join of their outputs (gather).
 
     x [rows, ...] --scatter--> chunk 0 [rows/chunks, ...], chunk 1, ...      along dim 0, as even as can be
     outputs of the chunks --gather--> y [rows, ...]

@@ -1,4 +1,4 @@
-"""What may cross a stage boundary? Any pytree of tensors, None, bool, int, float and str.
+"""Values that may cross a stage boundary: any pytree of tensors, None, bool, int, float and str.
 
     value --flatten--> Tree(distinct tensors, skeleton) --build(other tensors)--> a value of the same structure
 

@@ -1,4 +1,4 @@
-"""What crosses the stages, and who reads it?
+"""The table of values that cross stages: for each its producer and its readers.
 
     Value(name, producer, readers)     "h1" is made by stage 0 and read by stage 1
     caller --x--> 0 --h1--> 1 --h2--> 2 --y--> caller

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? If not: what differs, in words, on every rank.
+"""Agreement of ranks on a call: digests find a difference, and an error describes it on every rank.
 
     each rank: {"call": "step (call 7 of the script)", "settings": ..., "input": ...}  --digests-->  all ranks compare
     where they differ  --the words themselves-->  MismatchError

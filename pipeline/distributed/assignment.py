@@ -1,4 +1,4 @@
-"""Which rank has which stage, and which parameters have copies on several?
+"""The assignment of stages to ranks, and the parameters that have copies on several ranks (ties).
 
     schedule --placement--> rank of each stage        stage 0 --> rank 0, stage 1 --> rank 1, ...
     the whole module's structure --> ties             '0.weight' (stage 0, rank 0) = '5.weight' (stage 3, rank 1)

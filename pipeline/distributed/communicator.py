@@ -1,4 +1,4 @@
-"""What a call asks of the other ranks.
+"""The communicator of a call over ranks.
 
     open     digests of the call, the settings and the mini-batch, and rank 0's seed        everyone to everyone
     phases   messages in the order of the traffic

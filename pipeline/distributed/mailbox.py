@@ -1,4 +1,4 @@
-"""Where is a value between two actions, if they are on two ranks?
+"""The mailbox over ranks: values between two actions that may be on two ranks.
 
     caller   --moved to this rank's device--> a dict --> F(0, i)
     F(s, i)  --same rank--> a dict --> F(reader, i)

@@ -1,4 +1,4 @@
-"""What stands in a Pipe where another rank has the layer?
+"""RemoteLayer: the placeholder in a Pipe for a layer that another rank has.
 
     rank 0   0 Linear   1 ReLU    2 Elsewhere        3 Elsewhere        _modules of the Pipe: names, len(), indices are
     rank 1   0 Elsewhere  1 Elsewhere  2 Linear      3 Softmax          those of the plain nn.Sequential on every rank

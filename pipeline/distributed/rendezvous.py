@@ -1,4 +1,4 @@
-"""How do ranks build what takes all of them, if one may never come?
+"""The abortable rendezvous: ranks build what takes all of them, and give up together if one does not come.
 
     main thread   build(key, make) ──► helper thread: here! ──store──► have all come?  "go" ──► make ──► what was made
                   ChannelError ◄── give_up(), by the watch                      "void": nobody makes it

@@ -1,4 +1,4 @@
-"""What is refused inside a Pipe because it speaks to other processes by itself?
+"""Refusals of layers that communicate with other processes by themselves.
 
     DistributedDataParallel(layer)      averages gradients as they come, but in a Pipe they come together elsewhere
     fully_shard(layer)                  puts a layer's parameters together for each forward, and takes them apart

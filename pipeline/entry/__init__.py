@@ -1,4 +1,4 @@
-"""What the methods of a Pipe do: forward, step, eager step, evaluate, state; and what they refuse.
+"""The methods of a Pipe: forward, step, eager step, evaluate, state; and the validation of their arguments.
 
 Imports all rooms but curvature.
 """

@@ -1,4 +1,4 @@
-"""Do the losses of the chunks combine to the loss of the mini-batch?
+"""The check that the losses of the chunks combine to the loss of the mini-batch.
 
     outputs of all chunks --join--> loss_fn --> the same value, and the same gradient at the output?
 

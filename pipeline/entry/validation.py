@@ -1,4 +1,4 @@
-"""What is refused before anything runs, and what is chosen where nothing was said?
+"""Validation of a Pipe's arguments before anything runs, and the defaults for those that were not given.
 
     Pipe(module, balance, devices=..., schedule=...)  -->  check_plain, choose_balance, choose_places, check_schedule
     pipe.step(...)                                    -->  check_step

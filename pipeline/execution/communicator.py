@@ -1,4 +1,4 @@
-"""What does a call need of other processes?
+"""The communicator: the interface through which a call reaches other processes.
 
     one process     LocalCommunicator   nothing: every stage is here
     torchrun        distributed         values that cross ranks, the output and the loss for everyone, one verdict

@@ -1,4 +1,4 @@
-"""How do the lanes of a call run: one after the other in the calling thread, or each accelerator in its own?
+"""Drivers of a call's lanes: all in the calling thread, or those of each accelerator in a thread of their own.
 
     workers="inline"     the merged order of the plan, one thread             lanes that share a processor
     workers="threads"    threads.drive_threads, a thread a group of lanes     lanes with accelerators of their own

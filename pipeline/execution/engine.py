@@ -1,4 +1,4 @@
-"""Who runs which action next?
+"""The engine: lanes as coroutines, and the driver that runs them in one thread.
 
     order of lane 0:  0F0 0F1 0B0 ...    a lane is a coroutine: it yields its next action with what that needs,
     order of lane 1:  1F0 1B0 1F1 ...    and performs it when it is resumed

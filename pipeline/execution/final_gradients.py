@@ -1,4 +1,4 @@
-"""When is a gradient whole? When every stage that reads the parameter has run its last backward of the last chunk.
+"""Final gradients: whole once every stage that reads the parameter has run its last backward of the last chunk.
 
     stage s settled: its sums --> parts --all readers of p settled--> take(p, its parts, added by stage)
     the run has ended         --> rest: what the loss or the input have a part in, too

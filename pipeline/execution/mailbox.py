@@ -1,4 +1,4 @@
-"""Where is a value between the action that made it and the action that reads it?
+"""The mailbox: values on their way from the action that made them to the action that reads them.
 
     F(s, i)  --activations[name, i, reader]-->  F(reader, i)
     B(s, i)  --gradients[name, i, reader]---->  B(producer, i)

@@ -1,4 +1,4 @@
-"""Where does a parameter live that stages at several places read, and how does it get to the others?
+"""The placement of parameters that stages on several devices read: an owner's device, and copies on the others.
 
     home of p = the place of the first stage that reads it      bring: a copy elsewhere, for the length of a call
                                                                 carried_home: what is computed there, back

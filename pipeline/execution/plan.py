@@ -1,4 +1,4 @@
-"""What will a call of this Pipe run, and what will it recompute?
+"""The plan of a call: the orders that it runs, and the chunks that it recomputes.
 
     schedule, chunks, devices --> one or two phases of orders, the merged order of each device, the recomputed pairs
 

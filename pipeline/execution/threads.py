@@ -1,4 +1,4 @@
-"""Who runs which action next, where lanes have accelerators of their own? A thread for each group of lanes.
+"""The threaded driver: a thread for each group of lanes, where lanes have accelerators of their own.
 
     group 0: lanes of cuda:0   a thread --performs what is ready--> done --tells the others
     group 1: lanes of cuda:1   the calling thread: it drives the group of the last stage

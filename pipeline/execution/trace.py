@@ -1,4 +1,4 @@
-"""When did each action run? A measured Timeline, of the type that `scheduler.simulate` returns.
+"""The trace of a call: a measured Timeline, of the type that `scheduler.simulate` returns.
 
     with pipe.trace() as trace:            step = pipe.step(x, y, loss_fn=f, trace=True)
         f(pipe(x), y).backward()           step.timeline

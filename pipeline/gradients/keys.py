@@ -1,4 +1,4 @@
-"""Which parameter of a store does a key mean, and in which order does the store know them?
+"""The parameters of a store: their order, and the parameter that a key means.
 
     module | (name, parameter) pairs | dict | parameters   -->   slots, in that order, by id; names -> slots
     key: a parameter, or one of its names                  -->   its Slot

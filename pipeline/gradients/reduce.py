@@ -1,4 +1,4 @@
-"""How do the gradients in the stores of several ranks become one sum, the same on each?
+"""The reduction of stores over ranks: one sum of their gradients, the same on each rank.
 
     words of all ranks, gathered   -->   the union of their keys, in the order of the parameters
         dense:    flat buckets   --all_reduce-->   each key's part

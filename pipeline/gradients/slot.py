@@ -1,4 +1,4 @@
-"""How do the contributions to one parameter become their sum, in which type, and in which order?
+"""The accumulator of one parameter: it fixes the order and the type in which contributions are added.
 
     order="arrival"    add(g) ...           -->  sum: each is added as it comes
     order="index"      add(g, index) ...    -->  early: held by index  --read-->  sum: added in ascending index

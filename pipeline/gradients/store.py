@@ -1,4 +1,4 @@
-"""Where do the gradients of several backward passes become one? In a store, before one optimizer step.
+"""GradStore: the gradients of several backward passes, added up before one optimizer step.
 
     from_grads(module), add_(key, gradient), merge_(another store)   -->   a Slot for each parameter
         -->   all_reduce_   -->   scale_, clip_   -->   apply(optimizer) or assign()

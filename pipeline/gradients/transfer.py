@@ -1,4 +1,4 @@
-"""How do gradients pass between a store and `.grad`?
+"""The transfer of gradients between a store and `.grad`.
 
     .grad  --move_grads-->  slots  --assign-->  .grad
                                    --step-->    .grad, one optimizer.step(), None

@@ -1,4 +1,4 @@
-"""How is any model's memory for activations cut, without a Pipe? Its blocks are computed again in the backward.
+"""Activation checkpointing of any model's blocks, without a Pipe: they are computed again in the backward.
 
     checkpoint_blocks(model, Block)
         walk: children before parents, each module once --match--> blocks --every k-th--> block.forward = _Patch

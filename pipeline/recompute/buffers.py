@@ -1,4 +1,4 @@
-"""What did the buffers hold before each chunk? So that a recomputation sees them, and a failure puts them back.
+"""The contents of buffers before each chunk, for recomputations, and for the state after a failure.
 
     call begins   clone every buffer of the stage                                     initial
     F of chunk 0  compare by value: these modules change their buffers                mutated

@@ -1,4 +1,4 @@
-"""How are many small tensors kept at little cost? As one.
+"""Many small tensors kept as a few flat ones, at little cost.
 
     tensors --flatten, by dtype and device--> a few flat tensors --copies--> tensors with the same values again
 

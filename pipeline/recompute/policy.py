@@ -1,4 +1,4 @@
-"""Which activations are kept from F to B, and which are computed again?
+"""The checkpoint policy: the activations that are kept from F to B, and those that are computed again.
 
     kept         F keeps what autograd saves; B goes through it
     recomputed   F runs as always but saves nothing; B first runs the chunk again (R), then goes through that

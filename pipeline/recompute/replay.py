@@ -1,4 +1,4 @@
-"""One forward of a module whose activations are dropped: what must be as it was when it is computed again?
+"""One forward of a module whose activations are dropped, with all that its recomputation needs to find unchanged.
 
     F    inputs --saved by autograd--> [ torch's checkpoint: module ] --> outputs      what is saved inside is dropped
     R    the same inputs --------> the module again, all as it was at F --> what was dropped; outputs are compared

@@ -1,4 +1,4 @@
-"""What was so when a stage ran forward, to be so again when it is recomputed; and is what comes out the same?
+"""The snapshot of a stage's forward: the state that a recomputation must find, and a check of what it computes.
 
     before F(i)   buffers, attributes and private generators: kept where they will be needed
     after F(i)    a few entries of each output are kept, now and then a sum over all of it

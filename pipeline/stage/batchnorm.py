@@ -1,4 +1,4 @@
-"""What would BatchNorm's running statistics be, had the mini-batch not been cut?
+"""BatchNorm's running statistics of the whole mini-batch, from the moments of its chunks.
 
     F of chunk i   each batch norm computes on empty running statistics with momentum 1: what it leaves there is the
                    mean and the variance of this chunk                                      moments[i], rows counted

@@ -1,4 +1,4 @@
-"""When do the hooks of a parameter run? Once per backward pass, on the whole gradient, as on the plain module.
+"""Gradient hooks: those of a parameter run once per backward pass, on the whole gradient, as on the plain module.
 
     deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
     hooked        the tensor hooks alone, touching no `.grad`

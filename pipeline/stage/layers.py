@@ -1,4 +1,4 @@
-"""How do the layers of a stage run on what the stage reads?
+"""The forward of a stage's layers on the values that the stage reads.
 
     value before them, skips that they pop  --layer after layer, each with its seed-->  value after them, skips stashed
 """

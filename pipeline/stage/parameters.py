@@ -1,4 +1,4 @@
-"""The parameters of a stage as leaves of one call: who stands in for them, and do they still hold what they held?
+"""The parameters of a stage as leaves of one call (aliases), and the check that their values stay as they were.
 
     module._parameters["weight"] = p      found; for as long as the stage computes, an alias stands in its place:
     nn.Parameter(p.detach())              a leaf of its own on p's memory, version counter shared

@@ -1,4 +1,4 @@
-"""What stays between F and B of one chunk?
+"""The records that a stage keeps of a chunk between its F and its B.
 
     kept          Cut (where gradients come out) and Exits (where they come in), with autograd's graph between them
     recomputed    Record with the input

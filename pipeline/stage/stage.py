@@ -1,4 +1,4 @@
-"""One stage during one call: what do F, B and a recomputation of it do?
+"""One stage during one call: its F, its B and its recomputation.
 
     F(i)   inputs --cut--> entry leaves --Entry--> layers on aliases of the parameters --> outputs --cut--> next stage
              kept: the graph stays            recomputed: the inputs stay, the graph saves nothing and goes

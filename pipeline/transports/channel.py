@@ -1,4 +1,4 @@
-"""What must a way to move bytes between two ranks be able to do?
+"""The interface of a channel: the requirements on a way to move bytes between two ranks.
 
     rank a                                              rank b
     Outgoing.send(buffer) -> Handle   ~~ in order ~~>   Incoming.post(buffer) -> Handle

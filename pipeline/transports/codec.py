@@ -1,4 +1,4 @@
-"""How is the structure of a value written, so that another process can read it? As JSON, without pickle.
+"""The encoding of a value's structure as JSON, without pickle, for another process.
 
     Skeleton --encode--> plain values that JSON can hold --decode--> an equal Skeleton, of the same types
 

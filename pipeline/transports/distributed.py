@@ -1,4 +1,4 @@
-"""How do bytes get from one process to another? Over gloo, with a process group for each ordered pair of ranks.
+"""The gloo transport: bytes between processes, with a process group for each ordered pair of ranks.
 
     rank 0                                                    rank 1
     outgoing(1).send ---- group of the pair (0, 1) ---------> incoming(0).post

@@ -1,4 +1,4 @@
-"""What is a channel within one process like? It is for tests: of a transport's users, without other processes.
+"""Channels within one process, for tests of a transport's users.
 
     local_pair        a send is done at once: the bytes are kept until they are received
     rendezvous_pair   a send is done when its receive has been posted: until then whoever waits for it waits

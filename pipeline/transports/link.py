@@ -1,4 +1,4 @@
-"""How does a message get over a channel, when its receiver must know before how long it is?
+"""A link: messages over a channel whose receiver must know the length of each buffer before it arrives.
 
     Sender.send("2F0", message) --[header | tensors]-->  Receiver.receive("2F0")
                   as predicted     buffers as long as predicted are posted ahead

@@ -1,4 +1,4 @@
-"""How does a value get from one place to another within a process, without making anyone wait who need not?
+"""Transfers of values between devices of one process, in which only those wait that have to.
 
     send (in the producer's turn)                               receive (in the reader's turn)
     GPU -> GPU    copy streams wait for the producer's stream,  the reader's stream waits for the copy

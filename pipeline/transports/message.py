@@ -1,4 +1,4 @@
-"""What is a message, and what is it like, the numbers in its tensors aside?
+"""A message, and its spec: all that it is but the numbers in its tensors.
 
     Message --describe--> JSON text, over the channel --MessageSpec.read--> Form --message(tensors)--> Message
 

@@ -1,4 +1,4 @@
-"""How do payloads travel from GPU to GPU? Over NCCL.
+"""The NCCL transport: payloads from GPU to GPU.
 
     compute stream    ... pack ──event──┐                        ┌──event──► unpack ...
     NCCL's stream                       └──► send ~~~~~~► receive ┘

@@ -1,4 +1,4 @@
-"""How do tensors become one flat buffer of bytes, and tensors again?
+"""The packing of tensors into one flat buffer of bytes, and back.
 
     settled tensors --Packing.of--> Packing: what they look like, and where each goes
     header, tensors --pack-->  [header | tensor 0 | gap | tensor 1 | gap | tensor 2]  --unpack--> tensors

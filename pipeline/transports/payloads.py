@@ -1,4 +1,4 @@
-"""How do the tensors of a message get from device to device, beside its header?
+"""Payloads: the tensors of a message sent from device to device, beside its header.
 
     rank 0                                                        rank 1
     Payloads.send(buffer)    ---- group of two, in order --->    Payloads.post(nbytes) -> Expected

@@ -1,4 +1,4 @@
-"""How are plain values written, so that another process reads the same values of the same types? As JSON.
+"""The encoding of plain values as JSON that gives back the same values of the same types.
 
     1, True, None, "a", 2.5     themselves                     (1, 2)          {"tuple": [1, 2]}
     nan, inf, 0.0, -0.0         {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}

@@ -1,4 +1,4 @@
-"""Which message is the next, what will it be like, and is what came that one?
+"""The cache of message specs: it predicts each message from the last of its kind, and checks what came.
 
     begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the message of each was like the last time
 

@@ -1,4 +1,4 @@
-"""What does a tensor look like to those who send it, and can it be sent at all?
+"""The specs of tensors in a message, and the conversion of tensors to ones that can be sent.
 
     tensors --settle--> tensors that can be sent --kind_of--> Strided(dtype, shape, stride) | Sparse(..., parts) | None
                                                  --memories--> the tensors in memory that they are made of

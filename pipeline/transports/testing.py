@@ -1,4 +1,4 @@
-"""Does a channel do what a channel must? `check_transport` tries it.
+"""The conformance suite of channels: `check_transport`.
 
     make_pair() --> Pair(outgoing, incoming, abort)     one check --in a thread--> done, failed, or not done in time
 

@@ -1,4 +1,4 @@
-"""What is sent between the lanes, and when?
+"""Programs: schedules with the messages between their lanes.
 
     Schedule --lowering.py--> program.py --message_checks.py, rendezvous.py--> right, and free of deadlock
 """

@@ -1,4 +1,4 @@
-"""Schedule -> program: when is what sent, and when is a receive posted?
+"""The lowering of a schedule to a program: its sends, and receives that are posted ahead.
 
     schedule  --place_messages-->  program  --post_ahead-->  program: receives posted earlier, so that sends wait less
 

@@ -1,4 +1,4 @@
-"""Are the messages of a program right, where what it computes is?
+"""Checks of a program's messages, for programs whose computation is right.
 
                 ┌─► there     each result that another lane needs is sent once, by its lane, after it is computed;
                 │             and received once, by the other lane, before it is needed; nothing else travels

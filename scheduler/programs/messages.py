@@ -1,4 +1,4 @@
-"""Which results travel between lanes, and as which messages?
+"""The messages of a schedule: the results that travel between lanes.
 
     F of stage s  --0SEND_F0--> --1RECV_F0-->  F of stage s + 1         where the two stages are on different lanes
     B or I of s   --1SEND_B0--> --0RECV_B0-->  B or I of stage s - 1

@@ -1,4 +1,4 @@
-"""What is a program? A schedule with its messages: what each lane computes, sends and receives, in order.
+"""A program: what each lane computes, sends and receives, in order.
 
     Schedule  --lower (lowering.py)-->  Program
 

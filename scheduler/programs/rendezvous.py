@@ -1,4 +1,4 @@
-"""Can all lanes run their programs to the end, if a send waits until its receive is posted?
+"""A check that all lanes run their programs to the end if a send waits until its receive is posted.
 
     lane 0: 0F0 0SEND_F0 ...        runs each lane as far as it gets, by the rules of program.py
     lane 1: 1RECV_F0 1F0 ...        ──►  a fault for each lane that waits for ever: where, and for what

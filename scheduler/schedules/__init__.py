@@ -1,4 +1,4 @@
-"""Which schedules are there? One file each; a new schedule is a new file here, and its tests.
+"""The named schedules: one file each; a new schedule is a new file here, and its tests.
 
     schedules/<file>.py: BUILDERS = {name: build(lanes, chunks, **options) -> Schedule}
                              │

@@ -1,4 +1,4 @@
-"""When would one chunk run, if a chunk came every six slots and lanes never idled? The building block of V schedules.
+"""The building block of V schedules: the run of one chunk, if a chunk came every six slots and lanes never idled.
 
     Block: steps, turns  --pattern(lanes)-->  the slot of each action of chunk 0; chunk c runs 6 c slots later
 

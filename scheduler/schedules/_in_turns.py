@@ -1,4 +1,4 @@
-"""How does a lane mix forwards and backwards? One rule and three numbers, for every schedule on a line or a loop.
+"""Lanes that mix forwards and backwards: one rule and three numbers, for every schedule on a line or a loop.
 
     groups   chunks, cut into groups; a lane takes a group through all its stages before the next group
     warmup   how many forwards a lane runs before its first backward; from there on, in turns

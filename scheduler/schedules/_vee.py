@@ -1,4 +1,4 @@
-"""How do lanes fill the slots that a pattern leaves before it has built up and while it runs out? They move all up.
+"""V schedules from a pattern: the gaps of its warmup and its cooldown are filled by moving all actions up.
 
     Block  --pattern, every 6 slots a chunk-->  action by action  --first gap-->  orders
                                                                       ▲

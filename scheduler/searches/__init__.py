@@ -1,1 +1,1 @@
-"""Which schedule is the shortest for these costs and this memory? `searching.py` begins; the others are its parts."""
+"""The search for the shortest schedule for given costs and memory. `searching.py` begins; the others are its parts."""

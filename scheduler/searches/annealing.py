@@ -1,4 +1,4 @@
-"""How does a good plan become a better one? By simulated annealing on the orders of the lanes.
+"""Simulated annealing of a plan on the orders of its lanes.
 
     Plan ──► Course ──► move an action past a few others ──► no longer, or by luck ──► Course ... ──► the best Plan seen
 

@@ -1,4 +1,4 @@
-"""How short can a schedule be at best? A value that none beats, whatever its order.
+"""Lower bounds: a value that no schedule beats, whatever its order.
 
     heads, tails ──► each lane: no action before its head, after each still its tail, one at a time ──► LowerBound.value
     suppose a schedule were shorter ──► what has to go first then ──► heads, tails ──► ... ──► it cannot be: `prove`

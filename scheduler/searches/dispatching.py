@@ -1,4 +1,4 @@
-"""What would lanes do that just take what is there? A plan for any placement, costs and memory that one chunk fits.
+"""Greedy dispatching: a plan for any placement, costs and memory that one chunk fits.
 
     a lane is free ──► I or F that is ready and fits  ──►  else a W  ──►  else it waits for the next message
 

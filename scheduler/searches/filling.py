@@ -1,4 +1,4 @@
-"""Where do weight gradients go, if the order of F and I is given?
+"""The filling of weight gradients into a given order of F and I.
 
     warmups(problem)  ──►  turns  ──┐
                                     ├──►  F and I of each lane  ──filled──►  W where the lane waits, or is full

@@ -1,4 +1,4 @@
-"""What do costs, a placement and a cap of memory say in numbers?
+"""The formulation of a search: costs, a placement and a cap of memory as a Problem in numbers.
 
     costs.of ────────────► how long each action takes, split and whole
     costs.held ──────────► what its lane holds while it runs and afterwards      ──pose──►  Problem

@@ -1,4 +1,4 @@
-"""How long would a plan take if one lane ran a few neighbouring actions in another order?
+"""Incremental timing: the value of a plan after one lane reorders a few neighbouring actions.
 
     IncrementalTiming(problem, plan) ──► start, tail of every action, value
            estimate(lane, first, actions)  ──►  the new value, without touching anything else

@@ -1,4 +1,4 @@
-"""What must come before what, and how early can an action start then?
+"""Precedence: what must come before each action, and its earliest start.
 
     needs of every action, chunks that ascend, memory  ──►  Graph  ──heads──►  no plan starts an action earlier
                                                             mirrored ──heads──►  tails: nor ends a plan sooner after it

@@ -1,4 +1,4 @@
-"""What is searched for, in numbers? Tables of actions, and plans that put them in order.
+"""The problem of a search in numbers: tables of actions, and plans that put them in order.
 
     pose(costs, placement, chunks, memory ...)  ──►  Problem   for each action its lane, its time, what it waits for
     Schedule  --problem.plan-->  Plan  --problem.schedule-->  Schedule

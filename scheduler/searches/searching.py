@@ -1,4 +1,4 @@
-"""Which schedule is the shortest for these costs and this memory?
+"""The search for the shortest schedule for given costs and memory.
 
     names() ───────────────────────────────┐
     lanes that take what is there ─────────┼─► the best that fits ──anneal──► Found: schedule, value, bound, best named

@@ -1,4 +1,4 @@
-"""When does each action of a plan end, and how good is that?
+"""The timing of a plan: the end of each of its actions, and its value.
 
     orders, durations  --run-->  an order in which all could run one by one, and ends  --value-->  what is to be short
 

@@ -1,4 +1,4 @@
-"""All that one `penstock curvature` asks."""
+"""The request of one `penstock curvature` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator that the words `train.py:build` stand for.
+"""The operator that the argument `train.py:build` names.
 
     FILE.py:NAME   --import-->  what NAME is  --called, if it can be-->  (model, data, loss_fn)
     MODULE:NAME                                                          {"model": ..., "data": ..., ...}

@@ -1,1 +1,1 @@
-"""What products tell: eigenpairs, traces, diagonals, densities, linear systems."""
+"""Estimates from products: eigenpairs, traces, diagonals, densities, linear systems."""

@@ -1,4 +1,4 @@
-"""How are the eigenvalues of a matrix spread that has as many as the model has parameters?
+"""The spectral density of a matrix that has as many eigenvalues as the model has parameters.
 
     random unit vectors --Lanczos--> T of each run --eigh--> nodes, weights --Gaussians--> a curve of each run
     the curves' mean: the density      their spread over the runs: its error band

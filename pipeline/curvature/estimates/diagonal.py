@@ -1,4 +1,4 @@
-"""What are the diagonal entries of a matrix that is known by its products only?
+"""The diagonal of a matrix that is known by its products only.
 
     random z of +1 and -1 --> A z --> z * A z, entry by entry     mean = diagonal, spread = the rest of each row
     running: one vector of means, one of squared deviations       memory does not grow with the samples

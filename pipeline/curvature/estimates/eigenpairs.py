@@ -1,4 +1,4 @@
-"""Which are the outermost eigenvalues of a matrix that nobody can write down, and along which directions?
+"""The outermost eigenvalues of a matrix that is known by its products only, and their eigenvectors.
 
     top_eigenpairs --> Run (lanczos.py): steps until done, or until max_products --> k vectors
                    --> one more product of each: the residuals that are reported --> Eigenpairs

@@ -1,4 +1,4 @@
-"""How large is a matrix that is known by its products only?
+"""The Frobenius norm of a matrix that is known by its products only.
 
     random z --> A z --> |A z|^2      mean = sum of the squares of A's entries = sum of the squares of its eigenvalues
 

@@ -1,4 +1,4 @@
-"""What if most of the trace lies in a few directions that a sketch can find?
+"""Hutch++: the trace from a sketch of the few directions that hold most of it, and from random vectors for the rest.
 
     A times random vectors --orthonormal--> Q                         a third of the products
     tr(Q' A Q)                              exact                     a third

@@ -1,4 +1,4 @@
-"""How does the inverse of a matrix become a matrix like the others, which estimators take?
+"""The inverse of a matrix, as a matrix that estimators take.
 
     vectors --products--> (A + damping I)^-1 times each: linear systems, solved together (systems.py)
 

@@ -1,4 +1,4 @@
-"""How does one keep many orthonormal vectors, each as large as the model, and add another to them?
+"""A growing orthonormal basis of vectors that are each as large as the model.
 
     w = A q --[Q'w, w -= Q(Q'w)]--> --[once more]--> w, at right angles to all rows of Q --/ its norm--> a new row
 

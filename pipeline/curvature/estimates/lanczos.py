@@ -1,4 +1,4 @@
-"""Which steps lead to the wanted eigenpairs: Lanczos with blocks, in rounds, until a random start finds no other.
+"""Block Lanczos for the wanted eigenpairs, in rounds, until a random start finds no other.
 
     round 1:  random block --> Krylov space --> k Ritz pairs have converged --> lock them
     round 2:  another random block, at right angles to the locked --> Krylov space

@@ -1,4 +1,4 @@
-"""What does each layer add to the trace?
+"""The trace by layer: what each layer's own diagonal block adds.
 
     z, A z --by name--> the sum of z * A z over the entries of a layer      for all layers, from one product
     mean = trace of the layer's own diagonal block; entries of other layers add variance, no bias

@@ -1,4 +1,4 @@
-"""What does one run of Lanczos say about the whole spectrum?
+"""Lanczos quadrature: a discrete spectrum from one run of Lanczos.
 
     start v, |v| = 1 --Lanczos--> T [m, m] --eigh--> nodes (Ritz values), weights (squared first components)
     sum of weight f(node) = v.f(A)v        exactly, for every polynomial f up to degree 2 m - 1

@@ -1,4 +1,4 @@
-"""Which steps lead from products with a symmetric matrix to the solution of its linear system?
+"""Recurrences that solve a symmetric linear system by products: CG and MINRES.
 
     recurrence --Product(v)----> M v, M = A + damping I, from who has the matrix
                --Dots(u.w, ...)> numbers, from who can sum over the processes: the same on all of them

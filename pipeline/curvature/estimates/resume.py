@@ -1,4 +1,4 @@
-"""How does a run that was interrupted go on from where it was, on every process from the same step?
+"""Resumption of an interrupted run, on every process from the same step.
 
     every few minutes, and on any exception:   state --> path.part --os.replace--> path        one file a process
     over several processes                      path --> path.before first, so that two steps are on the disk

@@ -1,4 +1,4 @@
-"""What does the projection of a matrix onto a Krylov space tell: which eigenpairs, how far off, and what can it miss?
+"""Ritz pairs: eigenpairs from a projection onto a Krylov space, their residuals, and a bound on what it misses.
 
     rows of Q:  p with known products | f without       A Q_p = Q [ T ]     T: [p, p], symmetric
                                                                   [ R ]     R: [f, p], what leads out of the span

@@ -1,4 +1,4 @@
-"""What do all estimates from random vectors share?
+"""The sampling that all estimates from random vectors share.
 
     random z --> A z --> a number, as z . A z --> mean +- standard error --> near enough, or more vectors?
     random z, each made orthonormal to those before: after `size` of them a complete basis, and the sum is exact

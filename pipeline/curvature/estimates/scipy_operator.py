@@ -1,4 +1,4 @@
-"""How does scipy see a matrix that is known by its products alone?
+"""The scipy LinearOperator of a matrix that is known by its products.
 
     numpy [n] --cut by the parameters' shapes--> by name --space.vec--> A times it --space.named--> in a row, numpy [n]
 

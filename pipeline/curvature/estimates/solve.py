@@ -1,4 +1,4 @@
-"""Which x is it that (A + damping I) x = b, where A is known by its products alone?
+"""The solution x of (A + damping I) x = b, where A is known by its products only.
 
     b by name or as a vector --systems.py--> x, true residual, products --> Solution: x by name, how good, how dear
 """

@@ -1,4 +1,4 @@
-"""How are several linear systems with one matrix solved at the price of few calls, to a residual that is true?
+"""Linear systems with one matrix, solved together in few calls, to a true residual.
 
     b, b, ... --a recurrence for each, in lockstep--> one call of products, one or two all-reduces a step --> x, x, ...
               <--again, from what is left of b--------- b - (A + damping I) x, by a product

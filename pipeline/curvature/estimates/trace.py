@@ -1,4 +1,4 @@
-"""What is the trace of a matrix that is known by its products only, and how wrong may the answer be?
+"""The trace of a matrix that is known by its products only, with its standard error.
 
     hutchinson   mean of z . A z                          error of one vector / sqrt(vectors); nothing is held
     hutch++      exact on a sketch, Hutchinson elsewhere  much smaller where eigenvalues fall quickly; holds the sketch

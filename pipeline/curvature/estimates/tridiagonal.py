@@ -1,4 +1,4 @@
-"""What does a Krylov space tell of a matrix: the small tridiagonal matrix that Lanczos leaves of it.
+"""The tridiagonal matrix that Lanczos leaves of a matrix in a Krylov space.
 
     start / its norm = q0 --A--> alpha0 = q0'A q0,  rest = beta0 q1 --A--> alpha1,  rest = beta1 q2 --> ...
 

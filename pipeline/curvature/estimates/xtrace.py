@@ -1,4 +1,4 @@
-"""What if each random vector serves both to find the large directions and to probe the rest?
+"""XTrace: the trace from random vectors that each serve as sketch and as probe.
 
     w_1 .. w_k random      Y = A w_1 .. A w_k = Q R      H = Q' A Q           2 k products
     without w_i:  Q_i = the part of Q's span that A w_j, j != i, have; w_i knows nothing of it

@@ -1,1 +1,1 @@
-"""How is a product computed: the stage rule, and a call that runs it through the schedule."""
+"""The computation of a product: the stage rule, and a call that runs it through the schedule."""

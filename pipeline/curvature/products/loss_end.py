@@ -1,4 +1,4 @@
-"""The loss behind the last stage, to be differentiated twice; and is it what it is on the whole mini-batch?
+"""The loss behind the last stage, differentiated twice, and checked against the loss of the whole mini-batch.
 
     output of a chunk --loss_fn--> its part of the loss, and where the gradient begins
     all chunks --entry/loss_check.py--> the un-pipelined loss and gradient, or an error

@@ -1,4 +1,4 @@
-"""Which matrix? What differs is what the last stage sends back.
+"""The matrices, Hessian, Gauss-Newton and Fisher, by the cotangents that the last stage sends back.
 
     Hessian          H = d2L                       l = dL/dy and its tangent l'
     GaussNewton      G = J^T (d2L/dy2) J           u = (d2L/dy2) y'

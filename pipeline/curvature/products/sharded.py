@@ -1,4 +1,4 @@
-"""The vectors of a Pipe's parameters: which parameter has which entries, and where are they?
+"""The vectors of a Pipe's parameters: the shard and the entries that each parameter has.
 
     'net.0.weight' on cuda:0  --> shard 0, entries 0 .. 4096          each shard is one flat tensor
     'net.7.weight' on cuda:1  --> shard 1, entries 0 .. 4096

@@ -1,4 +1,4 @@
-"""Is what a stage's rule gave the derivative of what it computes? Asked of numbers, not of autograd.
+"""A check of a stage's rule against finite differences of what the stage computes.
 
     along (h', v, l'):   [G(h + e h', w + e v, l + e l') - G(h - e h', w - e v, l - e l')] / 2e   against the rule's
     J^T A J:             [y(h + e h', w + e v) - y(h - e h', w - e v)] / 2e                       against y'

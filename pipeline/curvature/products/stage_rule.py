@@ -1,4 +1,4 @@
-"""What do F and B of a stage do, where a step carries tangents along?
+"""The stage rule: F and B of a stage in a step that carries tangents along.
 
     read    h, its tangents h'[k] along the directions v[k]          made     y, y'[k] = J (h'[k], v[k])
     F       G(u) = J^T u for a u that requires a gradient; y'[k] is the derivative of <G(u), (h'[k], v[k])> along u

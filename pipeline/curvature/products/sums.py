@@ -1,4 +1,4 @@
-"""Where does what stages compute for parameters add up?
+"""The sums of what stages compute for parameters.
 
     stage s, parameter p, product k  --add-->  the entries of p in vector k
     p that several stages read       --parts by stage-->  join: added in the order of the stages, over ranks too

@@ -1,1 +1,1 @@
-"""What estimators give back: printed, saved, plotted."""
+"""Results of estimators: printed, saved, plotted."""

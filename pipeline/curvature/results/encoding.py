@@ -1,4 +1,4 @@
-"""How are tensors, and numbers, texts and containers around them, said in JSON without loss?
+"""The encoding of tensors, and of numbers, texts and containers around them, as JSON without loss.
 
     {"value": 638.3, "stderr": inf, "vectors": [{"weight": Tensor[3, 2]}]}
       --encoded-->  {"dict": {"value": 638.3, "stderr": {"float": "inf"}, "vectors": [{"dict": {"weight": <tensor>}}]}}

@@ -1,4 +1,4 @@
-"""Where in the model is the curvature: what are the eigenvalues and the trace of each layer's own block of the matrix?
+"""Layer-wise curvature: the eigenvalues and the trace of each layer's own block of the matrix.
 
     matrix, cut by layers      block of "0" --Lanczos--> its top eigenvalues     one row of the table,
     [ "0"  .  ]                             --Hutchinson--> its trace            one group of bars

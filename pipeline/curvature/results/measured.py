@@ -1,4 +1,4 @@
-"""What do results that gather others (one for each layer, one for each step) take from them, and in which units?
+"""The numbers and units that composite results (one entry a layer, one a step) take from those they gather.
 
     Eigenpairs    values, residuals * scale --rows--> [entries, k], nan where an entry has fewer
     Trace         value, stderr

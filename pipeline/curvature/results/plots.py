@@ -1,4 +1,4 @@
-"""What do all pictures share: where do axes come from, where does the figure go, how do values of any size fit in?
+"""The common part of all plots: axes, files, and scales for values of any size.
 
     draw(ax), a result's --drawn--> new axes, or the caller's --> a file, or the screen
 

@@ -1,4 +1,4 @@
-"""How far is a long estimate, and what does it say so far?
+"""The progress bar of a long estimate, with its value so far.
 
     with Progress(100, "trace of Hessian", show) as bar:
         bar.advance(4, note="638 +- 12")       trace of Hessian:  4%|4    | 4/100 [00:02<00:48, 638 +- 12]

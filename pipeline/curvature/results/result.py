@@ -1,4 +1,4 @@
-"""How does a finding get out of the program: to a person, to a file and back, to a picture?
+"""The base class of results: printed for people, saved to files and loaded, plotted.
 
     Trace(value=638.3, ...) --print--> lines()         --plot--> draw() on matplotlib's axes
                             --save---> run.npz | run.json --load--> an equal Trace

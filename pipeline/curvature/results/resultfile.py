@@ -1,4 +1,4 @@
-"""What is in a result's file, and how does it get there whole?
+"""The file of a result: its format, and its atomic replacement.
 
     run.json   {"format": "penstock result", "version": 1, "class": "Trace", "module": ..., "fields": {...}}
     run.npz    the same JSON as the text "result", and an array for each tensor: a zip of *.npy, no pickle in it

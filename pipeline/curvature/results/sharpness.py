@@ -1,4 +1,4 @@
-"""How does the curvature change while a model learns?
+"""The history of curvature during training.
 
     history = SharpnessHistory("Hessian")
     every 100 steps:   history = history.with_entry(step, eigenpairs=..., trace=..., loss=..., lr=...)

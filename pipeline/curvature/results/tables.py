@@ -1,4 +1,4 @@
-"""How do numbers with errors stand in a table that people read?
+"""Text tables of numbers with errors.
 
     [["layer", "trace"], ["0.weight", "638 +- 12"]]  -->  layer         trace
                                                           0.weight  638 +- 12

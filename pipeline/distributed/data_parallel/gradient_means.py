@@ -1,4 +1,4 @@
-"""How do gradients become their means over the replicas? Each replica computes those of its share, and tells all.
+"""Means of gradients over replicas: each replica computes those of its shard and sends them to all.
 
     replica 0  [ a0 | b0 ]  --b0-->  replica 1: (b0 + b1) / 2  --mean-->  [ mean a | mean b ]
     replica 1  [ a1 | b1 ]  --a1-->  replica 0: (a0 + a1) / 2  --mean-->  [ mean a | mean b ]

@@ -1,4 +1,4 @@
-"""The copies of a pipeline: who has the same stages as this process, and do all begin with the same values?
+"""The replicas of a pipeline: the processes that have the same stages, and begin with the values of the first.
 
     mesh of 2 pipelines x 2 ranks       pipeline 0   rank 0 - rank 1       group=mesh["pp"]      one pipeline
                                                        |        |

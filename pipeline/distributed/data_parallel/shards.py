@@ -1,4 +1,4 @@
-"""Which replica computes the mean of which gradients? Each of its share: as many numbers as another.
+"""Shards of gradients: each replica computes the means of as many numbers as any other.
 
     parameters of a slot   [ 0.weight | 0.bias | 2.weight             | 2.bias ]
     shares of 2 replicas   [ replica 0             | replica 1                 ]     a weight may be in both

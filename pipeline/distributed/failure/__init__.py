@@ -1,1 +1,1 @@
-"""How a rank that waits learns that another has failed, went silent, or will never come."""
+"""Failure detection: a waiting rank learns that another has failed, went silent, or will not enter the call."""

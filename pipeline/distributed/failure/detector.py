@@ -1,4 +1,4 @@
-"""Whom does this rank accuse, and when? The rules of silence, as a function of beats and this rank's own clock.
+"""The failure detector: the rules of silence, as a function of heartbeats and this rank's own clock.
 
     beats of all ranks --see--> when did each last change, when did anything last move --accusation--> Failure, or None
 

@@ -1,4 +1,4 @@
-"""A rank has failed: how do the others learn of it, and what do they raise?
+"""A rank's failure as text that crosses ranks, and the exception that the other ranks raise for it.
 
     rank 2: ValueError --of_exception--> Failure --encode--> bytes ══► decode --> Failure --exception_of--> ValueError
 

@@ -1,4 +1,4 @@
-"""What does a rank say of itself, so that others can tell waiting from stopped?
+"""The heartbeat: a rank's report of where it is, by which others distinguish waiting from stopped.
 
     rank 2: Heartbeat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
 

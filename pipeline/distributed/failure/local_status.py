@@ -1,4 +1,4 @@
-"""Where does this rank stand, and does it know of a failure? What the main thread and the watch's threads share.
+"""The local status: this rank's progress and the known failure, shared by the main thread and the monitor's threads.
 
     main thread: enter ... at, steps ... leave         watcher: beat(), asked(), unposted()  ──► store
                  ask, fail ◄── the generation's failure, abort() ── posted(), deliver() ◄── store

@@ -1,4 +1,4 @@
-"""How does a rank that waits learn that another has failed, went silent, or will never come?
+"""The failure monitor: it ends the waits of a rank when another has failed, went silent, or will not enter the call.
 
     main thread                        watcher thread                        the others' watchers
     enter, at, steps, leave ─state──►  a beat, once a second     ◄──store──►  beats

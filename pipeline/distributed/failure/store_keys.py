@@ -1,4 +1,4 @@
-"""Where do ranks leave word for each other? Keys in a store of torch.distributed.
+"""The keys of heartbeats and failures in a store of torch.distributed.
 
     beat/<rank>          the rank's latest sign of life, overwritten
     fail/<generation>    the first failure of that generation; those of earlier generations are deleted in the end

@@ -1,4 +1,4 @@
-"""The guard: what if the store itself does not answer, since the process that hosts it is stopped?
+"""The watchdog of the store: it ends a wait when the store does not answer, since the process that hosts it is stopped.
 
     watcher:  |turn| |turn| |turn ........ held by the store
     guard:       .      .      .      .      .   heartbeat is over: the main thread is told, without the store

@@ -1,4 +1,4 @@
-"""The watcher: what one turn of the thread does that speaks with the store.
+"""The monitor's thread: one turn of its exchange with the store.
 
     every 0.1 s, in a call    post what is to be told ─► look for a failure ─► deliver
     every beat                say this rank's beat ─► read the others' ─► judge ─► accuse: post, deliver

@@ -1,1 +1,1 @@
-"""What a Pipe saves and loads: its own state, optimizers' state by name, values for layers on the meta device."""
+"""The state that a Pipe saves and loads: its own, optimizers' by name, values for layers on the meta device."""

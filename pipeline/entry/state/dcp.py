@@ -1,4 +1,4 @@
-"""What is in a checkpoint directory, without reading it all?
+"""A reader of torch.distributed.checkpoint directories that loads single tensors.
 
     torch.distributed.checkpoint.save({"model": ..., "optimizer": ...}, checkpoint_id="run/100")    any number of ranks
     Saved("run/100", "model")["2.weight"]                                                           reads that tensor

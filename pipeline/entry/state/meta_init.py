@@ -1,4 +1,4 @@
-"""How do layers that were built on the meta device get memory and values, without any process having the whole model?
+"""Initialisation of layers that were built on the meta device, without any process holding the whole model.
 
     with torch.device("meta"):                 names, shapes and types; no memory
         model = nn.Sequential(...)

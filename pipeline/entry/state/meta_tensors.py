@@ -1,4 +1,4 @@
-"""Which tensors have no memory, how do they get it, and has anyone filled it since?
+"""Tensors without memory (on the meta device): a survey, their allocation, and marks of those not yet written.
 
     layers --survey--> Empty, by id        on the meta device: a shape and a type, at one place or several
                           |

@@ -1,4 +1,4 @@
-"""How is the state of an optimizer saved by name, so that it loads wherever the parameters are?
+"""The state of an optimizer by the names of parameters, so that it loads wherever the parameters are.
 
     optimizer.state_dict()   parameters by number, in the order of this process's groups
           |  ^

@@ -1,4 +1,4 @@
-"""What does a Pipe save and load? The plain module's state under its names; over ranks, each rank its part.
+"""The state dicts of a Pipe: the plain module's state under its names; over ranks, each rank its part.
 
     state_dict()  optimizer_state_dict(o)     this rank's part, for torch.distributed.checkpoint.save
     load_state_dict(s)  load_optimizer_state_dict(o, s)     the whole model's, or any part that has this rank's
