@@ -29,15 +29,14 @@ class Keys:
 
     Args:
         params: what the store is made of; None: an open table.
-        by_index: as in Slot.
-        densify: as in Slot.
+        densify: as in GradientSum.
     """
 
-    def __init__(self, params: Params | None, by_index: bool, densify: bool) -> None:
+    def __init__(self, params: Params | None, densify: bool) -> None:
         self.is_open = params is None
         self.slots: dict[int, GradientSum] = {}  # by the parameter's id: equal parameters are different keys
         self.names: dict[str, GradientSum] = {}
-        self._by_index, self._densify = by_index, densify
+        self._densify = densify
         for name, param in _named(params):
             slot = self._slot_of(param)
             if name is not None and self.names.setdefault(name, slot) is not slot:
@@ -79,7 +78,7 @@ class Keys:
 
     def _slot_of(self, param: Tensor) -> GradientSum:
         found = self.slots.get(id(param))
-        return found or self.slots.setdefault(id(param), GradientSum(param, self._by_index, self._densify))
+        return found or self.slots.setdefault(id(param), GradientSum(param, self._densify))
 
 
 def _named(params: Params | None) -> Iterator[tuple[str | None, Tensor]]:

@@ -1,25 +1,21 @@
-"""The accumulator of one parameter: it fixes the order and the type in which contributions are added.
+"""The sum of the contributions to one parameter: each is added as it comes.
 
-    order="arrival"    add(g) ...           -->  sum: each is added as it comes
-    order="index"      add(g, index) ...    -->  early: held by index  --read-->  sum: added in ascending index
+    add(g) ...  -->  sum
 
 A sum is as wide as the widest of the parameter and its contributions, and float32 where that is half precision.
-Addition rounds, so the bits of a sum depend on its order: by index they do not depend on who came first, at the price
-of holding all contributions until someone reads.
+Addition rounds, so the bits of a sum depend on the order in which contributions come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.common.arguments import shown
 
-Index: TypeAlias = tuple[int, ...]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -28,109 +24,50 @@ class GradientSum:
 
     Args:
         param: the parameter.
-        by_index: whether contributions wait for a read, and are added by index then.
         densify: whether sparse and dense contributions may meet; their sum is dense.
     """
 
-    __slots__ = ("param", "_by_index", "_densify", "_lock", "_sum", "_early", "_last")
+    __slots__ = ("param", "sum", "_densify", "_lock")
 
-    def __init__(self, param: Tensor, by_index: bool, densify: bool) -> None:
+    def __init__(self, param: Tensor, densify: bool) -> None:
         self.param = param
-        self._by_index = by_index
+        self.sum: Tensor | None = None
         self._densify = densify
         self._lock = Lock()
-        self._sum: Tensor | None = None
-        self._early: dict[Index, Tensor] = {}
-        self._last: Index | None = None  # the highest index in the sum
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether there was a contribution."""
-        return self._sum is not None or bool(self._early)
-
-    @property
-    def held(self) -> list[Tensor]:
-        """All tensors that are kept: the sum, and what is to be added to it."""
-        return [*([] if self._sum is None else [self._sum]), *self._early.values()]
-
-    @property
-    def sum(self) -> Tensor | None:
-        """The sum of all contributions. Reading it closes the order up to the highest index."""
-        if self._early:
-            with self._lock:
-                for index in sorted(self._early):
-                    self._sum = self._with(self._early[index])
-                    self._last = index
-                    del self._early[index]
-        return self._sum
-
-    def add(self, grad: Tensor, index: Index | None) -> None:
+    def add(self, grad: Tensor) -> None:
         """Add a copy of a contribution."""
         with self._lock:
-            self._check_layouts([grad])
-            if self._by_index:
-                self._check_index(index)
-                self._early[index] = grad.clone()  # type: ignore[index]  # checked
-            elif self._sum is None:
-                self._sum = grad.to(sum_dtype(self.param, grad), copy=True)
+            self._check_layout(grad)
+            if self.sum is None:
+                self.sum = grad.to(sum_dtype(self.param, grad), copy=True)
             else:
-                self._sum = plus(self._sum, grad)
+                self.sum = plus(self.sum, grad)
 
-    def check_take(self, other: GradientSum) -> None:
-        """Raise what `take` would, with neither of the two changed."""
-        self._check_layouts(other.held)
-        for grad in other.held:
-            check_shape(self.param, grad)
-        if not self._by_index:
-            return
-        if other._sum is not None and self.is_filled:
-            raise ValueError(
-                f"the gradients of a parameter of shape {list(self.param.shape)} were summed before they were merged "
-                "into a GradStore with order='index': the sum has no place among them. Use order='index' in both, and "
-                "merge before you read."
-            )
-        for index in other._early:
-            self._check_index(index)
+    def check_take(self, grad: Tensor) -> None:
+        """Raise what `take` would, with nothing changed."""
+        self._check_layout(grad)
+        check_shape(self.param, grad)
 
-    def take(self, other: GradientSum) -> None:
-        """Add all that another slot of this parameter holds. It is used up."""
-        if self._by_index:
-            if other._sum is not None:
-                self._sum, self._last = other._sum, other._last
-            self._early.update(other._early)
-        elif (grad := other.sum) is not None:
-            self._sum = self._with(grad)
+    def take(self, grad: Tensor) -> None:
+        """Add a sum that another slot of this parameter held, and that is used up."""
+        if self.sum is None:
+            self.put(grad)
+        else:
+            self.sum = plus(self.sum, grad)
 
     def put(self, grad: Tensor | None) -> None:
         """A sum, taken over as it is, in place of all there was; what is added later follows it."""
-        self._sum = grad if grad is None else grad.to(sum_dtype(self.param, grad))
-        self._early = {}
-        self._last = None
+        self.sum = grad if grad is None else grad.to(sum_dtype(self.param, grad))
 
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor that is held by another of its value."""
-        if self._sum is not None:
-            self._sum = function(self._sum)
-        self._early = {index: function(grad) for index, grad in self._early.items()}
+        """Replace the sum by another tensor of its value."""
+        if self.sum is not None:
+            self.sum = function(self.sum)
 
-    def _with(self, grad: Tensor) -> Tensor:
-        """The sum, and a gradient that nobody else holds."""
-        return grad.to(sum_dtype(self.param, grad)) if self._sum is None else plus(self._sum, grad)
-
-    def _check_layouts(self, grads: list[Tensor]) -> None:
-        if not self._densify and len({each.is_sparse for each in [*self.held, *grads]}) > 1:
+    def _check_layout(self, grad: Tensor) -> None:
+        if not self._densify and self.sum is not None and self.sum.is_sparse != grad.is_sparse:
             raise TypeError(mixed_layouts(self.param))
-
-    def _check_index(self, index: Index | None) -> None:
-        if not isinstance(index, tuple):
-            raise TypeError(f"order='index' needs add_(key, grad, index=(chunk, stage)); the index is {index!r}.")
-        if index in self._early:
-            raise ValueError(f"a parameter got two gradients of index {index}. Add those up first, or number them.")
-        if self._last is not None and index <= self._last:
-            raise RuntimeError(
-                f"a gradient of index {index} came after the sum up to {self._last} was read: its place in the order "
-                "is gone. Read when all contributions are in."
-            )
 
 
 def sum_dtype(*tensors: Tensor) -> torch.dtype:

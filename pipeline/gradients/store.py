@@ -24,9 +24,7 @@ from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients import transfer as gradstore_grads
 from pipeline.gradients.keys import Key, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
-from pipeline.gradients.slot import GradientSum, Index, check_grad, parts, values
-
-_CHOICES = {"order": ("arrival", "index"), "sparse": ("densify", "error")}
+from pipeline.gradients.slot import GradientSum, check_grad, parts, values
 
 
 class GradStore:
@@ -37,12 +35,10 @@ class GradStore:
     Args:
         params: a module, (name, parameter) pairs, a dict of them, or parameters: a closed store, which refuses any
             other key. None: an open store, which takes a new parameter at its first `add_`.
-        order: "arrival" adds each contribution as it comes. "index" holds all of them until the store is read, and
-            adds them in ascending `index`: then the bits of a sum do not depend on who came first.
         sparse: a sparse and a dense gradient of one parameter: "densify" adds them to a dense one, "error" refuses.
 
     Raises:
-        ValueError: two parameters of one name, or an unknown order or sparse.
+        ValueError: two parameters of one name, or an unknown sparse.
 
     Example:
         >>> import torch
@@ -58,12 +54,11 @@ class GradStore:
         tensor([-2., -2.], requires_grad=True)
     """
 
-    def __init__(self, params: Params | None = None, *, order: str = "arrival", sparse: str = "densify") -> None:
-        for what, choice in (("order", order), ("sparse", sparse)):
-            if not isinstance(choice, str) or choice not in _CHOICES[what]:
-                raise ValueError(f"{what} is {choice!r}. Use {' or '.join(map(repr, _CHOICES[what]))}.")
+    def __init__(self, params: Params | None = None, *, sparse: str = "densify") -> None:
+        if sparse not in ("densify", "error"):
+            raise ValueError(f"sparse is {sparse!r}. Use 'densify' or 'error'.")
         self._densify = sparse == "densify"
-        self._keys = Keys(params, order == "index", self._densify)
+        self._keys = Keys(params, self._densify)
         self._slots = self._keys.slots
         self._moved = False
 
@@ -110,24 +105,19 @@ class GradStore:
 
     # ------------------------------------------------------------------------------------------------- one gradient
 
-    def add_(self, key: Key, grad: Tensor | None, index: Index | None = None) -> None:
+    def add_(self, key: Key, grad: Tensor | None) -> None:
         """Add a contribution. None is none.
-
-        Args:
-            index: its place in the sum, such as (chunk, stage): for order="index", which needs one; else it means
-                nothing.
 
         Raises:
             KeyError: the store is closed and does not know the key.
             TypeError: not a floating-point gradient, one that requires grad, or a complex one of a real parameter; a
-                sparse and a dense one under sparse="error"; no index under order="index".
-            ValueError: another shape or device than the parameter's; an index that was there before.
-            RuntimeError: an index below one that was added up, because the store was read.
+                sparse and a dense one under sparse="error".
+            ValueError: another shape or device than the parameter's.
         """
         slot = self._slots.get(id(key)) or self._slot(key)
         if grad is not None:
             check_grad(slot.param, grad)
-            slot.add(grad, index)
+            slot.add(grad)
 
     def insert(self, key: Key, grad: Tensor) -> Tensor | None:
         """Put a gradient in place of what is there; return what was. The store takes `grad` over. Raises as `add_`."""
@@ -150,14 +140,14 @@ class GradStore:
 
     def __contains__(self, key: Key) -> bool:
         slot = self._keys.names.get(key) if isinstance(key, str) else self._slots.get(id(key))
-        return slot is not None and slot.is_filled
+        return slot is not None and slot.sum is not None
 
     def __len__(self) -> int:
-        return sum(slot.is_filled for slot in self._slots.values())
+        return sum(1 for _ in self.keys())
 
     def keys(self) -> Iterator[Tensor]:
         """The parameters that have a gradient, in the order in which the store met them."""
-        return (slot.param for slot in self._slots.values() if slot.is_filled)
+        return (slot.param for slot, _ in self._keys.filled())
 
     def items(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(parameter, gradient) pairs."""
@@ -165,8 +155,8 @@ class GradStore:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all gradients, and of the contributions that wait to be added."""
-        held = (tensor for slot in self._slots.values() for grad in slot.held for tensor in parts(grad))
+        """The bytes of all gradients."""
+        held = (tensor for _, grad in self.items() for tensor in parts(grad))
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     # ----------------------------------------------------------------------------------------------- all gradients
@@ -175,10 +165,9 @@ class GradStore:
         """Add all of another store's gradients, and empty it: it cannot be used again.
 
         Raises:
-            ValueError: merging a store with itself, or one that was merged away; into one with order="index", sums
-                of a parameter that has contributions already, or one index twice.
+            ValueError: merging a store with itself, or one that was merged away.
             KeyError: this store is closed and does not know one of the other's keys.
-            TypeError, RuntimeError: as `add_`. In any case neither store changes.
+            TypeError, ValueError: as `add_`. In any case neither store changes.
         """
         if not isinstance(other, GradStore):
             raise TypeError(f"other is {shown(other)}. Give a GradStore.")
@@ -186,14 +175,13 @@ class GradStore:
             raise ValueError("a GradStore cannot be merged with itself: its gradients would count twice.")
         other._check_alive()
         self._check_alive()
-        theirs = [slot for slot in other._slots.values() if slot.is_filled]
-        pairs = [(self._slot(slot.param), slot) for slot in theirs]
-        for ours, slot in pairs:
-            ours.check_take(slot)
-        for ours, slot in pairs:
-            ours.take(slot)
+        pairs = [(self._slot(param), grad) for param, grad in other.items()]
+        for slot, grad in pairs:
+            slot.check_take(grad)
+        for slot, grad in pairs:
+            slot.take(grad)
         self._keys.learn(other._keys)
-        other._keys = Keys(None, False, True)
+        other._keys = Keys(None, True)
         other._slots, other._moved = other._keys.slots, True
 
     def all_reduce_(self, group: dist.ProcessGroup | None = None, op: str = "sum") -> None:

@@ -106,7 +106,7 @@ DOORS = {
     "EagerUpdate": (eager_with, {
         "update": {"a function"}, "clip": NONE, "clip_value": LIMIT, "max_norm": LIMIT, "separable": FLAG,
     }),
-    "GradStore": (GradStore, {"params": NONE | {"an empty list", "a module"}, "order": set(), "sparse": set()}),
+    "GradStore": (GradStore, {"params": NONE | {"an empty list", "a module"}, "sparse": set()}),
     "from_grads": (partial(GradStore.from_grads, net()), {"grads": NONE | {"a dict"}}),
     "add_": (partial(store_with, "add_"), {"key": set(), "grad": NONE}),
     "insert": (partial(store_with, "insert"), {"key": set(), "grad": set()}),

@@ -178,13 +178,13 @@ def test_gradients_held_on_the_host_are_applied_where_the_parameter_is():
     assert param.device.type == "cuda" and param.tolist() == [-2.0] * 3
 
 
-def test_to_is_no_read():
+def test_a_wider_contribution_widens_a_sum_that_was_narrowed():
     param = parameter(3)
-    store = GradStore([param], order="index")
-    store.add_(param, torch.ones(3, dtype=torch.float64), (1, 0))
+    store = GradStore([param])
+    store.add_(param, torch.ones(3, dtype=torch.float64))
     store.to(dtype=torch.float32)
     assert store.nbytes == 12
-    store.add_(param, torch.ones(3, dtype=torch.float64), (0, 0))
+    store.add_(param, torch.ones(3, dtype=torch.float64))
     assert torch.equal(store.get(param), torch.full((3,), 2.0, dtype=torch.float64))
 
 
