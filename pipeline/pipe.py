@@ -43,6 +43,7 @@ from pipeline.entry import forward as forward_door
 from pipeline.entry import step as step_door
 from pipeline.entry.plans import Planner, Plans
 from pipeline.entry.probe import Probe
+from pipeline.entry.runtime import Runtime
 from pipeline.entry.settled import Settled, refuse_recording
 from pipeline.entry.state.meta_init import How
 from pipeline.entry.state.state_dict import Stateful
@@ -518,6 +519,16 @@ class Pipe(Settled, Stateful):
         with self._peers("trace") as peers:
             peers.open(lambda values: {}, draws=False)
             recorder.join(peers.share_events(recorder.events))
+
+    @property
+    def runtime(self) -> Runtime:
+        """What analyses such as `pipeline.curvature` build on: who has what, and all that a call of their own needs."""
+
+        def setup(batch: Batch, target: Batch, peers: Communicator, options: Mapping[str, object]) -> Setup:
+            self._refuse_transforms(batch)
+            return self._setup(batch, plan_step, True, False, peers, options, None, target, draws=False)
+
+        return Runtime(self, self._company, self._replicas is not None, self._stages, self._peers, setup)
 
     # ------------------------------------------------------------------------------------------------ how they run
 

@@ -105,6 +105,30 @@ def test_a_room_imports_only_rooms_below_it_and_no_private_names(level: int) -> 
             assert other == LEVELS[level] or not name.startswith("_"), f"{path.relative_to(ROOT)} imports {name}"
 
 
+def _private_names_of_pipe() -> set[str]:
+    """Methods and attributes that pipe.py gives a Pipe for itself."""
+    tree = ast.parse((ROOT / "pipeline" / "pipe.py").read_text())
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names += [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    ]
+    return {name for name in names if re.match(r"_(?!_)", name)}
+
+
+def test_curvature_touches_no_private_name_of_a_pipe() -> None:
+    private = _private_names_of_pipe()
+    assert {"_setup", "_ranks"} <= private
+    for path in (ROOT / "pipeline" / "curvature").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own = {"self", "cls", *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in private:
+                owner = ast.unparse(node.value)
+                assert owner in own, f"{path.relative_to(ROOT)}:{node.lineno} uses {owner}.{node.attr}"
+
+
 # ------------------------------------------------------------------------------------- first lines say what a module is
 
 INTERROGATIVE = re.compile(

@@ -101,6 +101,11 @@ class Operator(Analysis):
         return self.rule.value
 
     @property
+    def pipe(self) -> Pipe:
+        """The model; a module that was given, as one stage."""
+        return self._pipe
+
+    @property
     def space(self) -> ParameterSpace:
         return self._space
 
@@ -260,7 +265,7 @@ class Operator(Analysis):
     def in_one_stage(self) -> Self | None:
         """The same with the whole model as one stage; None: it is not in one place."""
         pipe = self._pipe
-        if pipe._company is not None or len(set(pipe.devices)) > 1:
+        if pipe.runtime.topology is not None or len(set(pipe.devices)) > 1:
             return None
         whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
         return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))

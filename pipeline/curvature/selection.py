@@ -31,7 +31,7 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
         ValueError: a plain module on several devices, or a Pipe with replicas.
     """
     if isinstance(model, Pipe):
-        if model._replicas is not None:
+        if model.runtime.has_replicas:
             raise ValueError(
                 "the Pipe has replicas, which train on other mini-batches. Build one without replicas= on each group, "
                 "and give all of the data to it."
@@ -101,21 +101,20 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
         ValueError: nothing is left, or a parameter is complex.
         MismatchError: the ranks were given different params.
     """
-    company = pipe._company
+    runtime = pipe.runtime
     if params is not None and not isinstance(params, str) and not callable(params):
         params = list(params)
-    with turn(), pipe._peers("curvature") as peers:  # what is refused on one rank is refused on all
+    with turn(), runtime.communicator("curvature") as peers:  # what is refused on one rank is refused on all
         peers.open(lambda values: {"params": _in_words(params)}, draws=False)
         members, is_double = _members(pipe, prefix, params)
         is_double = bool(peers.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
-    sum_over = _alone if company is None else _summing(pipe)
-    rank, ranks = (0, 1) if company is None else (company.ranks.rank, company.ranks.size)
+    sum_over = _alone if runtime.topology is None else _summing(pipe)
     dtype = torch.float64 if is_double else torch.float32
     agree = partial(_check_ties, pipe, sum_over)
     together: Callable[[], AbstractContextManager[object]] = nullcontext
-    if company is not None:
+    if runtime.topology is not None:
         together = partial(_everyone, pipe)
-    space = ParameterSpace(members, dtype, rank, ranks, sum_over, agree, together)
+    space = ParameterSpace(members, dtype, runtime.rank, runtime.ranks, sum_over, agree, together)
     if space.size == 0:
         raise ValueError(
             f"there is no parameter to differentiate by (params={params!r}): none is chosen, or all are frozen. "
@@ -154,31 +153,28 @@ def _first_names(pipe: Pipe, prefix: str) -> dict[str, str]:
     firsts = {id(parameter): name.removeprefix(prefix) for name, parameter in pipe.named_parameters()}
     named = pipe.named_parameters(remove_duplicate=False)
     here = {name.removeprefix(prefix): firsts[id(parameter)] for name, parameter in named}
-    return here if pipe._company is None else {**here, **pipe._company.first_names}
+    return {**here, **pipe.runtime.first_names}
 
 
 def _counted_elsewhere(pipe: Pipe) -> set[int]:
     """The ids of this rank's copies of tied parameters that another rank counts."""
-    if pipe._company is None:
-        return set()
-    hosting = pipe._company.hosting
-    copies = zip(hosting.ties, hosting.tied(pipe), strict=True)
-    return {id(copy) for tie, copy in copies if copy is not None and tie.owner != hosting.rank}
+    runtime = pipe.runtime
+    return {id(copy) for tie, copy in runtime.tied() if copy is not None and tie.owner != runtime.rank}
 
 
 def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping[str, Tensor]) -> None:
     """Raise if the entries for a tied parameter are not the same on all ranks that have it."""
-    company = pipe._company
-    if company is None or not company.hosting.ties:
+    runtime = pipe.runtime
+    tied = runtime.tied()
+    if not tied:
         return
-    hosting = company.hosting
-    table = torch.zeros(len(hosting.ties), company.ranks.size, dtype=torch.float64)
+    table = torch.zeros(len(tied), runtime.ranks, dtype=torch.float64)
     here = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    for row, copy in zip(table, hosting.tied(pipe), strict=True):
+    for row, (_, copy) in zip(table, tied, strict=True):
         part = named.get(here.get(id(copy), ""))
         if part is not None:
-            row[company.ranks.rank] = digest(values_in_words([part])) % (1 << 48)
-    for row, tie in zip(sum_over(table), hosting.ties, strict=True):
+            row[runtime.rank] = digest(values_in_words([part])) % (1 << 48)
+    for row, (tie, _) in zip(sum_over(table), tied, strict=True):
         if len({float(row[rank]) for rank in tie.holders}) > 1:
             names = " = ".join(f"'{name}'" for _, name in tie.readers)
             raise MismatchError(
@@ -190,7 +186,7 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
 @contextmanager
 def _everyone(pipe: Pipe) -> Iterator[None]:
     """Within: what fails on one rank fails on all; at the end all have come so far."""
-    with turn(), pipe._peers("curvature") as peers:
+    with turn(), pipe.runtime.communicator("curvature") as peers:
         yield
         peers.open(lambda values: {"the curvature": "a vector"}, draws=False)
 
@@ -201,7 +197,7 @@ def _alone(numbers: Tensor) -> Tensor:
 
 def _summing(pipe: Pipe) -> Callable[[Tensor], Tensor]:
     def sum_over(numbers: Tensor) -> Tensor:
-        with turn(), pipe._peers("curvature") as peers:
+        with turn(), pipe.runtime.communicator("curvature") as peers:
             return peers.sum_over(numbers)
 
     return sum_over

@@ -60,7 +60,7 @@ def _as_it_is(request: Request, found: Operator) -> Operator:
             f"{request.target} gives an operator, {found!r}, which leaves nothing to say for {', '.join(given)}. Drop "
             "them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(request.target, found._pipe)
+    _refuse_whole_on_each(request.target, found.pipe)
     return found
 
 
@@ -78,7 +78,7 @@ def _words(target: str, found: Any) -> dict[str, Any]:
 
 def _refuse_whole_on_each(target: str, model: Any) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    is_cut = isinstance(model, Pipe) and model._company is not None
+    is_cut = isinstance(model, Pipe) and model.runtime.topology is not None
     if ranks > 1 and isinstance(model, nn.Module) and not is_cut:
         raise CommandError(
             f"there are {ranks} processes, and {target} gives a model that each of them has whole. Return a Pipe, "

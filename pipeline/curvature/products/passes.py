@@ -32,7 +32,6 @@ from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.execution.communicator import Communicator, LocalCommunicator
-from pipeline.execution.plan import plan_step
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import generators_at, private_generators
 
@@ -141,8 +140,8 @@ class Passes:
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
                 "that are used."
             )
-        if self._has_ties:
-            with self.pipe._peers("curvature") as peers:
+        if self.pipe.runtime.tied():
+            with self.pipe.runtime.communicator("curvature") as peers:
                 peers.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
                 sums.join(peers)
         elif shared:  # by stages of this process
@@ -158,7 +157,7 @@ class Passes:
         batches = iter(self.data)
         number, first_rows = 0, 0
         while True:  # what fails on one rank, its data too, fails on all
-            with self.pipe._peers("curvature") as peers:
+            with self.pipe.runtime.communicator("curvature") as peers:
                 item = _next(batches)
                 if item is None:
                     peers.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
@@ -191,13 +190,11 @@ class Passes:
                 f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
             )
         refuse_modules(self.pipe.named_modules(), batch.chunks)
-        self.pipe._refuse_transforms(batch)
         options = {
             "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
             "loss_reduction": self._reduction,
         }  # fmt: skip
-        setup = self.pipe._setup(batch, plan_step, True, False, peers, options, None, aim, draws=False)
-        setup = setup._replace(seed=self._seed + number)
+        setup = self.pipe.runtime.setup(batch, aim, peers, options)._replace(seed=self._seed + number)
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossProduct:
             compares = setup.compares or self._compares
@@ -241,16 +238,12 @@ class Passes:
 
     def _shared(self) -> set[int]:
         """The ids of parameters that several stages read, here or on other ranks."""
+        runtime = self.pipe.runtime
         counts = Counter(
-            key for layers in self.pipe._stages() for key in {id(p) for layer in layers for p in layer.parameters()}
+            key for layers in runtime.stages() for key in {id(p) for layer in layers for p in layer.parameters()}
         )
-        company = self.pipe._company
-        tied = [] if company is None else company.hosting.tied(self.pipe)
-        return {key for key, count in counts.items() if count > 1} | {id(copy) for copy in tied if copy is not None}
-
-    @property
-    def _has_ties(self) -> bool:
-        return self.pipe._company is not None and bool(self.pipe._company.hosting.ties)
+        several = {key for key, count in counts.items() if count > 1}
+        return several | {id(copy) for _, copy in runtime.tied() if copy is not None}
 
     # ------------------------------------------------------------------------------------------------- surroundings
 
