@@ -1,4 +1,4 @@
-"""One call: which stage runs which action when, and where values are in between.
+"""The execution of one call: its plan, its drivers, and the mailbox of values between actions.
 
 Imports common, data, recompute, stage and transports.
 """

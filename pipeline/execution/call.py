@@ -3,7 +3,7 @@
     caller --x--> Mailbox --take--> StageRun.forward --put--> Mailbox ... --y--> outputs
     caller --gradients of y (or the loss)--> StageRun.backward --put_grads--> ... --> sums, gradients of x
 
-Both doors use it: the forward door runs its first phase in `Pipe.forward` and its second in `loss.backward()`, a step
+All entry points use it: `pipe(x)` runs the first phase in `Pipe.forward` and the second in `loss.backward()`, a step
 runs its only phase at once.
 """
 
@@ -48,23 +48,23 @@ Listener: TypeAlias = Callable[[StageRun, list[tuple[Tensor, Tensor]]], None]
 
 
 class Setup(NamedTuple):
-    """What a Pipe gives to a call.
+    """The settings that a Pipe gives to a call.
 
     Attributes:
         stages: the layers of each stage.
-        places: where each stage computes.
-        values: what crosses the stages.
+        places: the place of each stage.
+        values: the table of values that cross stages.
         transport: moves tensors between places.
         workers: how lanes run, see execution/drivers.py.
-        plan: what runs.
+        plan: the orders that run.
         recompute: the (stage, chunk) pairs that are recomputed.
         grad: whether this call has gradients.
-        keep: whether every chunk may have to be recomputed later, kept ones too (the forward door's second order).
+        keep: whether every chunk may have to be recomputed later, kept ones too (second order of `pipe(x)`).
         compares: whether whole recomputations are compared with their forwards.
-        known: what earlier calls have found out about the stages; this one adds to it.
+        known: the traits of the stages that earlier calls have observed; this call adds to them.
         defer: whether batch norms update their running statistics once, at the end.
-        traces: who records the actions.
-        peers: the processes that run this call with this one.
+        traces: the recorders of its actions.
+        communicator: reaches the other processes that run this call.
         seed: of the call.
     """
 
@@ -89,7 +89,7 @@ class Call:
     """The state of one call.
 
     Args:
-        setup: what runs, and how.
+        setup: the settings.
         batch: the input, cut.
     """
 
@@ -105,14 +105,14 @@ class Call:
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
         self._lane_of = setup.plan.schedule.placement.lane_of
         self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
-        self._homes = ParameterPlacement(setup.stages, setup.places, setup.transport)
+        self._placement = ParameterPlacement(setup.stages, setup.places, setup.transport)
         shared = Shared(
             setup.values, setup.grad, self._ambient, setup.known, setup.compares, setup.defer, self._driver.has_threads,
             threading.Lock(), setup.keep, setup.seed, self.generators
         )
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.stages = [
-            StageRun(index, first, layers, place.device, partial(self._homes.bring, place), shared)
+            StageRun(index, first, layers, place.device, partial(self._placement.bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
             if setup.peers.has(index)
         ]
@@ -129,19 +129,19 @@ class Call:
                 stage.learn_draws()
         self.outputs: list[Activations] = []
         self._loss_end: LossEnd | None = None
-        self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # what the loss itself depends on, by id
+        self.loss_sums: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of leaves that the loss itself reads, by id
         self.keep_outputs = True
         self._mailbox = self._new_mailbox()
         self._retain = False
-        self._last_of: frozenset[Action] = frozenset()  # the last backwards of stages, where someone waits for them
+        self._last_of: frozenset[Action] = frozenset()  # the last backward of each stage, where a listener waits for it
         self._settled: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by stage: sums that are final
-        self._listener: Listener | None = None  # gets them instead
+        self._listener: Listener | None = None  # gets these sums, if there is one
         self._is_checked = False
         self._recorded = [len(trace) for trace in setup.traces]
         self._ready: dict[int, float] = {}  # by stage: when the action under way had its inputs, where that is traced
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A tensor of the caller's (a part of the target), on a device of ours."""
+        """A tensor of the caller's (a part of the target), on a device of a stage."""
         return self._setup.transport.carry(tensor, Place(tensor.device), Place(device))
 
     @property
@@ -153,7 +153,7 @@ class Call:
         return self.peers.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
 
     def go_on_with(self, peers: Communicator) -> None:
-        """From now on these run the call with this process: it is their turn to agree and to fail."""
+        """From now on this communicator carries messages, agrees and reports failures."""
         if peers is not self.peers:
             self.peers = peers
             self._mailbox = self._new_mailbox()
@@ -184,7 +184,7 @@ class Call:
             stage.learn_draws()
 
     def once_more(self) -> Call:
-        """The same call, from its beginning; of this one, which must be abandoned first, no trace is left."""
+        """The same call, from its beginning. This one must be abandoned first; its traces are removed."""
         for trace, number in zip(self._setup.traces, self._recorded, strict=True):
             trace.forget_from(number)
         for stage in self.stages:
@@ -198,7 +198,7 @@ class Call:
 
     @property
     def compares(self) -> bool:
-        """Whether this call looks at more than others."""
+        """Whether this call runs the expensive checks."""
         return self._setup.compares
 
     # ------------------------------------------------------------------------------------------------------ phases
@@ -211,7 +211,7 @@ class Call:
                 try:
                     self._begin()
                     self._drive(0)
-                except DrewError:  # a stage that never did so drew: once more, each with its seeds
+                except DrewError:  # a stage drew for the first time: run again, each stage with its seeds
                     self._rewind()
                     for trace, number in zip(self._setup.traces, recorded, strict=True):
                         trace.forget_from(number)
@@ -225,10 +225,10 @@ class Call:
             raise
 
     def check_forwards(self, memory: bool = True) -> None:
-        """All forwards have run: raise if one did what would make numbers depend on the order of the chunks.
+        """Raise if a forward made numbers depend on the order of the chunks. Called after all forwards.
 
         Args:
-            memory: look at the parameters too. Their stages' listener has done so if there is one.
+            memory: check the parameters too. A listener has done so already.
         """
         if self._is_checked:
             return
@@ -244,7 +244,7 @@ class Call:
                 stage.recall.buffers.check_unseen(stage.name)
 
     def _rewind(self) -> None:
-        """As before the first action; from now on every stage holds the host's generators."""
+        """Return to the state before the first action. From now on every stage holds the host's generators."""
         for stage in self.stages:
             stage.rewind()
             stage.recall.roll_attributes_back()
@@ -291,7 +291,7 @@ class Call:
             stage.recall.resume(now)
 
     def abandon(self) -> None:
-        """Undo what a failed call did: the buffers are put back, what was kept goes."""
+        """Undo a failed call: restore the buffers, and drop what was kept."""
         for stage in self.stages:
             stage.rewind()
         self.loss_sums = {}
@@ -299,11 +299,11 @@ class Call:
         self.release()
 
     def release(self) -> None:
-        """Forget what was kept for a backward."""
+        """Drop what was kept for a backward."""
         for stage in self.stages:
             stage.release()
         self.outputs = []
-        self._loss_end = self._listener = None  # they know this call
+        self._loss_end = self._listener = None  # they refer to this call
 
     def _drive(self, number: int) -> None:
         phase = self._setup.plan.phases[number]
@@ -316,7 +316,7 @@ class Call:
             stage.begin()
         if not draws:
             self.generators.keep_all()
-        runs_once = not self._driver.has_threads  # without threads no stage is found to draw when it is too late
+        runs_once = not self._driver.has_threads  # without threads a stage's first draw is noticed in time
         self._last_of = frozenset()
         if self._listener is not None or (self.peers.averages and runs_once):
             self._last_of = _last_backwards(phase.orders)
@@ -325,7 +325,7 @@ class Call:
         try:
             self._driver.run(phase, self._perform_and_tell if is_watched else self._perform, draws, now, in_turns)
             self.peers.end()
-        except CheckpointError:  # it may be for that reason that a recomputation came out otherwise
+        except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
             self._check_untouched(draws)
             raise
         self._check_untouched(draws)
@@ -350,7 +350,7 @@ class Call:
             raise
 
     def _perform_and_tell(self, action: Action) -> None:
-        """The same, where someone watches: a trace, other ranks, whoever waits for a stage's sums."""
+        """The same, with reports to a trace, to other ranks, and to a listener of a stage's sums."""
         stage = action.stage
         traces = self._setup.traces
         start = perf_counter() if traces else 0.0
@@ -367,17 +367,17 @@ class Call:
                 self.note_update(stage, start)
 
     def _note_ready(self, stage: int) -> None:
-        """An action's inputs are there. Until now it may have waited for another rank, which is no work."""
+        """Note when an action has its inputs: the time before, a wait for another rank, is no work."""
         if self._setup.traces:
             self._ready[stage] = perf_counter()
 
     def note_update(self, stage: int, start: float) -> None:
-        """From `start` until now parameters were updated, since this stage was done."""
+        """Record an update of parameters after a stage's last backward, from `start` until now."""
         for trace in self._setup.traces:
             trace.record(Action(stage, Kind.U, self.batch.chunks - 1), self._lane_of[stage], start)
 
     def _settle(self, stage: int) -> None:
-        """A stage's sums are final. Not said of one whose parameters the loss reads too."""
+        """Announce that a stage's sums are final, unless the loss reads its parameters too."""
         if self._listener is not None:
             with nullcontext() if self._setup.keep else without_autocast():
                 self._listener(self._run[stage], self._taken(self._run[stage]))
@@ -401,7 +401,7 @@ class Call:
             if self.keep_outputs:
                 self.outputs.append(output)
             if self._loss_end is not None and True not in output.needs_grad:
-                self._loss_end(chunk, output.tree)  # no backward will ask for it
+                self._loss_end(chunk, output.tree)  # no backward needs it
 
     def _backward(self, stage: int, chunk: int) -> None:
         run = self._run[stage]
@@ -421,7 +421,7 @@ class Call:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def input_grads(self) -> Grads:
-        """The gradients of the input's tensors, after a backward. None of them: no tensor wants one."""
+        """The gradients of the input's tensors, after a backward. Empty: no tensor needs one."""
         if not any(self._live):
             return (None,) * len(self._live)
         shared = self.peers.share_input_grads(self._own_input_grads() if self.has_first else None)
@@ -433,7 +433,7 @@ class Call:
         return self.batch.join_grads([grads or none for grads in taken])
 
     def _at_home(self, grads: Grads) -> Grads:
-        """Gradients of the input, where the input is."""
+        """Gradients of the input, on the input's devices."""
         carry = self._setup.transport.carry
         return tuple([
             grad if grad is None or grad.device == tensor.device else carry(grad, None, Place(tensor.device))
@@ -453,7 +453,7 @@ class Call:
 
     def _taken(self, stage: StageRun) -> list[tuple[Tensor, Tensor]]:
         place = self._setup.places[stage.index]
-        return [(owner, self._homes.carried_home(owner, grad, place)) for owner, grad in stage.take_sums()]
+        return [(owner, self._placement.to_owner(owner, grad, place)) for owner, grad in stage.take_sums()]
 
     def owners(self) -> list[Tensor]:
         """The parameters and foreign leaves that an output depends on, each once."""
@@ -466,7 +466,7 @@ class Call:
     def differentiate(
         self, grads: Sequence[Grads], owners: Sequence[Tensor], create_graph: bool
     ) -> tuple[Grads, list[Tensor | None]]:
-        """The gradients as functions of the input, the parameters and `grads` that can be differentiated again.
+        """The gradients as differentiable functions of the input, the parameters and `grads`.
 
         Recomputes chunk after chunk as a plain composition of the stages, on the original input and parameters.
 
@@ -525,7 +525,7 @@ class DrewError(Exception):
     """A stage drew from a default generator of the host that had never done so."""
 
 
-_WORK = {  # not bound to a call, which would hold itself
+_WORK = {  # unbound methods: bound ones would make a call refer to itself
     Kind.F: Call._forward,
     Kind.B: Call._backward,
     Kind.I: Call._backward,
@@ -534,7 +534,7 @@ _WORK = {  # not bound to a call, which would hold itself
 
 
 def _entered(owner: Tensor, gate: Gate) -> Tensor:
-    """Behind the gate; an owner that was frozen since the forward is a leaf of this call."""
+    """An owner behind the gate. One that was frozen since the forward is a leaf of this call."""
     return gate.enter(owner) if owner.requires_grad else owner.detach().requires_grad_()
 
 

@@ -3,7 +3,7 @@
     one process     LocalCommunicator   nothing: every stage is here
     torchrun        distributed         values that cross ranks, the output and the loss for everyone, one verdict
 
-The doors and the call speak to this interface alone, so they are the same in both.
+Entry points and calls use this interface alone, so they are the same in one process and over ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its
 
 
 class Output(NamedTuple):
-    """The joined output of a call, and which of its tensors want a gradient."""
+    """The joined output of a call, and which of its tensors need a gradient."""
 
     tree: Tree
     needs_grad: Sequence[bool]
@@ -39,11 +39,11 @@ class Verdict(NamedTuple):
     """What all processes of a step agree on.
 
     Attributes:
-        loss: of the mini-batch. None: where no rank computed one.
-        divisor: what the summed gradients are to be divided by. None: nothing.
+        loss: of the mini-batch. None: no rank computed one.
+        divisor: divides the summed gradients. None: they stay as they are.
         reached: whether any process has a gradient.
-        hooks: whether any has hooks that the gradients are to pass: the step has not taken place until they have.
-        metrics: of the mini-batch, where the last stage is; then everyone has them.
+        hooks: whether any process has hooks on gradients. The step has not taken place until they have run.
+        metrics: of the mini-batch. Given by the process of the last stage; `agree` returns them everywhere.
     """
 
     loss: Tensor | None
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 class Communicator(ABC):
-    """The processes that run a call together. A context: within it the call runs; a failure in it is everyone's."""
+    """The processes that run a call together. The call runs within it as a context; a failure there fails all ranks."""
 
     @abstractmethod
     def __enter__(self) -> Communicator: ...
@@ -68,10 +68,10 @@ class Communicator(ABC):
     def open(
         self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
     ) -> int:
-        """Make sure that everyone makes the same call.
+        """Make sure that all ranks make the same call.
 
         Args:
-            words: what must be the same, by name, in words; given whether the values of the mini-batch are too.
+            words: descriptions, by name, of what must be equal; called with whether to include the mini-batch's values.
             draws: whether this call draws a seed from torch's default CPU generator.
             tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
                 finds out whether they are.
@@ -80,21 +80,21 @@ class Communicator(ABC):
             The seed of the call; 0 if it draws none.
 
         Raises:
-            MismatchError: someone does not.
+            MismatchError: the ranks make different calls.
         """
 
     def check_output_grads(self, grads: Grads) -> None:
-        """Have `agree` make sure that everyone's gradients of the output are the same, but for rounding.
+        """Have `agree` check that the gradients of the output are the same on all ranks, but for rounding.
 
         Args:
-            grads: with which this process's backward begins. None: zeros.
+            grads: those with which this process's backward begins. None: zeros.
         """
 
     def compare(self) -> None:
-        """Compare at once what `agree` would.
+        """Compare now what `agree` would compare later.
 
         Raises:
-            MismatchError: something is not the same on all ranks.
+            MismatchError: something differs between ranks.
         """
 
     @property
@@ -112,15 +112,15 @@ class Communicator(ABC):
         """Raise if gradients of these leaves would be lost on other ranks.
 
         Args:
-            leaves: what `who` computed with besides its input and the parameters of its modules.
+            leaves: those that `who` read besides its input and the parameters of its modules.
             who: a stage, or the loss.
-            stage: which. None: the loss.
+            stage: its index. None: the loss.
         """
 
     @property
     @abstractmethod
     def stand_in(self) -> Tensor:
-        """A leaf for a process all of whose parameters are elsewhere."""
+        """A leaf for a process that has no parameters."""
 
     @abstractmethod
     def has(self, stage: int) -> bool:
@@ -128,61 +128,61 @@ class Communicator(ABC):
 
     @abstractmethod
     def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
-        """What will be sent in each phase: a `pipeline.distributed.p2p_plan.P2PPlan` each."""
+        """Give the messages of each phase: a `pipeline.distributed.p2p_plan.P2PPlan` each."""
 
     @abstractmethod
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
-        """Where values wait between the action that makes them and the one that reads them."""
+        """A mailbox for the values between the action that makes them and the one that reads them."""
 
     @abstractmethod
     def begin(self, phase: int) -> None:
-        """The actions of a phase are about to run."""
+        """Begin a phase, before its first action."""
 
     @abstractmethod
     def end(self) -> None:
-        """They have run: everything that was sent has arrived."""
+        """End a phase, after its last action: everything that was sent has arrived."""
 
     @property
     def follows(self) -> bool:
-        """Whether `at` is to be told of every action."""
+        """Whether `at` must be called before every action."""
         return True
 
     @abstractmethod
     def at(self, action: Action) -> None:
-        """An action is about to run."""
+        """Note the action that runs next."""
 
     @abstractmethod
     def again(self) -> Communicator:
-        """For the backward of this call."""
+        """A communicator for the backward of this call."""
 
     @abstractmethod
     def agree(self, verdict: Verdict) -> Verdict:
-        """Wait until everyone has come this far; what those know who have it is for all."""
+        """Wait for all ranks, and merge their verdicts."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait until everyone has made its step: hooks of parameters and optimizers are the user's, and may raise."""
+        """Wait until all ranks have made their step. Hooks and optimizers are the user's code and may raise."""
 
     @abstractmethod
     def share_output(self, output: Output | None) -> Output:
-        """The output, where it was not computed too."""
+        """The output, also on ranks that did not compute it."""
 
     @abstractmethod
     def share_input_grads(self, grads: Grads | None) -> Grads:
-        """The gradients of the input, where stage 0 is not too."""
+        """The gradients of the input, also on ranks without stage 0."""
 
     @abstractmethod
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         """The norm of all processes' gradients as one vector, to the bit as if one process had them all.
 
         Args:
-            named: this process's gradients under the plain module's names; "" for those that are not the module's.
+            named: this process's gradients under the plain module's names; "" for leaves outside the module.
             norm_type: as in torch.nn.utils.clip_grad_norm_.
         """
 
     @abstractmethod
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        """The same, of each gradient's own norm."""
+        """The same, from the norm of each gradient."""
 
     @abstractmethod
     def sum_over(self, numbers: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class Communicator(ABC):
             numbers: float64, on the CPU.
 
         Raises:
-            MismatchError: over ranks, which do not ask for the same.
+            MismatchError: the ranks sum different things.
         """
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
@@ -201,11 +201,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def any(self, here: bool) -> bool:
-        """Whether something is so in any process."""
+        """Whether a condition holds in any process."""
 
     @abstractmethod
     def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
-        """The parameters in use, here or elsewhere, that this process has."""
+        """Those of this process's parameters that any process uses."""
 
     @abstractmethod
     def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -213,7 +213,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Everyone's named values, on rank 0; None elsewhere."""
+        """The named values of all ranks, on rank 0; None on the others."""
 
     @abstractmethod
     def share_events(self, events: Sequence[Event]) -> list[Event]:
@@ -225,13 +225,13 @@ class Communicator(ABC):
         return False
 
     def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
-        """All backwards of a stage here have run: what it adds to the gradients of these owners is final."""
+        """Note that a stage's last backward has run: its part of these owners' gradients is final."""
 
     def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
         """Make whole gradients the means over the replicas, each divided by its replica's divisor first.
 
         Args:
-            waits: until all have them. Else `agree` does, before anyone uses them.
+            waits: return when all ranks have the means. Else `agree` waits for that.
             pairs: (owner, whole gradient) of this process; they may be written.
             divisor: of this replica, where this process knows one.
         """
@@ -239,7 +239,7 @@ class Communicator(ABC):
 
 
 class LocalCommunicator(Communicator):
-    """One process has every stage."""
+    """The communicator of a process that has every stage."""
 
     def __enter__(self) -> LocalCommunicator:
         return self
@@ -299,7 +299,7 @@ class LocalCommunicator(Communicator):
         return output
 
     def share_input_grads(self, grads: Grads | None) -> Grads:
-        assert grads is not None  # so is the first
+        assert grads is not None  # the first stage is here
         return grads
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
@@ -337,6 +337,6 @@ def joined(parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
     for _, owner, grad in parts:
         earlier = found.get(id(owner))
         total = grad if earlier is None else add_grads(earlier[1], grad)
-        assert total is not None  # neither part is
+        assert total is not None  # because neither part is None
         found[id(owner)] = (owner, total)
     return found

@@ -4,7 +4,7 @@
     workers="threads"    threads.drive_threads, a thread a group of lanes     lanes with accelerators of their own
 
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
-workers="threads" every lane is a group. What groups share, one of them holds at a time: a place, a layer that stands in
+workers="threads" every lane is a group. Groups hold what they share one at a time: a place, a layer that stands in
 two stages, and the default generators of the host, as long as a stage draws from one of them.
 """
 
@@ -55,7 +55,7 @@ class Driver:
     Args:
         places: where each stage computes.
         layers: those of each stage.
-        lane_of: which lane has each stage.
+        lane_of: the lane of each stage.
         workers: see above.
     """
 
@@ -86,9 +86,9 @@ class Driver:
         Args:
             phase: what to run.
             perform: does the work of an action.
-            draws: whether any stage may draw from a default generator of the host: then they compute one at a time.
+            draws: whether a stage may draw from a default generator of the host: then stages compute one at a time.
             ambient: torch's switches, as they are in this thread.
-            in_turns: one thread drives all lanes, whatever else was said.
+            in_turns: one thread drives all lanes, whatever `workers` is.
         """
         if phase.needs is None or in_turns or not self.has_threads:
             on_device = self._on_device(perform)
@@ -105,7 +105,7 @@ class Driver:
         drive_threads(groups, phase.needs, self._on_device(locked), enter, phase.before)
 
     def _on_device(self, perform: Perform) -> Perform:
-        """Perform with the stage's GPU as the current device; a thread of its own begins with another one."""
+        """Perform with the stage's GPU as the current device, which a new thread does not begin with."""
         if not self._gpus or not self.has_threads and self._gpus == {torch.device("cuda", torch.cuda.current_device())}:
             return perform
 
@@ -138,7 +138,7 @@ def _groups(lanes: Sequence[int], places: Sequence[Place], apart: bool) -> list[
 
 
 def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> list[list[threading.Lock]]:
-    """For each stage what it holds while it computes, in one order for all."""
+    """For each stage the locks that it holds while it computes, in one order for all stages."""
     place_locks = {place: threading.Lock() for place in places}
     modules = [{id(module) for layer in stage for module in layer.modules()} for stage in layers]
     shared: dict[frozenset[int], threading.Lock] = {}  # by the stages that have a module in common
@@ -156,7 +156,7 @@ def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> li
 def _thread_like_this(
     ambient: Ambient, places: Sequence[Place], own: int
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """Make a group's thread what this one is: switches, gradients, streams. `own`: the group of this thread."""
+    """Give a group's thread the switches, grad mode and streams of this one. `own`: the group of this thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     devices = {place.device for place in places if place.device.type == "cuda"}
     streams = [torch.cuda.current_stream(device) for device in devices]
@@ -170,7 +170,7 @@ def _thread_like_this(
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 if any([enabled for _, enabled, _ in ambient.autocast]):
-                    torch.autocast_increment_nesting()  # as in the caller: the last one out empties everyone's cache
+                    torch.autocast_increment_nesting()  # as in the caller: autocast's cache is emptied by the last exit
                     stack.callback(torch.autocast_decrement_nesting)
                 stack.enter_context(ambient.entered())
             yield

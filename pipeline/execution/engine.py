@@ -6,13 +6,13 @@
          drive_inline                    all lanes in the calling thread, one action a turn
          threads.drive_threads           a thread for each accelerator
 
-The engine knows no mathematics: `perform(action)` does the work. What an action needs comes from
-`scheduler.requires`. When no lane can go on, the driver knows the whole truth and says it.
+The engine does no mathematics: `perform(action)` does the work. The needs of an action come from
+`scheduler.requires`. When no lane can go on, the driver raises an error that says what each lane waits for.
 
 A round of the inline driver is a wave up the lanes, in which they run forwards, and a wave down, in which they run the
-rest: so a chunk goes on to the next stage while it is fresh, on its way there and back. That is a fixed order for each
-schedule, `merged_order`, which the checkpoint policy and the memory bounds read. The plan holds it, and
-where one thread has all lanes a call runs it as it stands.
+rest. So a chunk goes on to the next stage while it is in the caches, forwards and backwards. That is a fixed order for
+each schedule, `merged_order`, which the checkpoint policy and the memory bounds read. The plan holds it, and where one
+thread has all lanes a call runs it as it stands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def needs_of(orders: Sequence[Sequence[Action]], stages: int, split: frozenset[t
 
 
 class Lanes:
-    """Some lanes that one thread drives: by their numbers, their orders."""
+    """The lanes that one thread drives: an order for each lane's number."""
 
     def __init__(self, orders: Mapping[int, Sequence[Action]], needs: Needs, perform: Perform) -> None:
         self._numbers = list(orders)
@@ -66,7 +66,7 @@ class Lanes:
         return self.left < left_before
 
     def can_go_on(self, done: set[Action]) -> bool:
-        """Whether a lane has all that it waits for."""
+        """Whether any lane has all that its next action needs."""
         return any(head is not None and done.issuperset(head[1]) for head in self._heads)
 
     def waits(self, done: set[Action]) -> dict[int, str]:
@@ -90,7 +90,7 @@ def drive_inline(
         orders: the actions of each lane.
         needs: what each action waits for.
         perform: does the work of one action.
-        before: actions that ran in an earlier run of the same call (the forward door's F half).
+        before: actions that ran in an earlier run of the same call (the F half of `pipe(x)`).
 
     Raises:
         StuckError: no lane can go on; the message lists what each one waits for.

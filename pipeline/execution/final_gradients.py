@@ -1,10 +1,10 @@
 """Final gradients: whole once every stage that reads the parameter has run its last backward of the last chunk.
 
     stage s settled: its sums --> parts --all readers of p settled--> take(p, its parts, added by stage)
-    the run has ended         --> rest: what the loss or the input have a part in, too
+    the run has ended         --> rest: gradients of which the loss or the input has a part, too
 
-Who reads a parameter is known from the modules and from what the forwards were seen to capture, not from gradients: a
-stage that reads a weight without asking for its gradient still recomputes with it.
+The readers of a parameter are known from the modules and from what the forwards captured, not from gradients: a
+stage that reads a weight without computing its gradient still recomputes with it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipeline.stage.stage import StageRun
 
 
 class GradientFinalizer:
-    """Listens to a call, and gives whole gradients away as soon as they are.
+    """A listener of a call that hands over each gradient as soon as it is whole.
 
     Args:
-        call: whose sums.
-        take: gets (parameter, whole gradient), once for each.
-        ready: called once, before the first could be given: all forwards have run.
-        late: parameters that something else than stages has a part in; they wait for the end.
-        waits: give nothing away before the end.
+        call: makes the sums.
+        take: called with (parameter, whole gradient), once for each parameter.
+        ready: called once, after all forwards and before the first `take`.
+        late: parameters whose gradients have a part from outside the stages; they wait for the end.
+        waits: hand over nothing before the end.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GradientFinalizer:
         self._ready = ready
         self._late = late
         self._waits = waits
-        self._open: dict[int, set[int]] = {}  # by the parameter's id: the stages whose part is to come
+        self._open: dict[int, set[int]] = {}  # by the parameter's id: the stages whose part is missing
         self._held: frozenset[int] = frozenset()
         self._parts: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         self._has_begun = False
@@ -51,7 +51,7 @@ class GradientFinalizer:
         call.listen(self.settled)
 
     def settled(self, stage: StageRun, pairs: list[Pair]) -> None:
-        """A stage's last backward has run. Empties `pairs`."""
+        """Take the final sums of a stage whose last backward has run. Empties `pairs`."""
         with self._lock:
             if not self._has_begun:
                 self._begin()
@@ -59,7 +59,7 @@ class GradientFinalizer:
                 self._parts.setdefault(id(owner), []).append((stage.index, owner, grad))
                 del grad
             pairs.clear()
-            stage.aliases.check_memory()  # once more: its recomputations are over, and updates will write them
+            stage.aliases.check_memory()  # again: its recomputations are over, and updates will write its parameters
             for key in [key for key, stages in self._open.items() if stage.index in stages]:
                 self._open[key].discard(stage.index)
                 if not self._open[key]:
@@ -85,7 +85,7 @@ class GradientFinalizer:
         self._take(*found.popitem()[1])
 
     def rest(self) -> list[tuple[int, Tensor, Tensor]]:
-        """The parts that nobody has got yet, by stage."""
+        """The parts that were not handed over, by stage."""
         parts = [part for parts in self._parts.values() for part in parts]
         self._parts.clear()
         return sorted(parts, key=_stage)

@@ -3,8 +3,8 @@
     F(s, i)  --activations[name, i, reader]-->  F(reader, i)
     B(s, i)  --gradients[name, i, reader]---->  B(producer, i)
 
-Each entry is put once and taken once; taking it is what frees it. What goes to another place starts to move when it is
-put, and must have arrived when it is taken (transports/).
+Each entry is put once and taken once; taking it is what frees it. A value for another place starts to move when it is
+put, and has arrived when it is taken (transports/).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pipeline.transports.local import Local, Parcel
 
 
 class Post(ABC):
-    """The values under way in one call. What is put and taken stands in the order of the table."""
+    """The interface of mailboxes: the values under way in one call, put and taken in the order of the table."""
 
     @abstractmethod
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
-        """Post what `stage` (or the caller) made of `chunk` to all readers."""
+        """Post the values that `stage` (or the caller) made of `chunk` to all readers."""
 
     @abstractmethod
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        """Take what `stage` (or the caller) reads of `chunk`."""
+        """Take the values that `stage` (or the caller) reads of `chunk`."""
 
     @abstractmethod
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
@@ -39,11 +39,11 @@ class Post(ABC):
 
     @abstractmethod
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        """What stands for the memory of the tensors of `chunk` that were made and are not read yet."""
+        """Identities of the memory of those tensors of `chunk` that were made and are not read yet."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of values under way."""
 
 
 class Mailbox(Post):
@@ -51,7 +51,7 @@ class Mailbox(Post):
 
     Args:
         values: the table.
-        places: where each stage computes; the caller is not among them: it gives and takes things where they are.
+        places: the place of each stage. The caller has none: it gives and takes tensors on any device.
         transport: moves tensors.
     """
 
@@ -122,16 +122,16 @@ class Mailbox(Post):
 
 
 def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: Iterable[MemoryId]) -> None:
-    """A stage that writes its input gets copies: what else shares that memory would not see it written.
+    """Refuse memory shared with the input of a stage that writes it: the stage writes a copy.
 
     Args:
         index: the stage that writes its input.
         name: how an error names it.
-        inbox: what it has read.
-        under_way: the memory of the same chunk's tensors that others will read.
+        inbox: the values that it has read.
+        under_way: the memory of those tensors of the chunk that other stages will read.
 
     Raises:
-        RuntimeError: something else shares that memory.
+        RuntimeError: another tensor shares that memory.
     """
     found = [memory for message in inbox for memory in message.memory]
     own = {memory.origin for memory in found}
@@ -146,7 +146,7 @@ def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: 
 
 
 def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]:
-    """For each stage (not the caller) with one value, that has one reader, as a rule: its name, and the reader."""
+    """For each stage (not the caller) with one value and one reader, the usual case: (name, reader)."""
     return {
         stage: (rows[0].name, rows[0].readers[0])
         for stage, rows in rows_of.items()
@@ -155,7 +155,7 @@ def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]
 
 
 def sent(message: Activations, parcel: Parcel) -> Activations:
-    """A message on the tensors that are sent: where they are copies, the originals are not held."""
+    """A message that holds the tensors that are sent: copies rather than their originals."""
     if parcel.tensors is message.tree.tensors:
         return message
     tensors = tuple([tensor for tensor in parcel.tensors if tensor is not None])

@@ -1,7 +1,7 @@
 """The placement of parameters that stages on several devices read: an owner's device, and copies on the others.
 
-    home of p = the place of the first stage that reads it      bring: a copy elsewhere, for the length of a call
-                                                                carried_home: what is computed there, back
+    owner of p = the place of the first stage that reads it     bring: a copy elsewhere, for the length of a call
+                                                                to_owner: gradients computed there, back
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipeline.transports.local import Local
 
 
 class ParameterPlacement:
-    """The homes of the parameters of one call.
+    """The owning places of the parameters of one call.
 
     Args:
         stages: the layers of each stage.
-        places: where each stage computes.
+        places: the place of each stage.
         transport: moves tensors between places.
     """
 
@@ -31,18 +31,18 @@ class ParameterPlacement:
             for layers, place in zip(stages, places, strict=True):
                 for layer in layers:
                     for parameter in layer.parameters():
-                        home = self._of.setdefault(id(parameter), place)
-                        if home.device != parameter.device == place.device:  # tied after the Pipe was built: it is here
+                        owner = self._of.setdefault(id(parameter), place)
+                        if owner.device != parameter.device == place.device:  # tied after the Pipe was built
                             self._of[id(parameter)] = place
 
     def bring(self, place: Place, parameter: Tensor) -> Tensor:
-        """The values of a parameter at a place: itself, or a copy where it lives elsewhere."""
-        home = self._of.get(id(parameter), place)
-        if home == place:
+        """The values of a parameter at a place: itself, or a copy where another place owns it."""
+        owner = self._of.get(id(parameter), place)
+        if owner == place:
             return parameter
-        with torch.inference_mode(False):  # so that a copy counts how often it is written, in every mode
-            return self._transport.carry(parameter.detach(), home, place)
+        with torch.inference_mode(False):  # a copy has a version counter, in every mode
+            return self._transport.carry(parameter.detach(), owner, place)
 
-    def carried_home(self, owner: Tensor, grad: Tensor, place: Place) -> Tensor:
-        """What was computed for a parameter at a place, where the parameter lives."""
-        return self._transport.carry(grad, place, self._of.get(id(owner), place))
+    def to_owner(self, parameter: Tensor, grad: Tensor, place: Place) -> Tensor:
+        """A gradient that was computed at a place, at the place that owns the parameter."""
+        return self._transport.carry(grad, place, self._of.get(id(parameter), place))

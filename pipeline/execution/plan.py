@@ -2,7 +2,7 @@
 
     schedule, chunks, devices --> one or two phases of orders, the merged order of each device, the recomputed pairs
 
-The forward door runs all F, then (in backward) all the rest, whatever the schedule; `step` runs the order as it is;
+`pipe(x)` runs all F, then (in backward) all the rest, whatever the schedule; `step` runs the order as it is;
 `evaluate` runs its F half.
 """
 
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     schedule: Schedule
     phases: tuple[Phase, ...]
     device_orders: tuple[tuple[Action, ...], ...]
-    by_mode: dict[str, frozenset[tuple[int, int]]]  # what each named mode recomputes
+    by_mode: dict[str, frozenset[tuple[int, int]]]  # the pairs that each named mode recomputes
     parts: tuple[tuple[tuple[Action, ...], ...], ...]  # for each phase the orders of all lanes, other ranks' too
 
     def recomputed(self, policy: Policy) -> frozenset[tuple[int, int]]:
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
 
 def plan_step(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
-    """The whole order at once."""
+    """A plan of one phase: the whole order."""
     return _plan(schedule, [schedule.orders], devices, rank)
 
 
 def plan_forward(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
-    """All F, then the rest."""
+    """A plan of two phases: all F, then the rest."""
     return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, rank)
 
 

@@ -4,7 +4,7 @@
         f(pipe(x), y).backward()           step.timeline
     print(draw(trace.timeline))
 
-An action runs from when its inputs are there: what a rank waits for them is a gap. B includes the recomputation, where
+An action begins when its inputs are there: a rank's wait for them is a gap. B includes the recomputation, where
 there is one. On an accelerator the times are those of the host, which launches.
 """
 
@@ -17,10 +17,10 @@ from scheduler import Action, Event, Timeline
 
 
 class TraceRecorder:
-    """Collects the actions of one or several calls.
+    """A recorder of the actions of one or several calls.
 
     Args:
-        lanes: how many there are.
+        lanes: their number.
         turns: the groups of lanes that take turns, see Timeline.
     """
 
@@ -34,11 +34,11 @@ class TraceRecorder:
         self._events.append(Event(action, lane, start, perf_counter()))
 
     def __len__(self) -> int:
-        """How many actions were recorded."""
+        """The number of recorded actions."""
         return len(self._events)
 
     def forget_from(self, number: int) -> None:
-        """Forget the actions from this number on: they run once more."""
+        """Forget the actions from this number on, which run again."""
         del self._events[number:]
 
     @property
@@ -47,7 +47,7 @@ class TraceRecorder:
         return self._events
 
     def join(self, events: Sequence[Event]) -> None:
-        """These are all actions, other processes' too."""
+        """Replace the events by those of all processes."""
         self._events = list(events)
 
     @property
