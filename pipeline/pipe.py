@@ -202,13 +202,13 @@ class Pipe(Settled, Stateful):
         rank_of = self._plans.resolved(self.chunks).placement.lane_of
         self._company = company = company_of(stages, rank_of, ranks, self._values)
         elsewhere = dict(company.elsewhere(stages))
-        with DistributedCommunicator(company, (), f"Pipe({len(self)} layers)") as peers:
-            seed = peers.open(lambda values: {SETTINGS: self._settings()}, draws=materialize is not None)
+        with DistributedCommunicator(company, (), f"Pipe({len(self)} layers)") as communicator:
+            seed = communicator.open(lambda values: {SETTINGS: self._settings()}, draws=materialize is not None)
             ranks.connect(company.pairs)
             settle(stages, company.hosting.own, self.devices, materialize, lambda: seed)
             self._modules.update(elsewhere)
-            peers.share_ties(company.hosting.tied(self))
-            peers.agree(Verdict(None, None, True))
+            communicator.share_ties(company.hosting.tied(self))
+            communicator.agree(Verdict(None, None, True))
         is_part(self)
 
     def __setstate__(self, state: Any) -> None:
@@ -344,11 +344,11 @@ class Pipe(Settled, Stateful):
             raise ValueError(f"output is {output!r}. Use 'all' or 'last': which ranks get the output.")
         if torch.jit.is_tracing():
             refuse_recording("torch.jit.trace")
-        with turn() as now, self._peers("forward", torch.is_grad_enabled()) as peers:
+        with turn() as now, self._communicator("forward", torch.is_grad_enabled()) as communicator:
             batch = scatter(input, self.chunks, batch_dim=self._batch_dim)
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
-            call = self._call(batch, plan_forward, grad, True, peers, {"output": output})
+            call = self._call(batch, plan_forward, grad, True, communicator, {"output": output})
             return forward_door.run(call, now, everywhere=output == "all")
 
     def step(
@@ -395,7 +395,7 @@ class Pipe(Settled, Stateful):
             "loss_reduction": loss_reduction, "clip_grad_norm": clip_grad_norm, "grads": grads, "outputs": outputs,
             "trace": trace, "optimizer": stepper, "scaler": type(scaler).__name__,
         }  # fmt: skip
-        with turn(), self._peers("step", averages=True) as peers:
+        with turn(), self._communicator("step", averages=True) as communicator:
             check_flags(outputs=outputs, trace=trace)
             check_step(optimizer, clip_grad_norm, scaler, grads)
             batch = scatter(x, self.chunks, "x", self._batch_dim)
@@ -404,11 +404,11 @@ class Pipe(Settled, Stateful):
             self._refuse_transforms(batch)
             recorder = self._recorder() if trace else None
             aim = scatter_like(target, batch, "the target")
-            call = self._call(batch, plan_step, True, False, peers, options, recorder, aim)
+            call = self._call(batch, plan_step, True, False, communicator, options, recorder, aim)
             if isinstance(optimizer, EagerUpdate):
                 new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
                 value, joined, metrics = self._eager_step(optimizer, call, new_loss, aim, outputs)
-                timeline = None if recorder is None else self._timeline(recorder, peers)
+                timeline = None if recorder is None else self._timeline(recorder, communicator)
                 return Step(value, None, joined, timeline, metrics)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
             self._run_with_loss(call, loss, aim, outputs, scaler)
@@ -430,7 +430,7 @@ class Pipe(Settled, Stateful):
         Args:
             x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
         """
-        with turn(), self._peers("evaluate") as peers:
+        with turn(), self._communicator("evaluate") as communicator:
             check_flags(outputs=outputs, trace=trace)
             batch = scatter(x, self.chunks, "x", self._batch_dim)
             aim = scatter_like(target, batch, "the target")
@@ -440,12 +440,12 @@ class Pipe(Settled, Stateful):
                 with torch.no_grad():
                     recorder = self._recorder() if trace else None
                     options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
-                    call = self._call(batch, plan_forward, False, False, peers, options, recorder, aim)
+                    call = self._call(batch, plan_forward, False, False, communicator, options, recorder, aim)
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
                     self._run_with_loss(call, loss, aim, outputs, None)
                     try:
                         verdict = Verdict(None if call.last is None else loss.value, None, True, False, loss.metrics)
-                        verdict = peers.agree(verdict)
+                        verdict = communicator.agree(verdict)
                         joined = self._joined(call) if outputs else None
                     except BaseException:
                         call.abandon()
@@ -455,7 +455,7 @@ class Pipe(Settled, Stateful):
                     module.training = training
             call.release()
             assert verdict.loss is not None  # the last stage's process has it
-            timeline = None if recorder is None else self._timeline(recorder, peers)
+            timeline = None if recorder is None else self._timeline(recorder, communicator)
             return Step(verdict.loss, None, joined, timeline, verdict.metrics)
 
     def clip_grad_norm_(
@@ -480,13 +480,13 @@ class Pipe(Settled, Stateful):
             >>> pipe.clip_grad_norm_(1.0)
             tensor(5.)
         """
-        with turn(), self._peers("clip_grad_norm_") as peers:
+        with turn(), self._communicator("clip_grad_norm_") as communicator:
             check_limit("max_norm", max_norm)
             check_norm_type(norm_type)
             check_flags(error_if_nonfinite=error_if_nonfinite)
-            peers.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
+            communicator.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
             return step_door.clip_grads(
-                list(self.named_parameters()), max_norm, norm_type, peers, error_if_nonfinite
+                list(self.named_parameters()), max_norm, norm_type, communicator, error_if_nonfinite
             )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -516,19 +516,19 @@ class Pipe(Settled, Stateful):
             yield recorder
         finally:
             self._traces.remove(recorder)
-        with self._peers("trace") as peers:
-            peers.open(lambda values: {}, draws=False)
-            recorder.join(peers.share_events(recorder.events))
+        with self._communicator("trace") as communicator:
+            communicator.open(lambda values: {}, draws=False)
+            recorder.join(communicator.share_events(recorder.events))
 
     @property
     def runtime(self) -> Runtime:
         """What analyses such as `pipeline.curvature` build on: who has what, and all that a call of their own needs."""
 
-        def setup(batch: Batch, target: Batch, peers: Communicator, options: Mapping[str, object]) -> Setup:
+        def setup(batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]) -> Setup:
             self._refuse_transforms(batch)
-            return self._setup(batch, plan_step, True, False, peers, options, None, target, draws=False)
+            return self._setup(batch, plan_step, True, False, communicator, options, None, target, draws=False)
 
-        return Runtime(self, self._company, self._replicas is not None, self._stages, self._peers, setup)
+        return Runtime(self, self._company, self._replicas is not None, self._stages, self._communicator, setup)
 
     # ------------------------------------------------------------------------------------------------ how they run
 
@@ -544,7 +544,7 @@ class Pipe(Settled, Stateful):
         grads: str,
     ) -> Step:
         """The rest of a step that ran well: who gets the gradients."""
-        peers = call.peers
+        communicator = call.communicator
         try:
             firm()
             pairs, value, hooks, metrics = step_door.collect(call, loss)
@@ -555,27 +555,27 @@ class Pipe(Settled, Stateful):
             with step_door.undone(owners, optimizer, scaler):
                 store = step_door.hand_over(pairs, call.batch.tree.tensors, grads, named)
                 if store is not None and clip is not None:
-                    self._clip_store(store, clip, peers)
+                    self._clip_store(store, clip, communicator)
                 if optimizer is not None:
-                    step_door.optimize(optimizer, scaler, named, clip, peers)
+                    step_door.optimize(optimizer, scaler, named, clip, communicator)
         except BaseException:
             call.abandon()
             raise
         if optimizer is not None:
             step_door.optimized(optimizer, scaler, named)
-        if hooks or optimizer is not None or peers.averages:
-            peers.close()
-        return Step(value, store, joined, None if recorder is None else self._timeline(recorder, peers), metrics)
+        if hooks or optimizer is not None or communicator.averages:
+            communicator.close()
+        return Step(value, store, joined, None if recorder is None else self._timeline(recorder, communicator), metrics)
 
-    def _clip_store(self, store: GradStore, max_norm: float, peers: Communicator) -> None:
-        if peers.is_alone:
+    def _clip_store(self, store: GradStore, max_norm: float, communicator: Communicator) -> None:
+        if communicator.is_alone:
             store.clip_(max_norm)
             return
         names = {id(param): name for name, param in self.named_parameters()}
-        total = peers.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
+        total = communicator.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
         store.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
-    def _peers(self, door: str, averages: bool = False) -> Communicator:
+    def _communicator(self, door: str, averages: bool = False) -> Communicator:
         """The processes that run a call: alone, or over ranks; with the replicas where gradients are averaged."""
         company = self._company
         tied = [] if company is None else company.hosting.tied(self)
@@ -591,12 +591,12 @@ class Pipe(Settled, Stateful):
         planner: Planner,
         grad: bool,
         keep: bool,
-        peers: Communicator,
+        communicator: Communicator,
         options: Mapping[str, object],
         trace: TraceRecorder | None = None,
         aim: Batch | None = None,
     ) -> Call:
-        return Call(self._setup(batch, planner, grad, keep, peers, options, trace, aim), batch)
+        return Call(self._setup(batch, planner, grad, keep, communicator, options, trace, aim), batch)
 
     def _setup(
         self,
@@ -604,7 +604,7 @@ class Pipe(Settled, Stateful):
         planner: Planner,
         grad: bool,
         keep: bool,
-        peers: Communicator,
+        communicator: Communicator,
         options: Mapping[str, object],
         trace: TraceRecorder | None = None,
         aim: Batch | None = None,
@@ -612,7 +612,7 @@ class Pipe(Settled, Stateful):
     ) -> Setup:
         """All that a call needs; over ranks everyone has agreed to make it."""
         tensors = [tensor for each in (batch, aim) if each is not None for tensor in each.tree.tensors]
-        seed = peers.open(lambda values: self._words(batch, aim, grad, options, values), draws, tensors)
+        seed = communicator.open(lambda values: self._words(batch, aim, grad, options, values), draws, tensors)
         if grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -625,11 +625,11 @@ class Pipe(Settled, Stateful):
         compares = grad and self._calls & (self._calls - 1) == 0
         setup = Setup(
             stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
-            self._known, self.deferred_batch_norm, traces, peers, seed
+            self._known, self.deferred_batch_norm, traces, communicator, seed
         )
         if batch.chunks > 1:
             self._probe(setup, batch)
-        peers.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
+        communicator.prepare(lambda: self._plans.traffic(batch.chunks, planner, self.chunks))
         return setup
 
     def _probe(self, setup: Setup, batch: Batch) -> None:
@@ -638,14 +638,14 @@ class Pipe(Settled, Stateful):
         A failure over ranks is everyone's, and has all of them count anew.
         """
         flags = tuple([layer.training for layer in self._modules.values() if layer is not None])
-        key = (flags, setup.peers.failures)
+        key = (flags, setup.communicator.failures)
         number = self._probed.get(key, 0) + 1
         self._probed[key] = number
         if number & (number - 1):
             return
         try:
             plan, traffic = self._plans.uncut(setup.plan.schedule.placement)
-            setup.peers.prepare(lambda: traffic)
+            setup.communicator.prepare(lambda: traffic)
             Probe(setup._replace(plan=plan), batch, not self.mixes_rows).check()
         except BaseException:
             self._probed[key] = number - 1
@@ -697,8 +697,8 @@ class Pipe(Settled, Stateful):
         alone = self._ranks is None  # a rank has one lane
         return TraceRecorder(schedule.lanes, in_turns(self._workers, self._places, lane_of) if alone else ())
 
-    def _timeline(self, recorder: TraceRecorder, peers: Communicator) -> Timeline:
-        recorder.join(peers.share_events(recorder.events))
+    def _timeline(self, recorder: TraceRecorder, communicator: Communicator) -> Timeline:
+        recorder.join(communicator.share_events(recorder.events))
         return recorder.timeline
 
     def _stages(self) -> list[list[nn.Module]]:
@@ -726,7 +726,7 @@ class Pipe(Settled, Stateful):
             call.abandon()
             raise
         call.release()
-        call.peers.close()
+        call.communicator.close()
         return value, joined, metrics
 
     def _run_with_loss(
@@ -763,7 +763,7 @@ class Pipe(Settled, Stateful):
         if call.last is not None:
             trees = [message.tree for message in call.outputs]
             output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
-        tree, _ = call.peers.share_output(output)
+        tree, _ = call.communicator.share_output(output)
         return tree.build(tree.tensors)
 
     def _refuse_transforms(self, batch: Batch) -> None:

@@ -104,10 +104,10 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     runtime = pipe.runtime
     if params is not None and not isinstance(params, str) and not callable(params):
         params = list(params)
-    with turn(), runtime.communicator("curvature") as peers:  # what is refused on one rank is refused on all
-        peers.open(lambda values: {"params": _in_words(params)}, draws=False)
+    with turn(), runtime.communicator("curvature") as communicator:  # what is refused on one rank is refused on all
+        communicator.open(lambda values: {"params": _in_words(params)}, draws=False)
         members, is_double = _members(pipe, prefix, params)
-        is_double = bool(peers.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
+        is_double = bool(communicator.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
     sum_over = _alone if runtime.topology is None else _summing(pipe)
     dtype = torch.float64 if is_double else torch.float32
     agree = partial(_check_ties, pipe, sum_over)
@@ -186,9 +186,9 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
 @contextmanager
 def _everyone(pipe: Pipe) -> Iterator[None]:
     """Within: what fails on one rank fails on all; at the end all have come so far."""
-    with turn(), pipe.runtime.communicator("curvature") as peers:
+    with turn(), pipe.runtime.communicator("curvature") as communicator:
         yield
-        peers.open(lambda values: {"the curvature": "a vector"}, draws=False)
+        communicator.open(lambda values: {"the curvature": "a vector"}, draws=False)
 
 
 def _alone(numbers: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _alone(numbers: Tensor) -> Tensor:
 
 def _summing(pipe: Pipe) -> Callable[[Tensor], Tensor]:
     def sum_over(numbers: Tensor) -> Tensor:
-        with turn(), pipe.runtime.communicator("curvature") as peers:
-            return peers.sum_over(numbers)
+        with turn(), pipe.runtime.communicator("curvature") as communicator:
+            return communicator.sum_over(numbers)
 
     return sum_over

@@ -59,14 +59,14 @@ def run(
         factor = _factor(update, first.step, call, named)
         call = _again(call)
     step = update.run(factor)
-    with update.guarded(step, call.peers.is_alone):
+    with update.guarded(step, call.communicator.is_alone):
         tried = _tried(update, step, call, new_loss, play, named)
         if isinstance(tried, Ended):
             _finish(update, step, tried)
             return tried
         step.undo()
     step = update.run(tried)
-    with update.guarded(step, call.peers.is_alone):
+    with update.guarded(step, call.communicator.is_alone):
         ended = _Run(update, step, named).play(_again(call), new_loss(), play)
         _finish(update, step, ended)
     return ended
@@ -107,7 +107,7 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
     found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
     norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
-    return factor_of(update, call.peers.joined_norm(norms, 2.0))
+    return factor_of(update, call.communicator.joined_norm(norms, 2.0))
 
 
 def _again(call: Call) -> Call:
@@ -130,7 +130,7 @@ class _Run:
         """Run it all; the whole gradients of this process have been taken when it ends."""
         self._divisor = lambda: loss.divisor
         sums: list[GradientFinalizer] = []
-        if call.peers.is_alone:
+        if call.communicator.is_alone:
             play(call, loss, lambda end: sums.append(self._listening(call, end)))
         else:
             play(call, loss, lambda end: None)
@@ -150,7 +150,7 @@ class _Run:
         self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, is_trial, loss.metrics)
-        value, _, reached, _, metrics = call.peers.agree(verdict)
+        value, _, reached, _, metrics = call.communicator.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
         return Ended(call, value, self._strangers, metrics)
@@ -232,10 +232,10 @@ class _Run:
 
     def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:
         """Whole gradients over all processes, divided; and the divisor."""
-        divisor = call.peers.share_divisor(own)
+        divisor = call.communicator.share_divisor(own)
         pairs = list(call.sums().values())
-        if call.peers.averages:
-            return call.peers.average(pairs, own, waits=True), divisor
+        if call.communicator.averages:
+            return call.communicator.average(pairs, own, waits=True), divisor
         return self._over(pairs, divisor), divisor
 
     def _of_inputs(self, call: Call) -> list[Pair]:

@@ -45,9 +45,9 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
             joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Output(joined, [any(column) for column in columns])
-        wanted = call.peers.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
+        wanted = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
-            output = call.peers.share_output(output)
+            output = call.communicator.share_output(output)
         joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
         owners = call.owners() if any(needs_grad) else []
     except BaseException:
@@ -72,7 +72,7 @@ def _attach(
     backward = Backward(call, now, sizes, wanted, owners, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # on other ranks there may be: this one takes part in the backward
-        leaves.append(call.peers.stand_in)
+        leaves.append(call.communicator.stand_in)
     outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
     return outputs
 
@@ -114,15 +114,15 @@ class Backward:
     @property
     def is_alone(self) -> bool:
         """Whether this process runs every stage."""
-        return self._call.peers.is_alone
+        return self._call.communicator.is_alone
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the wanted inputs and of the owners."""
-        with turn(self._then, may_wait=not self._call.is_accelerated), self._call.peers.again() as peers:
-            self._call.go_on_with(peers)
-            peers.open(lambda values: {}, draws=False)
+        with turn(self._then, may_wait=not self._call.is_accelerated), self._call.communicator.again() as communicator:
+            self._call.go_on_with(communicator)
+            communicator.open(lambda values: {}, draws=False)
             result = self._compute(grads, retain)
-            peers.agree(Verdict(None, None, True))
+            communicator.agree(Verdict(None, None, True))
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
@@ -151,7 +151,7 @@ class Backward:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
         if self._everywhere:
-            self._call.peers.check_output_grads(grads)
+            self._call.communicator.check_output_grads(grads)
         given = self._given_away()
         try:
             self._call.run_backward(parts, retain)
@@ -173,7 +173,7 @@ class Backward:
     def _given_away(self) -> GradientFinalizer | None:
         """Who takes whole gradients while the backward runs; over ranks only when all have agreed that it went well."""
         wanted = self.give_away
-        if wanted is None or not self._call.peers.is_alone:
+        if wanted is None or not self._call.communicator.is_alone:
             return None
         call = self._call
 
@@ -184,7 +184,7 @@ class Backward:
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Second derivatives would need every stage in this process."""
-        if self._call.peers.is_alone:
+        if self._call.communicator.is_alone:
             return
         if moved and not torch.is_grad_enabled() and not batched:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
     pipe.runtime  -->  topology, ranks, tied parameters           who has what
                   -->  communicator("curvature")                  within it a failure on one rank is everyone's
-                  -->  setup(batch, target, peers, options)       for a call that runs the schedule of a step
+                  -->  setup(batch, target, communicator, options)       for a call that runs the schedule of a step
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class LossEnd:
         foreign = explore([loss], until=ends).leaves
         if foreign:
             self.reads.update(foreign)
-            self._call.peers.refuse_strangers(foreign.values(), "loss_fn")
+            self._call.communicator.refuse_strangers(foreign.values(), "loss_fn")
             for leaf in foreign.values():
                 _refuse_ours(leaf)
         roots = Roots((loss,), (self._first_grad(loss, weight),), foreign)
@@ -191,21 +191,21 @@ def collect(call: Call, loss: Loss) -> Collected:
     pairs = list(call.sums().values())
     reached, has_loss = bool(pairs or inputs), call.last is not None
     own = loss.divisor if has_loss else None
-    pairs = call.peers.average(pairs, own)
+    pairs = call.communicator.average(pairs, own)
     hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
     verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
-    value, divisor, reached, hooks, metrics = call.peers.agree(verdict)
+    value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)
     if divisor is not None:
-        for _, grad in [] if call.peers.averages else pairs:  # means are of divided ones
+        for _, grad in [] if call.communicator.averages else pairs:  # means are of divided ones
             grad.div_(divisor.to(grad.device))
         inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
     found = summed([*inputs, *pairs])
     if hooks:
         if any(owner._backward_hooks for owner, _ in found):
             found = hooked(found)
-        call.peers.agree(Verdict(None, None, True))
+        call.communicator.agree(Verdict(None, None, True))
     return Collected(found, value, hooks, metrics)
 
 
@@ -282,15 +282,15 @@ def optimize(
     scaler: torch.amp.GradScaler | None,
     named: Sequence[tuple[str, Tensor]],
     clip: float | None,
-    peers: Communicator,
+    communicator: Communicator,
 ) -> None:
     """One optimizer step on `.grad`, as a training script would write it."""
     stepped = _stepped(optimizer)
-    if scaler is not None and (clip is not None or not peers.is_alone):
-        unscale(scaler, optimizer, peers)
+    if scaler is not None and (clip is not None or not communicator.is_alone):
+        unscale(scaler, optimizer, communicator)
     if clip is not None:  # of what is stepped: a loss may have parameters of its own
         known = {id(param) for _, param in named}
-        clip_grads([*named, *[("", param) for param in stepped if id(param) not in known]], clip, 2.0, peers)
+        clip_grads([*named, *[("", param) for param in stepped if id(param) not in known]], clip, 2.0, communicator)
     if scaler is None:
         optimizer.step()
     else:
@@ -309,7 +309,11 @@ def optimized(
 
 
 def clip_grads(
-    named: Sequence[tuple[str, Tensor]], max_norm: float, norm_type: float, peers: Communicator, finite: bool = False
+    named: Sequence[tuple[str, Tensor]],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator,
+    finite: bool = False,
 ) -> Tensor:
     """Scale `.grad` of some parameters down to a norm of at most `max_norm`, over all processes; the norm before.
 
@@ -319,20 +323,20 @@ def clip_grads(
     each = dict.fromkeys(param for _, param in named)
     names = {param: name for name, param in reversed(named)}
     grads = [(names[param], param.grad) for param in each if param.grad is not None]
-    total = peers.total_norm(grads, norm_type)
+    total = communicator.total_norm(grads, norm_type)
     if finite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
     torch.nn.utils.clip_grads_with_norm_(list(each), max_norm, total)
     return total
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, peers: Communicator) -> None:
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
     """Divide the gradients by the scale; where any process finds one that is not finite, all skip the step."""
     scaler.unscale_(optimizer)
-    if peers.is_alone or not scaler.is_enabled():
+    if communicator.is_alone or not scaler.is_enabled():
         return
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    overflowed = peers.any(any(bool(each.item()) for each in found.values()))
+    overflowed = communicator.any(any(bool(each.item()) for each in found.values()))
     if not found:  # no gradient here: all is frozen, or there are no parameters
         found[torch.device("cpu")] = torch.zeros((), device="cpu")
     for each in found.values():

@@ -81,7 +81,7 @@ class Setup(NamedTuple):
     known: StageTraits
     defer: bool
     traces: Sequence[TraceRecorder]
-    peers: Communicator
+    communicator: Communicator
     seed: int
 
 
@@ -97,8 +97,8 @@ class Call:
         self.batch = batch
         self.grad = setup.grad
         self._setup = setup
-        self.devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
-        self.peers = setup.peers
+        self.devices = [place.device for index, place in enumerate(setup.places) if setup.communicator.has(index)]
+        self.communicator = setup.communicator
         self._live = [setup.grad and tensor.requires_grad for tensor in batch.tree.tensors]
         self.generators = KeptGenerators(self.devices)
         self.seeder = Seeder(setup.seed, self.devices, self.generators)
@@ -114,7 +114,7 @@ class Call:
         self.stages = [
             StageRun(index, first, layers, place.device, partial(self._placement.bring, place), shared)
             for index, (first, layers, place) in enumerate(zip(first_layers, setup.stages, setup.places, strict=False))
-            if setup.peers.has(index)
+            if setup.communicator.has(index)
         ]
         if not all([stage.is_quiet for stage in self.stages]):  # a user's layer may write another's parameters unseen
             for stage in self.stages:
@@ -150,12 +150,12 @@ class Call:
         return any(place.is_accelerator for place in self._setup.places)
 
     def _new_mailbox(self) -> Post:
-        return self.peers.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
+        return self.communicator.mailbox(self._setup.values, dict(enumerate(self._setup.places)), self._setup.transport)
 
-    def go_on_with(self, peers: Communicator) -> None:
+    def go_on_with(self, communicator: Communicator) -> None:
         """From now on this communicator carries messages, agrees and reports failures."""
-        if peers is not self.peers:
-            self.peers = peers
+        if communicator is not self.communicator:
+            self.communicator = communicator
             self._mailbox = self._new_mailbox()
 
     @property
@@ -236,7 +236,7 @@ class Call:
         for stage in self.stages:
             if memory:
                 stage.aliases.check_memory()
-            self.peers.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
+            self.communicator.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
         check_shared([(stage.name, stage.recall) for stage in self.stages], elsewhere)
         for stage in self.stages:
@@ -318,13 +318,13 @@ class Call:
             self.generators.keep_all()
         runs_once = not self._driver.has_threads  # without threads a stage's first draw is noticed in time
         self._last_of = frozenset()
-        if self._listener is not None or (self.peers.averages and runs_once):
+        if self._listener is not None or (self.communicator.averages and runs_once):
             self._last_of = _last_backwards(phase.orders)
-        is_watched = self._setup.traces or self._last_of or self.peers.follows
-        self.peers.begin(number)
+        is_watched = self._setup.traces or self._last_of or self.communicator.follows
+        self.communicator.begin(number)
         try:
             self._driver.run(phase, self._perform_and_tell if is_watched else self._perform, draws, now, in_turns)
-            self.peers.end()
+            self.communicator.end()
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
             self._check_untouched(draws)
             raise
@@ -354,7 +354,7 @@ class Call:
         stage = action.stage
         traces = self._setup.traces
         start = perf_counter() if traces else 0.0
-        self.peers.at(action)
+        self.communicator.at(action)
         self._perform(action)
         if traces:
             start = self._ready.pop(stage, start)
@@ -384,7 +384,7 @@ class Call:
             return
         self._settled[stage] = pairs = self._taken(self._run[stage])
         if not any([id(owner) in self.loss_sums for owner, _ in pairs]):
-            self.peers.settled(stage, pairs)
+            self.communicator.settled(stage, pairs)
 
     def _forward(self, stage: int, chunk: int) -> None:
         run = self._run[stage]
@@ -424,7 +424,7 @@ class Call:
         """The gradients of the input's tensors, after a backward. Empty: no tensor needs one."""
         if not any(self._live):
             return (None,) * len(self._live)
-        shared = self.peers.share_input_grads(self._own_input_grads() if self.has_first else None)
+        shared = self.communicator.share_input_grads(self._own_input_grads() if self.has_first else None)
         return self._at_home(shared)  # from another rank they come to the device of this one
 
     def _own_input_grads(self) -> Grads:
@@ -449,7 +449,7 @@ class Call:
             for owner, grad in settled.get(stage.index) or self._taken(stage)
         ]
         of_loss, self.loss_sums = self.loss_sums, {}
-        return self.peers.join_sums([*((-1, owner, grad) for owner, grad in of_loss.values()), *parts])
+        return self.communicator.join_sums([*((-1, owner, grad) for owner, grad in of_loss.values()), *parts])
 
     def _taken(self, stage: StageRun) -> list[tuple[Tensor, Tensor]]:
         place = self._setup.places[stage.index]
@@ -459,7 +459,7 @@ class Call:
         """The parameters and foreign leaves that an output depends on, each once."""
         found = {id(each): each for stage in self.stages for each in stage.aliases.used_parameters}
         found.update({key: leaf for stage in self.stages for key, leaf in stage.foreign.items()})
-        return self.peers.share_owners(list(found.values()))
+        return self.communicator.share_owners(list(found.values()))
 
     # ------------------------------------------------------------------------------------------------ second order
 

@@ -192,9 +192,9 @@ def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
 
 
 def _opening(open: Callable[..., int]) -> Callable[..., int]:
-    def opening(peers: DistributedCommunicator, *args: Any, **settings: Any) -> int:
+    def opening(communicator: DistributedCommunicator, *args: Any, **settings: Any) -> int:
         point("open")
-        return open(peers, *args, **settings)
+        return open(communicator, *args, **settings)
 
     return opening
 

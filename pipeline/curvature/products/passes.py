@@ -141,9 +141,9 @@ class Passes:
                 "that are used."
             )
         if self.pipe.runtime.tied():
-            with self.pipe.runtime.communicator("curvature") as peers:
-                peers.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
-                sums.join(peers)
+            with self.pipe.runtime.communicator("curvature") as communicator:
+                communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
+                sums.join(communicator)
         elif shared:  # by stages of this process
             sums.join(LocalCommunicator())
         if total:
@@ -157,10 +157,10 @@ class Passes:
         batches = iter(self.data)
         number, first_rows = 0, 0
         while True:  # what fails on one rank, its data too, fails on all
-            with self.pipe.runtime.communicator("curvature") as peers:
+            with self.pipe.runtime.communicator("curvature") as communicator:
                 item = _next(batches)
                 if item is None:
-                    peers.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
+                    communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
                     found: list[float] = totals.tolist()
                     return found
                 with self._prepared(self._seed + number):
@@ -169,7 +169,7 @@ class Passes:
                     first_rows = first_rows or sum(batch.rows)
                     aim = scatter_like(target, batch, "the target")
                     where = {"mini-batch": number, "its values": item.digest, "first vector": first}
-                    totals += self._minibatch(task, sums, batch, aim, first_rows, number, where, peers)
+                    totals += self._minibatch(task, sums, batch, aim, first_rows, number, where, communicator)
             number += 1
 
     def _minibatch(
@@ -181,7 +181,7 @@ class Passes:
         first_rows: int,
         number: int,
         where: Mapping[str, object],
-        peers: Communicator,
+        communicator: Communicator,
     ) -> Tensor:
         """Run one; return what it adds to the totals. `where` is the same on all ranks."""
         if task.rule is Rule.FISHER and batch.batch_dim:
@@ -194,7 +194,7 @@ class Passes:
             "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
             "loss_reduction": self._reduction,
         }  # fmt: skip
-        setup = self.pipe.runtime.setup(batch, aim, peers, options)._replace(seed=self._seed + number)
+        setup = self.pipe.runtime.setup(batch, aim, communicator, options)._replace(seed=self._seed + number)
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossProduct:
             compares = setup.compares or self._compares
@@ -209,7 +209,7 @@ class Passes:
             assert verdict.loss is not None  # so is the loss
             found[0], weight = call.weights
             found[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
-        found = peers.sum_over(found)
+        found = communicator.sum_over(found)
         found[2] = verdict.reached
         return found
 

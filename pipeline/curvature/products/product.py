@@ -95,10 +95,10 @@ class ProductCall:
         sums: Sums,
     ) -> None:
         self._setup, self._batch, self._task, self._sums = setup, batch, task, sums
-        self._peers = setup.peers
+        self._communicator = setup.communicator
         self._doubtful: dict[int, int] = {}  # stages whose rule numbers must confirm, and for which chunk
         self._reached = False  # the loss has come from a parameter
-        self._devices = [place.device for index, place in enumerate(setup.places) if setup.peers.has(index)]
+        self._devices = [place.device for index, place in enumerate(setup.places) if setup.communicator.has(index)]
         self._generators = KeptGenerators(self._devices)
         self._ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self._devices)]))
         lane_of = setup.plan.schedule.placement.lane_of
@@ -110,13 +110,13 @@ class ProductCall:
         self._run = {
             index: self._stage(index, first, place, homes, doubt)
             for index, (first, place) in enumerate(zip(firsts, setup.places, strict=False))
-            if setup.peers.has(index)
+            if setup.communicator.has(index)
         }
         self._last = len(setup.stages) - 1
         layers = sum(len(layers) for layers in setup.stages)
         seeder = Seeder(setup.seed, self._devices, self._generators)
         self.loss = new_loss(partial(_carried, setup.transport), lambda chunk: seeder.seed(chunk, layers))
-        self._mailbox = setup.peers.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
+        self._mailbox = setup.communicator.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 
     def _stage(self, index: int, first: int, place: Place, homes: ParameterPlacement, doubt: Inspect) -> StageRule:
         setup, task = self._setup, self._task
@@ -149,7 +149,7 @@ class ProductCall:
             for stage in self._run.values():
                 stage.release()
         loss = self.loss.loss.value if self._last in self._run else None
-        return self._peers.agree(Verdict(loss, None, self._reached))
+        return self._communicator.agree(Verdict(loss, None, self._reached))
 
     @property
     def captures(self) -> bool:
@@ -170,9 +170,9 @@ class ProductCall:
         (phase,) = self._setup.plan.phases
         draws = not all([stage.layers.is_quiet for stage in self._run.values()])
         in_turns = self._driver.has_threads and self._setup.compares
-        self._peers.begin(0)
+        self._communicator.begin(0)
         self._driver.run(phase, self._perform, draws, self._ambient, in_turns)
-        self._peers.end()
+        self._communicator.end()
 
     def _check(self) -> None:
         """All has run: raise if something was done that makes numbers depend on the order of the chunks."""
@@ -183,7 +183,7 @@ class ProductCall:
             if self._batch.chunks > 1:
                 stage.recall.buffers.check_unseen(stage.name)
             stage.recall.note()
-            self._peers.refuse_strangers(stage.captured.values(), stage.name, stage.index)
+            self._communicator.refuse_strangers(stage.captured.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
         check_shared([(stage.name, stage.recall) for stage in stages], elsewhere)
         if self._last in self._run:
@@ -193,7 +193,7 @@ class ProductCall:
     def _perform(self, action: Action) -> None:
         deliver()
         start = perf_counter()
-        self._peers.at(action)
+        self._communicator.at(action)
         try:
             with torch.enable_grad():
                 _WORK[action.kind](self, action.stage, action.chunk)

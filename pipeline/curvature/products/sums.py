@@ -66,10 +66,10 @@ class Sums:
             view = self._views[id(owner), number] = self._slots[id(owner)].view(self.vectors[number])
         view.add_(grad if grad.device == view.device else grad.to(view.device))
 
-    def join(self, peers: Communicator) -> None:
+    def join(self, communicator: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
         for number, parts in enumerate(self._parts):
-            found = peers.join_sums(sorted(parts, key=lambda part: part[0]))
+            found = communicator.join_sums(sorted(parts, key=lambda part: part[0]))
             for owner, whole in found.values():
                 if id(owner) in self._slots:
                     self._write(number, owner, whole)

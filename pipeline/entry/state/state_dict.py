@@ -38,7 +38,7 @@ class Stateful(Enclosed, ABC):
         """The plain module."""
 
     @abstractmethod
-    def _peers(self, door: str) -> Communicator:
+    def _communicator(self, door: str) -> Communicator:
         """The processes that run a call."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
@@ -50,10 +50,10 @@ class Stateful(Enclosed, ABC):
             >>> list(Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1]).full_state_dict())
             ['0.weight', '0.bias']
         """
-        with turn(), self._peers("full_state_dict") as peers:
-            peers.open(lambda values: {}, draws=False)
+        with turn(), self._communicator("full_state_dict") as communicator:
+            communicator.open(lambda values: {}, draws=False)
             state = self.state_dict()
-            found = peers.gather(state)
+            found = communicator.gather(state)
         if found is None:
             return None
         places = {name: index for index, name in enumerate(self._modules)}
@@ -100,13 +100,13 @@ class Stateful(Enclosed, ABC):
             (['0.weight', '0.bias'], [0, 1])
         """
         company = self._company
-        with turn(), self._peers("full_optimizer_state_dict") as peers:
-            peers.open(lambda values: {}, draws=False)
+        with turn(), self._communicator("full_optimizer_state_dict") as communicator:
+            communicator.open(lambda values: {}, draws=False)
             nothing = [] if company is None else [("", company.nothing)]
             named = [*self.named_parameters(), *nothing]
-            entries = peers.gather(own_entries(named, optimizer, 0 if company is None else company.ranks.rank))
+            entries = communicator.gather(own_entries(named, optimizer, 0 if company is None else company.ranks.rank))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
-            peers.close()
+            communicator.close()
         return whole
 
     def _first_names(self) -> Mapping[str, str]:
