@@ -8,6 +8,11 @@ A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is on
 factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
 divides by is in proportion to them. What no torch function shows (a compiled or scripted loss, an autograd.Function) is
 not seen.
+
+To compare with the loss of the joined output in every step would keep all outputs, which are the largest tensors of a
+language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is made, and every step shows whether what
+it divides by has changed since. Where nothing is seen, or something uneven that a comparison found right, every step of
+that loss compares.
 """
 
 from __future__ import annotations

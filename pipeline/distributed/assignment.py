@@ -5,6 +5,9 @@
 
 Every rank knows the structure of the whole module (on the meta device, if it is large), so all come to the same answer
 without asking. A tied parameter's owner is the rank of the first stage that reads it.
+
+Ranks share no memory, so a tied parameter has a copy on each rank that reads it. Its owner adds the stages' sums in the
+order of the stages, as one process does, and sends the whole gradient to every copy.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
     phases   messages in the order of the traffic
     agree    the loss, its divisor: the step has happened, for everyone or for no one       everyone to everyone
     share_*  the output from the last rank, the gradients of the input from the first, whole gradients of tied weights
+
+Where any rank has tensor hooks, they run between two votes: whether the run went well, and whether the hooks did. A
+failure of an optimizer cannot be voted on beforehand: a barrier after its step reports it in the same call.
 """
 
 from __future__ import annotations

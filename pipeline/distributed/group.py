@@ -7,6 +7,10 @@
 
 All Pipes of one process group share one. Channels connect ordered pairs of ranks; control numbers travel on the same
 ones, before and after the messages of a phase.
+
+Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control numbers go as
+messages, since a collective of gloo takes much longer than two of these: up to three ranks tell each other directly,
+more tell rank 0.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@
     two runs       norms only --> factor --> everything put back --> once more, with the same seed
 
 Nothing that can refuse the step is left for after the first update, but for what other ranks may find.
+
+Two runs are two calls of one seed. The first is abandoned like a call that failed, which puts buffers and generators
+back: the second computes the same gradients, and only the factor is new.
+
+Segments whose gradients are whole early are the order of a schedule (looped-bfs), not a second mechanism.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ Afterwards buffers, attributes of modules and generators are as before; `is_reco
 
 A probe says nothing where it cannot know: layers that raise on another number of rows, or that give something else
 each time.
+
+It runs through the same engine and transports as any call, so that over ranks nothing is assumed of what lies between
+stages: only outputs are compared. Since the same kernels run, no tolerance had to be chosen, and what it finds must
+show again before it is an error.
 """
 
 from __future__ import annotations

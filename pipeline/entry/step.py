@@ -56,6 +56,8 @@ class LossEnd:
 
     As a rule that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
     gradients are kept, the loss is differentiated by itself, on leaves.
+
+    A chunk's loss is computed at its B, on the output that was kept or recomputed, so that no chunk's loss graph waits.
     """
 
     def __init__(

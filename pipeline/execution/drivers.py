@@ -6,6 +6,10 @@
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. Groups hold what they share one at a time: a place, a layer that stands in
 two stages, and the default generators of the host, as long as a stage draws from one of them.
+
+Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
+run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
+threads of their own, with workers="threads", may keep a chunk more.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
     owner of p = the place of the first stage that reads it     bring: a copy elsewhere, for the length of a call
                                                                 to_owner: gradients computed there, back
+
+Copies kept between calls would save their transfer, but each write of the parameter would have to reach all of them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@
 Checkpointing is on iff gradients are (`torch.is_grad_enabled()`); `module.training` has no say. `except_last` asks the
 order that will run: a chunk is recomputed iff another backward of the same device stands between its F and its B.
 Where none does, its activations would be the only ones there are, so keeping them adds nothing to the peak.
+
+The forward of a recomputed chunk runs with gradients on, under hooks that drop what autograd saves, and not under
+`no_grad`: there some modules take other kernels, and which outputs require a gradient would be unknown. A layer that
+calls autograd within its forward needs what was dropped, and torch.func does not run under such hooks at all. This
+shows on the first chunk that meets it: its stage runs that chunk again, and all later ones, without hooks, and lets
+their graphs go at the end of the forward.
 """
 
 from __future__ import annotations

@@ -11,6 +11,11 @@ swap puts back what it found. A frozen parameter has an alias too, so that freez
 A parameter that an earlier stage at another place reads too (tied weights) lives there: here its alias is a copy, made
 anew for each call, whose gradient goes home when the call sums up. So there is one parameter, and no second copy that
 could disagree with it.
+
+Without aliases, with the parameters' own `.grad` emptied around each chunk, hooks and DistributedDataParallel would see
+a gradient per chunk. Sums in half precision would lose one part in a hundred over 64 chunks of bfloat16; these are
+rounded once, when they reach the parameter. Nothing is kept between calls, so `functional_call`,
+`load_state_dict(assign=True)` and `requires_grad_` mean what they mean on the plain module.
 """
 
 from __future__ import annotations

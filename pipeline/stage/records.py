@@ -44,7 +44,11 @@ class StageInputs(NamedTuple):
 
 
 class OutputEdges(NamedTuple):
-    """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them."""
+    """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them.
+
+    Edges, and not the outputs, so that a tensor that was sent to another device does not stay where it was made. The
+    last stage of a step keeps its outputs: loss and stage are differentiated in one run of autograd.
+    """
 
     edges: list[Tensor | GradientEdge | None]  # for each tensor of the outputs; None: it needs no gradient
     sizes: tuple[int, ...]  # how many tensors each output has

@@ -7,6 +7,11 @@
 
 The parameters' side is parameters.py, what a recomputation must find as it was is recompute/snapshot.py,
 what a graph reaches common/graph.py.
+
+Whether a stage writes its input shows only afterwards: by version counters, and by value where it writes through
+`.data`. So chunk 0 computes on a copy of its input in calls without gradients, in those that compare (1, 2, 4, 8, ...),
+and where training flags or shapes are new. A stage that writes gets a copy of every chunk; one that begins to write at
+a later chunk is an error.
 """
 
 from __future__ import annotations
@@ -100,6 +105,11 @@ class Shared(NamedTuple):
 
 class StageRun:
     """The layers of one stage, with what one call knows of them.
+
+    The short way (`_forward_one`, `_backward_one`) is for the usual case: one tensor comes, the stage only reads it,
+    and chunk 0 has shown all there is to find. It does only what differs from chunk to chunk, since right after a large
+    kernel each function and each object costs several times what it costs between small ones. The long way gives the
+    same bits.
 
     Args:
         index: the stage.

@@ -23,6 +23,9 @@ receiver's device anyway. One that is all on the host, or has no bytes, goes as 
 
 Terms: a phase = the messages that one begin() announces; series = the name of phases that are alike; slot = the name
 of a message in its phase; place = which of them it is.
+
+Nearly all messages are like the one before, so one buffer each; shapes that depend on the data cost two messages more,
+and no receive is ever posted for the wrong size.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
     same place    nothing                                       nothing
     CPU -> CPU    a copy (places apart, in tests)               nothing
 
-Events order the streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the
+Values move when they are made, so the copy of one chunk runs beside the computation of the next. Events order the
+streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the
 allocator does not give its memory away before (torch.Tensor.record_stream). The idea of copy streams is torchgpipe's
 (Kim et al. 2020, arXiv 2004.09910, section 3.2.2).
 """

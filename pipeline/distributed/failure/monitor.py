@@ -7,6 +7,9 @@
                             ◄─abort()  guard thread: the store itself does not answer
 
 The main thread never touches the store, which may hold its caller for as long as the process that hosts it is stopped.
+
+A failure is first a record in the store, and then broken connections: a rank whose wait breaks looks for the record,
+and raises what it says.
 """
 
 from __future__ import annotations
