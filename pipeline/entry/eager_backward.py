@@ -43,8 +43,7 @@ def eager_backward(
     Raises:
         RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks wait for one;
             an earlier step is torn; a parameter was updated and then got another part of its gradient.
-        ValueError: retain_graph or create_graph; clip="optimistic": the graph cannot run again on parameters that
-            were put back. Use "two_pass".
+        ValueError: retain_graph or create_graph.
 
     Example:
         >>> from torch import nn
@@ -59,11 +58,6 @@ def eager_backward(
         raise ValueError(
             f"{'create_graph' if create_graph else 'retain_graph'}=True keeps the graph for another backward, but an "
             "EagerUpdate writes the weights that it was computed with. Use loss.backward(...) and the optimizer."
-        )
-    if update.clip == "optimistic":
-        raise ValueError(
-            "clip='optimistic' would run the same graph again on parameters that were written since. Use 'two_pass', "
-            "or pipe.step(..., optimizer=update)."
         )
     with held():
         _eager_backward(loss, update)

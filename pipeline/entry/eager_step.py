@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 def run(
     update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
 ) -> Ended:
-    """A step; with a norm over all gradients, of two runs where it must be."""
+    """A step; with a norm over all gradients, of two runs."""
     update.get_ready()
     others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
     check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
@@ -62,37 +62,13 @@ def run(
         first = _Run(update, update.run(only_norms=True), named)
         first.play(call, new_loss(), play)
         factor = _factor(update, first.step, call, named)
-        call = _again(call)
+        call.abandon()
+        call = call.once_more()
     step = update.run(factor)
     with update.guarded(step, call.communicator.is_alone):
-        tried = _tried(update, step, call, new_loss, play, named)
-        if isinstance(tried, Ended):
-            _finish(update, step, tried)
-            return tried
-        step.undo()
-    step = update.run(tried)
-    with update.guarded(step, call.communicator.is_alone):
-        ended = _Run(update, step, named).play(_again(call), new_loss(), play)
+        ended = _Run(update, step, named).play(call, new_loss(), play)
         _finish(update, step, ended)
     return ended
-
-
-def _tried(
-    update: EagerUpdate,
-    step: EagerStep,
-    call: Call,
-    new_loss: Callable[[], Loss],
-    play: Play,
-    named: Mapping[str, Tensor],
-) -> Ended | Tensor:
-    """The run that updates; or, where the norm came out too large for what it has done, the factor to do it again."""
-    try:
-        ended = _Run(update, step, named).play(call, new_loss(), play)
-        factor = _factor(update, step, call, named) if update.clip == "optimistic" else None
-    except BaseException:
-        step.undo()
-        raise
-    return ended if factor is None or bool(factor == 1.0) else factor  # a norm that is no number: too large
 
 
 def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
@@ -113,11 +89,6 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
     norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
     return factor_of(update, call.communicator.joined_norm(norms, 2.0))
-
-
-def _again(call: Call) -> Call:
-    call.abandon()
-    return call.once_more()
 
 
 class _Run:
@@ -214,7 +185,7 @@ class _Run:
         if id(owner) in self._names:
             self.step.note(owner, grad)
             return
-        if self.step.takes_norms and owner.grad_fn is not None:
+        if self.step.only_norms and owner.grad_fn is not None:
             raise RuntimeError(
                 "x was computed from something that requires a gradient, whose norm is known only when the backward "
                 f"goes on from x; clip={self._update.clip!r} wants all norms before. Make what computes x a layer of "

@@ -319,7 +319,7 @@ def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.Grad
     if clip is not None:
         raise ValueError(
             "clip_grad_norm clips by the norm over all gradients, which an EagerUpdate does not know before its first "
-            f"update. Use EagerUpdate(..., clip='two_pass', max_norm={clip}), or 'optimistic'."
+            f"update. Use EagerUpdate(..., clip='two_pass', max_norm={clip})."
         )
     if scaler is not None:
         raise ValueError(

@@ -4,7 +4,6 @@
     the backward has ended --> finish                       what is left; who had no gradient
 
     clip "two_pass"     first a run that only takes norms; then the run that updates, with the factor known
-    clip "optimistic"   one run that updates and remembers what was; if the norm is too large: all back, and once more
 
 Who says when a gradient is whole: execution/final_gradients.py for a Pipe, entry/eager_backward.py for any module.
 """
@@ -27,7 +26,7 @@ from pipeline.common.interrupts import firm
 from pipeline.gradients.per_parameter import PerParameterOptimizer
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
-CLIPS = (None, "value", "per_parameter", "two_pass", "optimistic")
+CLIPS = (None, "value", "per_parameter", "two_pass")
 _TORN = (
     "the step before has failed half-way: some parameters are updated and some are not ({}). Load a checkpoint "
     "(optimizer.load_state_dict does), or call acknowledge_torn_step() of the EagerUpdate to go on with what is there."
@@ -46,8 +45,7 @@ class EagerUpdate:
             parameter without gradients; it writes the parameter in place.
         clip: None; "value": each entry to at most clip_value; "per_parameter": each gradient to a norm of at most
             max_norm; "two_pass": all gradients to a norm of max_norm, as torch.nn.utils.clip_grad_norm_, at the price
-            of a second run of forward and backward; "optimistic": the same result, at the price of a second run only
-            where the norm is larger, and of copies of parameters and optimizer state during the step.
+            of a second run of forward and backward.
         clip_value: for "value".
         max_norm: for the others.
         separable: of an optimizer that is not torch's: it treats each parameter by itself.
@@ -77,11 +75,10 @@ class EagerUpdate:
         *,
         separable: bool = False,
     ) -> None:
-        is_optimizer = isinstance(update, torch.optim.Optimizer)
-        if not is_optimizer:
+        if not isinstance(update, torch.optim.Optimizer):
             _check_rule(update)
         check_flag("separable", separable)
-        _check_clip(clip, clip_value, max_norm, is_optimizer)
+        _check_clip(clip, clip_value, max_norm)
         self.clip, self.clip_value, self.max_norm = clip, clip_value, max_norm
         self._one_by_one: PerParameterOptimizer | None = None
         if isinstance(update, torch.optim.Optimizer):
@@ -167,11 +164,6 @@ class EagerUpdate:
         with torch.no_grad():
             self._rule(param, grad)
 
-    def kept(self, param: Tensor) -> Callable[[], None]:
-        """Remember a parameter and its state; what is returned puts them back."""
-        assert self._one_by_one is not None  # a rule cannot be taken back: checked when it was given
-        return self._one_by_one.kept(param)
-
     def is_to_look(self) -> bool:
         """Whether what takes long to look for is to be looked for: at times 1, 2, 4, 8, ... of asking."""
         self._looks += 1
@@ -204,7 +196,6 @@ class EagerStep:
         self.only_norms = only_norms
         self.updated: set[int] = set()
         self.norms: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id
-        self._undo: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def take(self, param: Tensor, grad: Tensor, name: str = "") -> None:
@@ -222,14 +213,9 @@ class EagerStep:
                 )
             self._take(param, grad)
 
-    @property
-    def takes_norms(self) -> bool:
-        """Whether the norm over all gradients is wanted, and not known."""
-        return self.only_norms or (self._update.clip == "optimistic" and self._factor is None)
-
     def note(self, param: Tensor, grad: Tensor) -> None:
         """Count a gradient in the norm, if one is wanted."""
-        if self.takes_norms:
+        if self.only_norms:
             self.norms[id(param)] = param, _norm(grad.to(param.dtype))
 
     def _take(self, param: Tensor, grad: Tensor) -> None:
@@ -238,8 +224,6 @@ class EagerStep:
         self.note(param, grad)
         if self.only_norms:
             return
-        if self.takes_norms:
-            self._undo.append(update.kept(param))
         firm()
         self.updated.add(id(param))
         update.apply(param, self._clipped(grad))
@@ -257,18 +241,8 @@ class EagerStep:
             return _scaled(grad, factor_of(update, _norm(grad)))
         return grad
 
-    def undo(self) -> None:
-        """Put all parameters and their state back, where they are remembered; elsewhere what was updated stays so."""
-        if not self._undo:
-            return
-        for put_back in reversed(self._undo):
-            put_back()
-        self._undo.clear()
-        self.updated.clear()
-
     def finish(self) -> None:
         """The run has ended well."""
-        self._undo.clear()
         self._update.note_untouched(self.updated)
 
 
@@ -321,19 +295,19 @@ def _check_rule(rule: Any) -> None:
         pass
 
 
-def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | None, is_optimizer: bool) -> None:
+def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | None) -> None:
     if clip not in CLIPS:
         raise ValueError(
-            f"clip is {clip!r}. Use None, 'value', 'per_parameter', 'two_pass' or 'optimistic'. A norm over all "
-            "gradients is known only when the last of them is there, when most have been used and let go: 'two_pass' "
-            "runs forward and backward twice, 'optimistic' takes the updates back where it must."
+            f"clip is {clip!r}. Use None, 'value', 'per_parameter' or 'two_pass'. A norm over all gradients is known "
+            "only when the last of them is there, when most have been used and let go: 'two_pass' runs forward and "
+            "backward twice."
         )
     if clip is None and max_norm is not None:
         raise ValueError(
             f"max_norm is {max_norm} without a clip. A norm over all gradients is not known before the first update: "
-            "use clip='two_pass' or 'optimistic' for that, or 'per_parameter'."
+            "use clip='two_pass' for that, or 'per_parameter'."
         )
-    wanted = {"clip_value": clip == "value", "max_norm": clip in ("per_parameter", "two_pass", "optimistic")}
+    wanted = {"clip_value": clip == "value", "max_norm": clip in ("per_parameter", "two_pass")}
     for name, value in (("clip_value", clip_value), ("max_norm", max_norm)):
         if wanted[name] != (value is not None):
             raise ValueError(
@@ -341,8 +315,3 @@ def _check_clip(clip: str | None, clip_value: float | None, max_norm: float | No
             )
         if value is not None:
             check_limit(name, value)
-    if clip == "optimistic" and not is_optimizer:
-        raise ValueError(
-            "clip='optimistic' takes updates back, and a rule may keep state of its own that cannot be. Use "
-            "'two_pass', or an optimizer."
-        )

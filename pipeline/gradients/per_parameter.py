@@ -8,7 +8,7 @@ that look at several at once (L-BFGS, Prodigy, SAM) are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,26 +75,6 @@ class PerParameterOptimizer:
         finally:
             group["params"], self.optimizer.param_groups = params, groups
             param.grad = None
-
-    def kept(self, param: Tensor) -> Callable[[], None]:
-        """Remember a parameter and its state as they are now; what is returned puts them back."""
-        values = param.detach().clone()
-        state = self.optimizer.state
-        found = {name: _copied(value) for name, value in state[param].items()} if param in state else None
-
-        def put_back() -> None:
-            with torch.no_grad():
-                param.copy_(values)
-            if found is None:
-                state.pop(param, None)
-            else:
-                state[param] = found
-
-        return put_back
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def check_separable(optimizer: torch.optim.Optimizer, separable: bool) -> None:

@@ -22,7 +22,7 @@ from pipeline import CheckpointError, EagerUpdate, Pipe, is_recomputing
 from scheduler import by_name
 
 WIDTH = 4
-CLIPS = [None, "two_pass", "optimistic"]
+CLIPS = [None, "two_pass"]
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -284,7 +284,7 @@ def test_a_weight_of_four_stages_gets_their_sums_in_order_divided_by_the_count_o
             x, target = batch(seed=number)
             x.requires_grad_()
             pipe.step(x, target, loss_fn=sum_and_count, optimizer=update, **options)
-        return everything(module, x.grad) if clip != "optimistic" else everything(module)
+        return everything(module, x.grad)
 
     twins(run)
 
@@ -654,13 +654,12 @@ def test_a_parameters_hook_acts_once_on_the_whole_gradient(schedule):
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 0.3, 1e3])
-@pytest.mark.parametrize("clip", ["two_pass", "optimistic"])
 @pytest.mark.parametrize("name", ["momentum", "adam", "adafactor"])
-def test_a_norm_over_all_gradients_clips_as_the_ordinary_step(name, clip, max_norm):
+def test_a_norm_over_all_gradients_clips_as_the_ordinary_step(name, max_norm):
     def run(is_eager):
         module = sequential("batch norm", "dropout", "tied", "tanh", "linear")
         optimizer = OPTIMIZERS[name](module.parameters())
-        update = eager_if(is_eager, optimizer, clip=clip, max_norm=max_norm)
+        update = eager_if(is_eager, optimizer, clip="two_pass", max_norm=max_norm)
         options = {} if is_eager else {"clip_grad_norm": max_norm}
         pipe = Pipe(module, [2, 2, 2], 3)
         found = []
@@ -708,14 +707,13 @@ class Host(nn.Module):
         return self.linear(x) * number
 
 
-@pytest.mark.parametrize("clip", ["two_pass", "optimistic"])
-def test_both_runs_draw_the_same_random_numbers_and_the_next_step_others(clip):
+def test_both_runs_draw_the_same_random_numbers_and_the_next_step_others():
     def run(is_eager):
         drawn = []
         torch.manual_seed(0)
         module = nn.Sequential(Host(drawn), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)).double()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        update = eager_if(is_eager, optimizer, clip=clip, max_norm=1e-3)
+        update = eager_if(is_eager, optimizer, clip="two_pass", max_norm=1e-3)
         options = {} if is_eager else {"clip_grad_norm": 1e-3}
         pipe = Pipe(module, [1, 1, 1], 2, checkpoint="always")
         torch.manual_seed(1)
@@ -725,25 +723,6 @@ def test_both_runs_draw_the_same_random_numbers_and_the_next_step_others(clip):
         return losses + sorted(set(drawn)) + [random.random(), torch.rand(1)] + everything(module, optimizer)
 
     twins(run)
-
-
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_an_optimistic_step_whose_norm_is_too_large_takes_everything_back_and_steps_clipped(name):
-    # On the first step the state goes back to none at all, later to what it was.
-    def run(clip):
-        module = simple()
-        optimizer = OPTIMIZERS[name](module.parameters())
-        applied = []
-        step = optimizer.step
-        optimizer.step = lambda: (applied.append(1), step())[1]
-        update = EagerUpdate(optimizer, clip, max_norm=1e-3)
-        pipe = Pipe(module, [1, 1, 1], 2)
-        for number in range(2):
-            pipe.step(*batch(seed=number), loss_fn=nn.MSELoss(), optimizer=update)
-        assert len(applied) == 2 * 4 * (2 if clip == "optimistic" else 1)
-        return everything(module, optimizer)
-
-    same(run("two_pass"), run("optimistic"))
 
 
 class Breaks(nn.Module):
@@ -800,17 +779,9 @@ def test_a_failure_before_the_first_update_leaves_all_as_it_was(where, first, ch
     pipe.step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
 
 
-@pytest.mark.parametrize("where, first", [("forward", True), ("backward", True), ("backward", False)])
-@pytest.mark.parametrize("chunk", [0, 2])
-def test_a_failure_in_an_optimistic_run_takes_its_updates_back(where, first, chunk):
-    pipe, module, optimizer, update, before = breaking(where, chunk, first, clip="optimistic")
-    assert not update.is_torn
-    same(before, everything(module, optimizer))
-
-
 @pytest.mark.inline
-def test_a_failure_in_the_second_run_of_an_optimistic_step_is_torn():
-    pipe, module, optimizer, update, _ = breaking("backward", 5, True, clip="optimistic")
+def test_a_failure_in_the_second_run_is_torn():
+    pipe, module, optimizer, update, _ = breaking("backward", 5, True, clip="two_pass")
     assert update.is_torn
     weights = everything(module)
     assert torch.equal(module[0].seen, torch.tensor(3.0).double())  # the buffers are put back
@@ -825,7 +796,7 @@ def test_a_failure_in_the_second_run_of_an_optimistic_step_is_torn():
 
 @pytest.mark.inline
 def test_loading_the_optimizers_state_ends_a_torn_step():
-    pipe, module, optimizer, update, _ = breaking("backward", 5, True, clip="optimistic")
+    pipe, module, optimizer, update, _ = breaking("backward", 5, True, clip="two_pass")
     assert update.is_torn
     optimizer.load_state_dict(optimizer.state_dict())
     assert not update.is_torn
@@ -872,10 +843,9 @@ def sgd():
     ((sgd(), "value"), ValueError, "clip_value is None, but clip is 'value'"),
     ((sgd(), "value", 1.0, 1.0), ValueError, "max_norm is 1.0, but clip is 'value'"),
     ((sgd(), "two_pass"), ValueError, "max_norm is None, but clip is 'two_pass'"),
-    ((sgd(), "optimistic", 1.0, 1.0), ValueError, "clip_value is 1.0, but clip is 'optimistic'"),
+    ((sgd(), "two_pass", 1.0, 1.0), ValueError, "clip_value is 1.0, but clip is 'two_pass'"),
     ((sgd(), "per_parameter", None, 0.0), ValueError, "max_norm is 0.0. Give a number above 0"),
     ((sgd(), "value", -1.0), ValueError, "clip_value is -1.0. Give a number above 0"),
-    ((lambda param, grad: None, "optimistic", None, 1.0), ValueError, "a rule may keep state of its own"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_when_it_is_made(arguments, error, words):
     with pytest.raises(error, match=words):
@@ -1082,15 +1052,8 @@ def test_a_failure_of_one_run_after_an_update_leaves_the_step_torn_until_that_is
     pipe.step(*batch(), loss_fn=nn.MSELoss(), optimizer=update)
 
 
-@pytest.mark.inline
-@pytest.mark.parametrize("clip", ["two_pass", "optimistic"])
-def test_a_failure_in_the_second_run_is_torn_if_something_was_updated(clip):
-    _, _, _, update, _ = breaking("backward", 5, True, clip=clip)
-    assert update.is_torn
-
-
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_optimistic_gives_the_inputs_gradient_once(max_norm):
+def test_two_runs_give_the_inputs_gradient_once(max_norm):
     def run(is_eager):
         module = simple(4)
         mine = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -1098,7 +1061,7 @@ def test_optimistic_gives_the_inputs_gradient_once(max_norm):
         x, target = batch()
         x.requires_grad_()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        update = eager_if(is_eager, optimizer, clip="optimistic", max_norm=max_norm)
+        update = eager_if(is_eager, optimizer, clip="two_pass", max_norm=max_norm)
         options = {} if is_eager else {"clip_grad_norm": max_norm}
         Pipe(module, [1, 2, 1], 3).step(x, target, loss_fn=nn.MSELoss(), optimizer=update, **options)
         return everything(module, x.grad, mine.grad)
@@ -1106,12 +1069,11 @@ def test_optimistic_gives_the_inputs_gradient_once(max_norm):
     twins(run)
 
 
-@pytest.mark.parametrize("clip", ["two_pass", "optimistic"])
-def test_the_norm_is_over_all_parameters_though_the_optimizer_has_some(clip):
+def test_the_norm_is_over_all_parameters_though_the_optimizer_has_some():
     def run(is_eager):
         module = simple()
         optimizer = torch.optim.SGD(module[1:].parameters(), lr=0.1)
-        update = eager_if(is_eager, optimizer, clip=clip, max_norm=0.01)
+        update = eager_if(is_eager, optimizer, clip="two_pass", max_norm=0.01)
         options = {} if is_eager else {"clip_grad_norm": 0.01}
         Pipe(module, [1, 1, 1], 2).step(*batch(), loss_fn=nn.MSELoss(), optimizer=update, **options)
         return everything(module)
@@ -1146,11 +1108,11 @@ def test_parameters_behind_the_input_are_updated_too():
     twins(run)
 
 
-@pytest.mark.parametrize("clip", ["two_pass", "optimistic"])
-def test_a_norm_over_what_is_behind_the_input_too_is_refused_and_nothing_changes(clip):
+def test_a_norm_over_what_is_behind_the_input_too_is_refused_and_nothing_changes():
     embedding, module = nn.Embedding(5, WIDTH).double(), simple()
     before = everything(module, embedding)
-    update = EagerUpdate(torch.optim.SGD([*embedding.parameters(), *module.parameters()], lr=0.1), clip, max_norm=0.1)
+    optimizer = torch.optim.SGD([*embedding.parameters(), *module.parameters()], lr=0.1)
+    update = EagerUpdate(optimizer, "two_pass", max_norm=0.1)
     x = embedding(torch.arange(6) % 5)
     with pytest.raises(RuntimeError, match="x was computed from something that requires a gradient.*x.detach"):
         Pipe(module, [1, 1, 1], 2).step(x, batch()[1], loss_fn=nn.MSELoss(), optimizer=update)

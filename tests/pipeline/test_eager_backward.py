@@ -447,12 +447,6 @@ def test_a_grad_that_is_set_on_a_parameter_the_loss_does_not_reach_is_refused_to
         eager_backward(module[0](batch()[0]).sum(), EagerUpdate(sgd(module)))
 
 
-def test_optimistic_is_refused():
-    module = linears("linear")
-    with pytest.raises(ValueError, match="would run the same graph again.*Use 'two_pass'"):
-        eager_backward(module(batch()[0]).sum(), EagerUpdate(sgd(module), "optimistic", max_norm=1.0))
-
-
 @pytest.mark.parametrize("name", ["retain_graph", "create_graph"])
 def test_a_graph_that_is_to_be_kept_is_refused(name):
     module = linears("linear")

@@ -412,8 +412,7 @@ def net(when: str = "") -> nn.Sequential:
 
 EAGER: dict[str, dict[str, Any]] = {
     "eager": {}, "eager outputs": {}, "eager two runs": {"clip": "two_pass", "max_norm": 1.0},
-    "eager undone": {"clip": "optimistic", "max_norm": 1e-6}, "eager_backward": {},
-    "eager_backward two runs": {"clip": "two_pass", "max_norm": 1.0},
+    "eager_backward": {}, "eager_backward two runs": {"clip": "two_pass", "max_norm": 1.0},
 }  # fmt: skip
 
 

@@ -330,13 +330,12 @@ def faulty() -> nn.Sequential:
     return nn.Sequential(*[Faulty() for _ in range(dist.get_world_size())]).double()
 
 
-def torn(place: int, countdown: int, behind: int, clip: str | None) -> dict[str, Any]:
+def torn(place: int, countdown: int, behind: int) -> dict[str, Any]:
     """A step whose backward fails on one rank; what each is told then, in the next call, and after it is acknowledged.
 
     Args:
         place: that rank.
         countdown, behind: of its layer.
-        clip: of the update.
 
     Returns:
         first, second, third: what the calls raised.
@@ -346,8 +345,7 @@ def torn(place: int, countdown: int, behind: int, clip: str | None) -> dict[str,
     """
     size = dist.get_world_size()
     pipe = over_ranks(faulty(), [1] * size, 3, checkpoint="never", timeout=20.0)
-    how: dict[str, Any] = {} if clip is None else {"clip": clip, "max_norm": 0.01}
-    update = EagerUpdate(Telling(pipe.parameters(), lr=0.1), separable=True, **how)
+    update = EagerUpdate(Telling(pipe.parameters(), lr=0.1), separable=True)
     (layer,) = [layer for layer in pipe if isinstance(layer, Faulty)]
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
 
@@ -367,17 +365,16 @@ def torn(place: int, countdown: int, behind: int, clip: str | None) -> dict[str,
             parameter.copy_(value)
     calls.append(step())
     flags.append(update.is_torn)
-    right = not differences(state_of(pipe), state_of(_once(clip)))
+    right = not differences(state_of(pipe), state_of(_once()))
     first, second, third = calls
     return {"first": first, "second": second, "third": third, "torn": flags, "moved": moved, "right": right}
 
 
-def _once(clip: str | None) -> Pipe:
+def _once() -> Pipe:
     """One ordinary step in one process."""
     pipe = in_one_process(faulty(), [1] * dist.get_world_size(), 3, checkpoint="never")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    norm = None if clip is None else 0.01
-    pipe.step(rows(6), rows(6), loss_fn=square, optimizer=optimizer, clip_grad_norm=norm)
+    pipe.step(rows(6), rows(6), loss_fn=square, optimizer=optimizer)
     return pipe
 
 
@@ -413,7 +410,7 @@ def mismatch(apart: int, clip: str | None) -> tuple[Told, bool, bool, bool]:
     error = told(lambda: pipe.step(rows(6), rows(6), loss_fn=square, optimizer=given))
     is_torn, moved = update.is_torn, bool(differences(state_of(pipe), before))
     pipe.step(rows(6), rows(6), loss_fn=square, optimizer=update)
-    return error, is_torn, moved, not differences(state_of(pipe), state_of(_once(None)))
+    return error, is_torn, moved, not differences(state_of(pipe), state_of(_once()))
 
 
 def clipped_backward() -> Told:
