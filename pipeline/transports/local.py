@@ -9,9 +9,9 @@
     CPU -> CPU    a copy (places apart, in tests)               nothing
 
 Values move when they are made, so the copy of one chunk runs beside the computation of the next. Events order the
-streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the
-allocator does not give its memory away before (torch.Tensor.record_stream). The idea of copy streams is torchgpipe's
-(Kim et al. 2020, arXiv 2004.09910, section 3.2.2).
+streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the allocator does not give
+its memory away before (torch.Tensor.record_stream). The idea of copy streams is torchgpipe's (Kim et al. 2020, arXiv
+2004.09910, section 3.2.2).
 """
 
 from __future__ import annotations
