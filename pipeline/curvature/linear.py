@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.space import Space, Vec
+
+T = TypeVar("T")
 
 
 class LinearMap(ABC):
@@ -54,3 +58,33 @@ class LinearMap(ABC):
     def fingerprint(self) -> str:
         """A text that is another one where A is another matrix (other parameters, data or settings), on all processes
         the same: what a run that goes on from a file compares."""
+
+
+def blocks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Slices of at most `size` items."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def products_of(A: LinearMap, vectors: Sequence[Vec]) -> Iterator[tuple[list[Vec], list[Vec]]]:
+    """The vectors and A times each, as many as are best asked for at a time."""
+    for block in blocks(vectors, A.block):
+        yield list(block), A.products(block)
+
+
+def finite(numbers: Tensor, of: str) -> Tensor:
+    """The same numbers.
+
+    Args:
+        of: what the vectors are products of.
+
+    Raises:
+        FloatingPointError: some are not finite.
+    """
+    if not numbers.isfinite().all():
+        raise FloatingPointError(
+            f"a product of {of} is not finite (it gave {numbers.flatten().tolist()[:3]}): look for inf or nan in the "
+            "parameters, the data or the loss. Where all of these are finite, the squares of its entries are too large "
+            "to sum: take the space in float64."
+        )
+    return numbers

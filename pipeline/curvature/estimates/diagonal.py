@@ -22,11 +22,10 @@ from pipeline.curvature.estimates.sampling import (
     Goal,
     basis_products,
     checked_goal,
-    finite,
     plus_minus,
     random_products,
 )
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec, add_

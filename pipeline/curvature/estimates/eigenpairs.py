@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.krylov import products_of
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
 from pipeline.curvature.estimates.resume import Saves, shard_sizes
 from pipeline.curvature.estimates.ritz import WHICH, wanted
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec, add_
@@ -218,8 +217,7 @@ def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
     goal, A = run.goal, run.map
     vecs = run.best()
     values, squares = [], []
-    for first, images in products_of(A, vecs):
-        group = vecs[first : first + len(images)]
+    for group, images in products_of(A, vecs):
         found, left = _residuals(A, group, images)
         values += found
         squares += left

@@ -12,18 +12,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeline.curvature.estimates.sampling import (
-    Drawn,
-    Goal,
-    append_orthonormal,
-    blocks,
-    draw,
-    finite,
-    paired_dots,
-    random_products,
-    subtract_,
-)
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
+from pipeline.curvature.estimates.sampling import Drawn, Goal, draw, paired_dots, random_products
+from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
@@ -75,7 +66,7 @@ def _range(A: LinearMap, columns: int, seed: int, bar: Progress) -> list[Vec]:
 def _caught(A: LinearMap, basis: list[Vec], bar: Progress) -> float:
     """The trace of A on the span of a basis."""
     total = 0.0
-    for block in blocks(basis, A.block):
-        total += float(finite(paired_dots(A.space, block, A.products(block)), A.name).sum())
-        bar.advance(len(block), note="exact part")
+    for vectors, products in products_of(A, basis):
+        total += float(finite(paired_dots(A.space, vectors, products), A.name).sum())
+        bar.advance(len(vectors), note="exact part")
     return total

@@ -1,4 +1,4 @@
-"""A growing orthonormal basis of vectors that are each as large as the model.
+"""Gram-Schmidt, done twice, for orthonormal vectors that are each as large as the model.
 
     w = A q --[Q'w, w -= Q(Q'w)]--> --[once more]--> w, at right angles to all rows of Q --/ its norm--> a new row
 
@@ -8,18 +8,23 @@
 A pass reads Q twice and sums m numbers over the processes; no vector leaves its shard. Two passes of classical
 Gram-Schmidt leave rows at right angles up to rounding ("twice is enough": Giraud, Langou, Rozloznik and van den
 Eshof, 2005), which is what Lanczos needs to show each eigenvalue once and not again (Paige 1972; Parlett 1980, ch. 13).
+Unlike Cholesky QR that holds for directions of any length above rounding.
+
+    orthogonalise_       against a Basis: many steps, a few vectors at once, three all-reduces; at most 7 rows in vain
+    append_orthonormal   to a list of vectors: a sketch, which holds not one more than it says; two all-reduces
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.linear import finite
+from pipeline.curvature.space import Space, Vec, add_, scale_
 
 SLAB = 8  # rows: at most seven vectors' memory are held in vain
 STRIP = 1 << 16  # columns that `rotate_` turns at a time
@@ -150,11 +155,11 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> li
     inside = [torch.zeros(count, dtype=torch.float64) for count in counts]
     for _ in range(2):
         shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
-        for lane, found in enumerate(_finite(space.sum_over(torch.cat(shares)), what).split(counts)):
+        for lane, found in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
             bases[lane].subtract_(vecs[lane], found)
             inside[lane] += found
     squares = torch.cat([space.local_dots([vec], [vec]).flatten() for vec in vecs])
-    norms = _finite(space.sum_over(squares), what).clamp(min=0.0).sqrt().tolist()
+    norms = finite(space.sum_over(squares), what).clamp(min=0.0).sqrt().tolist()
     return [Split(one, norm) for one, norm in zip(inside, norms, strict=True)]
 
 
@@ -168,17 +173,30 @@ def is_noise(norm: float, scale: float, space: Space) -> bool:
     return norm <= NOISE * torch.finfo(space.dtype).eps * scale
 
 
-def products_of(A: LinearMap, vecs: Sequence[Vec]) -> Iterator[tuple[int, list[Vec]]]:
-    """The products in groups of as many as are best asked for at a time, each with the number of its first vector."""
-    for first in range(0, len(vecs), A.block):
-        yield first, A.products(vecs[first : first + A.block])
+def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
+    """Take out of `vec`, in place, what lies along the basis, and append the rest at length 1 if it is not rounding.
+
+    Returns:
+        the coordinates of `vec` in the basis as it is now: [len(basis)], float64.
+
+    Raises:
+        FloatingPointError: `vec` has entries that are not finite.
+    """
+    along, start = torch.zeros(len(basis), dtype=torch.float64), 0.0
+    for turn in range(2):
+        found = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
+        start = start if turn else math.sqrt(max(float(found[-1]), 0.0))
+        along += found[:-1]
+        subtract_(vec, basis, found[:-1])
+    length = math.sqrt(max(float(found[-1] - found[:-1].square().sum()), 0.0))
+    if length <= 100 * torch.finfo(space.dtype).eps * start:
+        return along
+    basis.append(scale_(vec, 1.0 / length))
+    return torch.cat([along, torch.tensor([length], dtype=torch.float64)])
 
 
-def _finite(numbers: Tensor, what: str) -> Tensor:
-    if not bool(torch.isfinite(numbers).all()):
-        raise FloatingPointError(
-            f"a product of the {what} with a vector has entries that are infinite, not a number, or so large that "
-            "the sum of their squares is. Look at the loss and its gradient first: are they finite at these "
-            "parameters? If they are, take the space in float64."
-        )
-    return numbers
+def subtract_(vec: Vec, basis: Sequence[Vec], factors: Tensor) -> Vec:
+    """Take each vector of `basis`, times its factor, from `vec` in place; the vector itself."""
+    for one, factor in zip(basis, factors.tolist(), strict=True):
+        add_(vec, one, -factor)
+    return vec

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_, products_of
+from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
 from pipeline.curvature.estimates.ritz import Chain, Ritz, limits, ritz, shortest, wanted
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.space import Vec, scale_
 
 

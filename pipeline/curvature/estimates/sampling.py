@@ -2,26 +2,22 @@
 
     random z --> A z --> a number, as z . A z --> mean +- standard error --> near enough, or more vectors?
     random z, each made orthonormal to those before: after `size` of them a complete basis, and the sum is exact
-
-Vectors are made orthonormal one by one by Gram-Schmidt done twice, which is enough for working precision (Giraud,
-Langou, Rozloznik, van den Eshof 2005, "Rounding error analysis of the classical Gram-Schmidt orthogonalization
-process"), with one all-reduce each time. Unlike Cholesky QR it holds for directions of any length above rounding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.estimates.krylov import append_orthonormal
+from pipeline.curvature.linear import LinearMap, blocks, finite, products_of
 from pipeline.curvature.results.progress import Progress
-from pipeline.curvature.space import Space, Vec, add_, scale_
+from pipeline.curvature.space import Space, Vec
 
-T = TypeVar("T")
 KINDS = ("rademacher", "normal")
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
 Prepare: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
@@ -172,63 +168,13 @@ def basis_products(A: LinearMap, seed: int) -> Iterator[tuple[list[Vec], list[Ve
         if len(basis) < A.space.size:
             append_orthonormal(A.space, basis, A.space.random("normal", seed, index))
     assert len(basis) == A.space.size  # random vectors span the space
-    for block in blocks(basis, A.block):
-        yield list(block), A.products(block)
-
-
-def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
-    """Take out of `vec`, in place, what lies along the basis, and append the rest at length 1 if it is not rounding.
-
-    Returns:
-        the coordinates of `vec` in the basis as it is now: [len(basis)], float64.
-
-    Raises:
-        FloatingPointError: `vec` has entries that are not finite.
-    """
-    along, start = torch.zeros(len(basis), dtype=torch.float64), 0.0
-    for turn in range(2):
-        found = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
-        start = start if turn else math.sqrt(max(float(found[-1]), 0.0))
-        along += found[:-1]
-        subtract_(vec, basis, found[:-1])
-    length = math.sqrt(max(float(found[-1] - found[:-1].square().sum()), 0.0))
-    if length <= 100 * torch.finfo(space.dtype).eps * start:
-        return along
-    basis.append(scale_(vec, 1.0 / length))
-    return torch.cat([along, torch.tensor([length], dtype=torch.float64)])
-
-
-def subtract_(vec: Vec, basis: Sequence[Vec], factors: Tensor) -> Vec:
-    """Take each vector of `basis`, times its factor, from `vec` in place; the vector itself."""
-    for one, factor in zip(basis, factors.tolist(), strict=True):
-        add_(vec, one, -factor)
-    return vec
+    yield from products_of(A, basis)
 
 
 def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
     """The inner products of each vector on the left with its neighbour on the right: [len(left), 1], one all-reduce."""
     local = [space.local_dots([one], [other])[0] for one, other in zip(left, right, strict=True)]
     return space.sum_over(torch.stack(local))
-
-
-def finite(numbers: Tensor, name: str) -> Tensor:
-    """The same numbers.
-
-    Raises:
-        FloatingPointError: some are not finite.
-    """
-    if not numbers.isfinite().all():
-        raise FloatingPointError(
-            f"a product of {name} is not finite (it gave {numbers.flatten().tolist()[:3]}): look for inf or nan in the "
-            "parameters, the data or the loss"
-        )
-    return numbers
-
-
-def blocks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Slices of at most `size` items."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def plus_minus(value: Tensor, stderr: Tensor) -> str:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_, products_of
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
+from pipeline.curvature.linear import LinearMap, blocks
 from pipeline.curvature.space import Space, Vec, copy, scale_
 
 
@@ -58,8 +58,8 @@ def tridiagonals(
     lanes = [_Lane(A.space, start, number) for number, start in enumerate(starts)]
     for step in range(1, min(steps, A.space.size) + 1):
         live = [lane for lane in lanes if len(lane.basis) == step]
-        for first, images in products_of(A, [lane.basis.row(-1) for lane in live]):
-            group = live[first : first + len(images)]
+        for group in blocks(live, A.block):
+            images = A.products([lane.basis.row(-1) for lane in group])
             splits = orthogonalise_([lane.basis for lane in group], images, A.name)
             for lane, image, split in zip(group, images, splits, strict=True):
                 lane.take(image, split, last=step == min(steps, A.space.size))

@@ -24,17 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.sampling import (
-    Drawn,
-    Goal,
-    append_orthonormal,
-    blocks,
-    finite,
-    mean_and_stderr,
-    paired_dots,
-    plus_minus,
-)
-from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.estimates.krylov import append_orthonormal
+from pipeline.curvature.estimates.sampling import Drawn, Goal, mean_and_stderr, paired_dots, plus_minus
+from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
