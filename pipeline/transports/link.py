@@ -7,12 +7,10 @@ Both ends remember for each message of a series what it was like the last time i
 that, as nearly every one does, goes as one buffer: a header of 64 bytes and its tensors. Any other one is announced:
 
     as predicted           stream        [header | tensors]
-    in its tensors only    stream        [header | tensors]
-                           extra stream  [what the message is like, as JSON]
-    not even in these      stream        [header | nothing, as long as predicted]
+    any other              stream        [header | nothing, as long as predicted]
                            extra stream  [what the message is like, as JSON | gap | tensors]
 
-    Where the channel has payloads, tensors that are on the device go there instead, in each of the three cases:
+    Where the channel has payloads, tensors that are on the device go there instead, in both cases:
                            payloads      [tensors]
 
 so a posted buffer always has the size of what is sent into it, and both ends know from then on. The header says which
@@ -24,8 +22,8 @@ receiver's device anyway. One that is all on the host, or has no bytes, goes as 
 Terms: a phase = the messages that one begin() announces; series = the name of phases that are alike; slot = the name
 of a message in its phase; place = which of them it is.
 
-Nearly all messages are like the one before, so one buffer each; shapes that depend on the data cost two messages more,
-and no receive is ever posted for the wrong size.
+Nearly all messages are like the one before, so one buffer each. Any other costs one message more, with its tensors, and
+no receive is ever posted for the wrong size.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from torch import Tensor
 from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import ALIGNMENT, Packing
-from pipeline.transports.spec_cache import ANNOUNCED, ANNOUNCED_IN_PART, HEADER, MessageSeries, SpecCache
+from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
 from pipeline.transports.tensor_spec import settle
 
 __all__ = ["Receiver", "Sender"]
@@ -110,7 +108,7 @@ class Sender:
             buffer = self._packed(form, _header(course.header(place)), tensors)
             self._keep(buffer.numel(), self._outgoing.send(buffer))
         else:
-            self._announce(course, place, letter._replace(tensors=tensors), fits)
+            self._announce(course, place, letter._replace(tensors=tensors))
 
     def reap(self, count: int) -> None:
         """Let go of the first `count` messages of this phase, which are known to have been received.
@@ -148,25 +146,16 @@ class Sender:
         self.reap(len(self._sent))
         self._course = None
 
-    def _announce(self, course: MessageSeries, place: int, letter: Message, fits: bool) -> None:
-        """Send a message that is not as predicted, and predict the next one by it.
-
-        Args:
-            fits: its tensors are as predicted.
-        """
-        expected, packing = course.predicted(place), Packing.of(letter.tensors)
+    def _announce(self, course: MessageSeries, place: int, letter: Message) -> None:
+        """Send a message that is not as predicted, and predict the next one by it."""
+        packing = Packing.of(letter.tensors)
         apart = self._goes_apart(packing, letter.tensors)
         text = describe(letter, packing, f"{course.slots[place]} from {self._what}", apart)
-        form = MessageSpec.read(text)  # as the receiver reads it
-        if fits:
-            extra = _tensor_of(text)
-            header = _header(course.header(place, ANNOUNCED_IN_PART, len(text), len(text)))
-            buffer = self._packed(expected, header, letter.tensors)
-        else:
-            extra = self._packed(form, _tensor_of(text + bytes(-len(text) % ALIGNMENT)), letter.tensors)
-            header = _header(course.header(place, ANNOUNCED, len(text), extra.numel()))
-            buffer = torch.cat((header, torch.zeros(expected.beside_header, dtype=torch.uint8, device=_HOST)))
-        course.learn(place, form)
+        expected, before = course.predicted(place), course.header(place)
+        form = course.learn(place, text)  # as the receiver does
+        extra = self._packed(form, _tensor_of(text + bytes(-len(text) % ALIGNMENT)), letter.tensors)
+        header = _header((*before[:5], len(text), extra.numel()))
+        buffer = torch.cat((header, torch.zeros(expected.beside_header, dtype=torch.uint8, device=_HOST)))
         nbytes = buffer.numel() + extra.numel()
         self._keep(nbytes, self._outgoing.send(buffer), self._outgoing.send(extra, extra=True))
 
@@ -293,24 +282,19 @@ class Receiver:
         expected = course.header(place)
         if header == expected:
             self._arrived[place] = self._arrival(course.predicted(place), buffer, HEADER.size)
-        elif header[:5] == expected[:5] and header[5] in (ANNOUNCED, ANNOUNCED_IN_PART):
-            self._arrived[place] = self._receive_announced(course, place, buffer, *header[5:])
+        elif header[:5] == expected[:5] and header[5] > 0:
+            self._arrived[place] = self._receive_announced(course, place, *header[5:])
         else:
             raise RuntimeError(self._courses.mistaken(course, place, header))
         self._position += 1
 
-    def _receive_announced(
-        self, course: MessageSeries, place: int, buffer: Tensor, how: int, length: int, nbytes: int
-    ) -> _Arrival:
+    def _receive_announced(self, course: MessageSeries, place: int, length: int, nbytes: int) -> _Arrival:
         extra = self._buffer(nbytes)
         self._incoming.post(extra, extra=True).wait()
         try:
-            form = MessageSpec.read(bytes(_memory_of(extra[:length])))
+            form = course.learn(place, bytes(_memory_of(extra[:length])))
         except LookupError as error:
             raise RuntimeError(f"{course.slots[place]} from {self._what} cannot be read: {error.args[0]}") from error
-        course.learn(place, form)
-        if how == ANNOUNCED_IN_PART:
-            return self._arrival(form, buffer, HEADER.size)
         return self._arrival(form, extra, length + -length % ALIGNMENT)
 
     def _arrival(self, form: MessageSpec, buffer: Tensor, start: int) -> _Arrival:

@@ -3,12 +3,11 @@
     begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the message of each was like the last time
 
     header, 64 bytes: magic | call | place | digest of series and slots | bytes of tensors as predicted
-                      | how it comes | if announced: bytes of the description | bytes on the extra stream
+                      | bytes of the description (0: as predicted) | bytes on the extra stream | unused
 
 Both ends of a link begin the same phases in the same order and learn from the same messages, so that both predict and
 forget the same, and know every header before it comes. One that differs is another message: the ranks do not run the
-same calls. Where tensors keep changing their shapes, nothing is predicted: a buffer as long as the last would be sent
-for nothing.
+same calls. Where messages keep changing, nothing is predicted: a buffer as long as the last would be sent for nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from hashlib import blake2b
 from pipeline.transports.message import NOTHING, MessageSpec
 
 SERIES_REMEMBERED = 64
-HEADER = struct.Struct("<8q")
-AS_PREDICTED, ANNOUNCED, ANNOUNCED_IN_PART = range(3)  # in part: only what is not in the tensors is another
+HEADER = struct.Struct("<7q8x")
 _MAGIC = 0x6B636F74736E6550  # "Penstock"
 
 
@@ -38,28 +36,23 @@ class MessageSeries:
             raise ValueError(f"{what}: {series!r} has two messages of one name: {', '.join(slots)}.")
         self.call = 0
         self.digest = _digest(series, slots)
-        self._last = [NOTHING] * len(slots)
+        self._last = [b""] * len(slots)  # the descriptions
         self._predicted = [NOTHING] * len(slots)
 
     def predicted(self, place: int) -> MessageSpec:
         """What the next message of this place will be like."""
         return self._predicted[place]
 
-    def learn(self, place: int, form: MessageSpec) -> None:
-        """What this one was like that had to be announced."""
-        last = self._last[place]
-        is_steady = last is NOTHING or last.packing.kinds == form.packing.kinds
-        self._last[place], self._predicted[place] = form, form if is_steady else NOTHING
+    def learn(self, place: int, text: bytes) -> MessageSpec:
+        """What a message is like that had to be announced, from its description."""
+        form = MessageSpec.read(text)
+        is_steady = self._last[place] in (b"", text)
+        self._last[place], self._predicted[place] = text, form if is_steady else NOTHING
+        return form
 
-    def header(self, place: int, how: int = AS_PREDICTED, length: int = 0, nbytes: int = 0) -> tuple[int, ...]:
-        """The first 64 bytes of a message, in numbers.
-
-        Args:
-            how: AS_PREDICTED or announced.
-            length: of the description, in bytes.
-            nbytes: of all that goes on the extra stream.
-        """
-        return _MAGIC, self.call, place, self.digest, self._predicted[place].packing.nbytes, how, length, nbytes
+    def header(self, place: int) -> tuple[int, ...]:
+        """The header of a message that is as predicted, in numbers."""
+        return _MAGIC, self.call, place, self.digest, self._predicted[place].packing.nbytes, 0, 0
 
 
 class SpecCache:

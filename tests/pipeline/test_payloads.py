@@ -167,6 +167,7 @@ def test_where_only_the_rest_is_another_the_payload_goes_as_predicted():
         go(THERE)
         stream, extra, payload = go(THERE, memory=(7,))
         assert stream == [64] and len(extra) == 1 and payload == [40]
+        assert go(THERE, memory=(7,))[2] == [40]
         assert go(THERE, memory=(7,)) == ([64], [], [40])
 
 
