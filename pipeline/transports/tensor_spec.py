@@ -1,10 +1,11 @@
 """The specs of tensors in a message, and the conversion of tensors to ones that can be sent.
 
-    tensors --settle--> tensors that can be sent --kind_of--> Strided(dtype, shape, stride) | Sparse(..., parts) | None
+    tensors --settle--> tensors that can be sent --kind_of--> Strided(dtype, shape, stride) | Sparse(...) | None
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are: a dense tensor travels as its memory lies there; an expanded one (the gradient of a sum) or
-one with gaps as the span of memory that it covers. A sparse tensor travels as its parts.
+one with gaps as the span of memory that it covers. A sparse tensor (COO) travels as its
+indices and values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, with the conversion to COO as remedy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from torch import Tensor
 
 _STRIDED = torch.strided
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-_BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 
 
 class Strided(NamedTuple):
@@ -36,12 +36,12 @@ class Strided(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """What a sparse tensor looks like: of which parts it is made."""
+    """What a sparse COO tensor looks like."""
 
-    layout: torch.layout
     shape: tuple[int, ...]
     coalesced: bool
-    parts: tuple[Strided, ...]
+    indices: Strided
+    values: Strided
 
 
 TensorSpec: TypeAlias = Strided | Sparse | None
@@ -64,7 +64,7 @@ def fits(tensor: Tensor | None, kind: TensorSpec) -> bool:
     if tensor is None or kind is None:
         return tensor is None and kind is None
     if isinstance(kind, Sparse):
-        return type(tensor) is Tensor and tensor.layout is kind.layout and kind_of(tensor.detach()) == kind
+        return type(tensor) is Tensor and tensor.is_sparse and kind_of(tensor.detach()) == kind
     return (
         type(tensor) is Tensor
         and tensor.dtype is kind.dtype
@@ -82,29 +82,27 @@ def kind_of(tensor: Tensor) -> Strided | Sparse:
     """What a settled tensor looks like."""
     if tensor.layout is _STRIDED:
         return _in_memory(tensor)
-    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-    parts = tuple([_in_memory(part) for part in _components(tensor)])
-    return Sparse(tensor.layout, tuple(tensor.shape), coalesced, parts)
+    return Sparse(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
 
 
 def parts_of(kind: TensorSpec) -> tuple[Strided, ...]:
     """What the tensors in memory look like of which it is made."""
     if kind is None:
         return ()
-    return kind.parts if isinstance(kind, Sparse) else (kind,)
+    return kind[2:] if isinstance(kind, Sparse) else (kind,)
 
 
 def plain_of(kind: Strided | Sparse) -> tuple[Any, ...]:
     """A kind as plain values, for `pipeline.transports.plain.encode_plain`."""
-    return tuple(kind) if isinstance(kind, Strided) else (*kind[:3], *map(tuple, kind.parts))
+    return tuple(kind) if isinstance(kind, Strided) else (*kind[:2], *map(tuple, kind[2:]))
 
 
 def from_plain(plain: tuple[Any, ...]) -> Strided | Sparse:
     """What has been made plain."""
     if isinstance(plain[0], torch.dtype):
         return Strided(*plain)
-    layout, shape, coalesced, *parts = plain
-    return Sparse(layout, shape, coalesced, tuple([Strided(*part) for part in parts]))
+    shape, coalesced, indices, values = plain
+    return Sparse(shape, coalesced, Strided(*indices), Strided(*values))
 
 
 def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
@@ -120,15 +118,9 @@ def built(kind: Strided | Sparse, found: Iterator[Tensor]) -> Tensor:
     """The tensor made of the next tensors in memory."""
     if isinstance(kind, Strided):
         return next(found)
-    one, two, *three = [next(found) for _ in kind.parts]
-    layout, shape, device = kind.layout, kind.shape, one.device
-    if layout is torch.sparse_coo:
-        built = torch.sparse_coo_tensor(one, two, shape, device=device, check_invariants=False)
-        return built._coalesced_(kind.coalesced)
-    (values,) = three
-    return torch.sparse_compressed_tensor(
-        one, two, values, shape, layout=layout, device=device, check_invariants=False
-    )
+    indices, values = next(found), next(found)
+    built = torch.sparse_coo_tensor(indices, values, kind.shape, device=indices.device, check_invariants=False)
+    return built._coalesced_(kind.coalesced)
 
 
 def _settled(tensor: Tensor, what: str) -> Tensor:
@@ -159,7 +151,9 @@ def _unsendable(tensor: Tensor) -> str | None:
             "a nested tensor, which is not sent to another rank. Return torch.nested.to_padded_tensor(tensor, 0.0) "
             "and the lengths."
         )
-    if tensor.layout is not _STRIDED and tensor.layout is not torch.sparse_coo and tensor.layout not in _COMPRESSED:
+    if tensor.layout in _COMPRESSED:
+        return f"a tensor of layout {tensor.layout}, which is not sent to another rank. Return tensor.to_sparse_coo()."
+    if tensor.layout is not _STRIDED and not tensor.is_sparse:
         return f"a tensor of layout {tensor.layout}, which is not sent to another rank. Return tensor.to_dense()."
     if tensor.device.type not in ("cpu", "cuda"):
         return f"a tensor on {tensor.device}, and only what is on a CPU or a CUDA device is sent to another rank."
@@ -171,12 +165,6 @@ def _in_memory(tensor: Tensor) -> Strided:
 
 
 def _components(tensor: Tensor) -> list[Tensor]:
-    """The parts of a sparse tensor, each settled."""
+    """The indices and values of a sparse tensor, each settled."""
     tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        found: tuple[Tensor, ...] = (tensor._indices(), tensor._values())
-    elif tensor.layout in _BY_ROW:
-        found = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    else:
-        found = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return [_settled(part, "a sparse tensor") for part in found]
+    return [_settled(part, "a sparse tensor") for part in (tensor._indices(), tensor._values())]
