@@ -307,16 +307,16 @@ def test_results_print_tables_with_their_errors() -> None:
     ]
     assert list(layer_traces(exact, None, 2).lines()) == [
         "traces of layers of dense matrix  (2 products, stopped by: samples)",
-        "           trace    error          entries  mean eigenvalue",
-        "  a           10 +- 0                    4              2.5",
-        "  b           68 +- 0                    8              8.5",
+        "  layer    trace  entries  mean eigenvalue",
+        "  a      10 +- 0        4              2.5",
+        "  b      68 +- 0        8              8.5",
     ]
     assert list(diagonal(exact, 2).lines()) == [
         "diagonal of dense matrix  root mean square 7.3598 +- 0",
         "  2 products, stopped by: samples",
-        "           mean       least     largest error (rms)",
-        "  a         2.5           1           4           0",
-        "  b         8.5           5          12           0",
+        "  parameter  mean  least  largest  error (rms)",
+        "  a           2.5      1        4            0",
+        "  b           8.5      5       12            0",
     ]
 
 

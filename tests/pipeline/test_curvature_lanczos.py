@@ -250,7 +250,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_the_same_values() -> 
         ({"k": 0}, "k is 0: the dense matrix has 6 eigenvalues; ask for 1 to 6"),
         ({"k": 7}, "k is 7: the dense matrix has 6 eigenvalues; ask for 1 to 6"),
         ({"which": "SM"}, r"which is 'SM': use 'LM' \(of largest magnitude\), 'LA'"),
-        ({"tol": 0.0}, "tol is 0.0: residuals are relative"),
+        ({"tol": 0.0}, "tol is 0.0: it bounds a relative residual"),
         ({"miss": 0.0}, "miss is 0.0: it is a probability"),
         ({"max_products": 3}, "max_products is 3: 2 eigenpairs take 4 at least, 2 to find directions and 2 to measure"),
         ({"block": 0}, "block is 0: at least one vector"),

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import Goal
 from pipeline.curvature.estimates.krylov import append_orthonormal
-from pipeline.curvature.estimates.sampling import Goal, mean_and_stderr
+from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.trace import METHODS, Trace, trace
 from pipeline.curvature.results.result import Result
 

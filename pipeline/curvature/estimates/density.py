@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.quadrature import edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import table
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +94,19 @@ class Density(Result):
             f"spectral density of {self.matrix}: {self.size} eigenvalues, "
             f"{runs} runs of {steps} steps, {self.products} products"
         )
-        yield f"  smallest node     {float(self.nodes.min()):12.5g}"
-        yield f"  largest node      {float(self.nodes.max()):12.5g}"
-        yield f"  trace             {_text(*self.trace())}"
-        yield f"  mean eigenvalue   {_text(*self.moment(1))}"
-        yield f"  share below -sigma{_text(*self._share(-math.inf, math.nextafter(-self.sigma, -math.inf)))}"
-        yield f"  share around 0    {_text(*self._share(-self.sigma, self.sigma))}"
-        yield f"  share above sigma {_text(*self._share(math.nextafter(self.sigma, math.inf), math.inf))}"
-        yield f"  sigma             {self.sigma:12.5g}"
+        below, above = math.nextafter(-self.sigma, -math.inf), math.nextafter(self.sigma, math.inf)
+        numbers = {
+            "smallest node": (float(self.nodes.min()), None),
+            "largest node": (float(self.nodes.max()), None),
+            "trace": self.trace(),
+            "mean eigenvalue": self.moment(1),
+            "share below -sigma": self._share(-math.inf, below),
+            "share around 0": self._share(-self.sigma, self.sigma),
+            "share above sigma": self._share(above, math.inf),
+            "sigma": (self.sigma, None),
+        }
+        errors = {name: "" if error is None else f"+- {error:.2g}" for name, (_, error) in numbers.items()}
+        yield from table([[name, f"{value:.5g}", errors[name]] for name, (value, _) in numbers.items()])
 
     def draw(self, ax: Any) -> None:
         """The density on a logarithmic scale, down to a tenth of what one eigenvalue of all makes; the band filled."""
@@ -205,12 +212,8 @@ def _curve(
 
 def _over_runs(values: Tensor) -> tuple[Tensor, Tensor | None]:
     """The mean over the first dimension and its standard error, None where there is one run."""
-    runs = len(values)
-    return values.mean(0), values.std(0) / math.sqrt(runs) if runs > 1 else None
-
-
-def _text(mean: float, error: float | None) -> str:
-    return f"{mean:12.5g}" + ("" if error is None else f" +- {error:.2g}")
+    mean, error = mean_and_stderr(values)
+    return mean, error if len(values) > 1 else None
 
 
 def _check(A: LinearMap, steps: int, runs: int, points: int, sigma: float | None, margin: float) -> None:

@@ -18,21 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.sampling import (
-    Goal,
-    basis_products,
-    checked_goal,
-    plus_minus,
-    random_products,
-)
+from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.sampling import Sampled, basis_products, random_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.progress import Progress
-from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Result):
+class Diagonal(Sampled):
     """The diagonal of a matrix: this process's part, by the parameters' names.
 
     Args:
@@ -53,22 +48,16 @@ class Diagonal(Result):
     rms_stderr: float
     matrix: str
 
-    @property
-    def converged(self) -> bool:
-        """Whether the error is as small as asked, or zero."""
-        return self.stopped != "samples"
-
     def lines(self) -> Iterator[str]:
-        found = plus_minus(torch.tensor(self.rms), torch.tensor(self.rms_stderr))
-        yield f"diagonal of {self.matrix}  root mean square {found}"
-        yield f"  {self.samples} products, stopped by: {self.stopped}"
-        wide = max(map(len, self.values), default=0)
-        yield f"  {'':{wide}} {'mean':>11} {'least':>11} {'largest':>11} {'error (rms)':>11}"
+        yield f"diagonal of {self.matrix}  root mean square {plus_minus(self.rms, self.rms_stderr)}"
+        yield f"  {self.cost}"
+        cells = [["parameter", "mean", "least", "largest", "error (rms)"]]
         for name, values in self.values.items():
             if values.numel():
                 error = self.stderr[name].double().square().mean().sqrt()
                 shown = (float(values.double().mean()), float(values.min()), float(values.max()), float(error))
-                yield f"  {name:{wide}} " + " ".join(f"{number:>11.4g}" for number in shown)
+                cells.append([name, *(f"{number:.4g}" for number in shown)])
+        yield from table(cells)
 
     def draw(self, ax: Any) -> None:
         """How many entries of this process have which value."""
@@ -119,16 +108,16 @@ def diagonal(
         >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
         ([[2.0, 8.0, 18.0]], True)
     """
-    goal = checked_goal(samples, rel, abs, min_samples)
-    exact = samples >= A.space.size
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show)
     running = _Running(A)
-    with Progress(A.space.size if exact else samples, f"diagonal of {A.name}", A.shows(show)) as bar:
-        stopped = _exactly(running, seed, bar) if exact else _draw(running, samples, goal, seed, bar)
+    with sampling.bar("diagonal") as bar:
+        stopped = _exactly(sampling, running, bar) if sampling.is_exact else _draw(sampling, running, bar)
     return running.result(stopped)
 
 
-def _draw(running: _Running, samples: int, goal: Goal, seed: int, bar: Progress) -> str:
-    for vectors, products in random_products(running.A, "rademacher", seed, range(samples)):
+def _draw(sampling: Sampling, running: _Running, bar: Progress) -> str:
+    goal = sampling.goal
+    for vectors, products in random_products(sampling, range(sampling.samples)):
         for vec, product in zip(vectors, products, strict=True):
             running.add(_times_(product, vec))
         values, errors = running.sizes() if goal.asked else (torch.zeros(0), torch.zeros(0))
@@ -138,9 +127,9 @@ def _draw(running: _Running, samples: int, goal: Goal, seed: int, bar: Progress)
     return "samples"
 
 
-def _exactly(running: _Running, seed: int, bar: Progress) -> str:
+def _exactly(sampling: Sampling, running: _Running, bar: Progress) -> str:
     """The sum over an orthonormal basis of q * A q is the diagonal of A Q Q' = A."""
-    for vectors, products in basis_products(running.A, seed):
+    for vectors, products in basis_products(sampling):
         for vec, product in zip(vectors, products, strict=True):
             add_(running.mean, _times_(product, vec))
             running.count += 1

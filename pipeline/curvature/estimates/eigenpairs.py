@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
 from pipeline.curvature.estimates.resume import Saves, shard_sizes
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import table
 from pipeline.curvature.space import Vec, add_
 
 
@@ -59,8 +61,8 @@ class Eigenpairs(Result):
         plural = "s" if len(self.values) > 1 else ""
         what = f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}"
         yield f"{what}; {self.products} products"
-        for place, (value, residual) in enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True)):
-            yield f"  {place + 1:>3}  {value:>+14.7e}  residual {residual:.1e}"
+        pairs = enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True), 1)
+        yield from table([[f"{place:>3}", f"{value:+.7e}", f"residual {found:.1e}"] for place, (value, found) in pairs])
         yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"
         if not self.converged:
             yield f"  NOT CONVERGED: {self.why}"
@@ -172,8 +174,7 @@ def _goal(
         raise ValueError(f"k is {k}: the {A.name} has {size} eigenvalues; ask for 1 to {size}.")
     if which not in WHICH:
         raise ValueError(f"which is {which!r}: use {', '.join(f'{one!r} ({what})' for one, what in WHICH.items())}.")
-    if not 0 < tol < 1:
-        raise ValueError(f"tol is {tol}: residuals are relative to the largest eigenvalue; use a number like 1e-6.")
+    check_tol(tol)
     if not 0 < miss <= 1:
         raise ValueError(f"miss is {miss}: it is a probability, above 0; use 1 to look for no missing eigenvalue.")
     if max_products is not None and max_products < 2 * k:

@@ -13,24 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.sampling import (
-    check_kind,
-    checked_goal,
-    draw_means,
-    estimate,
-    paired_dots,
-    plus_minus,
-)
+from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.sampling import Sampled, draw_means, estimate, paired_dots
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Vec
 
 
 @dataclass(frozen=True, eq=False)
-class Norm(Result):
+class Norm(Sampled):
     """A squared Frobenius norm with its standard error.
 
     Args:
@@ -54,15 +47,10 @@ class Norm(Result):
         """The Frobenius norm itself."""
         return math.sqrt(self.value)
 
-    @property
-    def converged(self) -> bool:
-        """Whether the error is as small as asked, or zero."""
-        return self.stopped != "samples"
-
     def lines(self) -> Iterator[str]:
-        found = plus_minus(torch.tensor(self.value), torch.tensor(self.stderr))
+        found = plus_minus(self.value, self.stderr)
         yield f"squared Frobenius norm of {self.matrix}  {found}  (norm {self.norm:.6g})"
-        yield f"  {self.samples} products, stopped by: {self.stopped}"
+        yield f"  {self.cost}"
 
     def draw(self, ax: Any) -> None:
         """The mean after each draw, with its standard error."""
@@ -110,12 +98,11 @@ def frobenius_squared(
         squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
           3 products, stopped by: exact
     """
-    goal = checked_goal(samples, rel, abs, min_samples)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, kind)
 
     def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
         return paired_dots(A.space, products, products)
 
-    title = f"Frobenius norm of {A.name}"
-    drawn = estimate(A, squares, samples, goal, check_kind(kind), seed, title, show)
+    drawn = estimate(sampling, squares, "Frobenius norm")
     value, stderr = float(drawn.mean), float(drawn.stderr)
     return Norm(value, stderr, drawn.spent, drawn.stopped, drawn.values[:, 0], A.name)

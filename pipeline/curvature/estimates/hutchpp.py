@@ -10,35 +10,36 @@ matrix of more than its columns can hide from; products that a sketch of lower r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
-from pipeline.curvature.estimates.sampling import Drawn, Goal, draw, paired_dots, random_products
+from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, random_products
 from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
 
-def hutchpp(
-    A: LinearMap, samples: int, goal: Goal, kind: str, seed: int, bar: Progress, sketch: int | None = None
-) -> Drawn:
+def hutchpp(sampling: Sampling, bar: Progress, sketch: int | None = None) -> Drawn:
     """The trace by Hutch++. Each of its values is the exact part plus what one vector says of the rest.
 
     Args:
-        A: of more than `samples` entries.
-        samples: the most products to spend, at least 4.
+        sampling: of at least 4 samples, fewer than the matrix has entries.
         sketch: how many of the sketch; as many vectors are held. None: a third of the samples.
 
     Raises:
         ValueError: the sketch leaves no two products for the rest.
     """
+    A, samples = sampling.A, sampling.samples
     columns = samples // 3 if sketch is None else sketch
     if not 1 <= columns <= (samples - 2) // 2:
         raise ValueError(
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    basis = _range(A, columns, seed, bar)
+    basis = _range(replace(sampling, samples=columns, kind="normal"), bar)
     caught = _caught(A, basis, bar)
 
     def deflated(vectors: list[Vec]) -> list[Vec]:
@@ -49,16 +50,16 @@ def hutchpp(
         return caught + paired_dots(A.space, vectors, products)
 
     spent = columns + len(basis)
-    drawn = draw(A, rest, samples - spent, goal, kind, seed, bar, first=columns, prepare=deflated)
+    drawn = draw(replace(sampling, samples=samples - spent), rest, bar, first=columns, prepare=deflated)
     return drawn._replace(spent=spent + drawn.spent)
 
 
-def _range(A: LinearMap, columns: int, seed: int, bar: Progress) -> list[Vec]:
+def _range(sampling: Sampling, bar: Progress) -> list[Vec]:
     """Orthonormal vectors that span A times random ones."""
     basis: list[Vec] = []
-    for _, products in random_products(A, "normal", seed, range(columns)):
+    for _, products in random_products(sampling, range(sampling.samples)):
         for product in products:
-            append_orthonormal(A.space, basis, product)
+            append_orthonormal(sampling.A.space, basis, product)
         bar.advance(len(products), note="sketch")
     return basis
 

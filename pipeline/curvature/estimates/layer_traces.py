@@ -16,14 +16,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.sampling import checked_goal, estimate
+from pipeline.curvature.estimates.arguments import Sampling
+from pipeline.curvature.estimates.sampling import Sampled, estimate
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Space, Vec
 
 
 @dataclass(frozen=True, eq=False)
-class LayerTraces(Result):
+class LayerTraces(Sampled):
     """The traces of the diagonal blocks of a matrix, one for each layer.
 
     Args:
@@ -42,19 +43,13 @@ class LayerTraces(Result):
     stopped: str
     matrix: str
 
-    @property
-    def converged(self) -> bool:
-        """Whether the errors are as small as asked, or zero."""
-        return self.stopped != "samples"
-
     def lines(self) -> Iterator[str]:
-        yield f"traces of layers of {self.matrix}  ({self.samples} products, stopped by: {self.stopped})"
-        wide = max(map(len, self.values), default=0)
-        yield f"  {'':{wide}} {'trace':>12}    {'error':<9} {'entries':>12} {'mean eigenvalue':>16}"
+        yield f"traces of layers of {self.matrix}  ({self.cost})"
+        cells = [["layer", "trace", "entries", "mean eigenvalue"]]
         for name, value in self.values.items():
             count = self.entries[name]
-            mean = f"{value / count:>16.4g}"
-            yield f"  {name:{wide}} {value:>12.6g} +- {self.stderr[name]:<9.2g} {count:>12,} {mean}"
+            cells.append([name, plus_minus(value, self.stderr[name]), f"{count:,}", f"{value / count:.4g}"])
+        yield from table(cells)
 
     def draw(self, ax: Any) -> None:
         """A bar for each layer, with its standard error."""
@@ -109,10 +104,10 @@ def layer_traces(
         >>> one = torch.ones(1, 1).double()
         >>> print(layer_traces(Hessian(model, (one, one), nn.functional.mse_loss), {"front": ["0.weight", "1.weight"]}))
         traces of layers of Hessian  (3 products, stopped by: exact)
-                       trace    error          entries  mean eigenvalue
-          front            4 +- 0                    2                2
+          layer   trace  entries  mean eigenvalue
+          front  4 +- 0        2                2
     """
-    goal = checked_goal(samples, rel, abs, min_samples)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show)
     here = _counted_entries(A.space)
     names = agreed_names(A.space, list(here))
     found = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
@@ -121,8 +116,7 @@ def layer_traces(
         local = [_local_sums(A.space, found, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
-    title = f"traces of layers of {A.name}"
-    drawn = estimate(A, by_layer, samples, goal, "rademacher", seed, title, show)
+    drawn = estimate(sampling, by_layer, "traces of layers")
     sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in found.values()], dtype=torch.float64))
     return LayerTraces(
         dict(zip(found, drawn.mean.tolist(), strict=True)),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import (
     Dots,
     Product,
@@ -152,8 +153,7 @@ def planned(
         raise ValueError(f"method must be 'cg' or 'minres' (method: {method!r})")
     if not math.isfinite(damping):
         raise ValueError(f"damping must be finite (damping: {damping})")
-    if not 0.0 < tol < 1.0:
-        raise ValueError(f"tol must be between 0 and 1, a relative residual (tol: {tol})")
+    check_tol(tol)
     limit = 1000 if max_products is None else max_products
     if limit < 2:
         raise ValueError(f"max_products must be at least 2: a step and a check (max_products: {limit})")

@@ -18,31 +18,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.hutchpp import hutchpp
-from pipeline.curvature.estimates.sampling import (
-    Drawn,
-    Goal,
-    Measure,
-    check_kind,
-    checked_goal,
-    draw_means,
-    estimate,
-    paired_dots,
-    plus_minus,
-)
+from pipeline.curvature.estimates.sampling import Drawn, Measure, Sampled, draw_means, estimate, paired_dots
 from pipeline.curvature.estimates.xtrace import xtrace
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.results.progress import Progress
-from pipeline.curvature.results.result import Result
+from pipeline.curvature.results.tables import plus_minus
 
 METHODS = ("hutchinson", "hutch++", "xtrace")
 
 
 @dataclass(frozen=True, eq=False)
-class Trace(Result):
+class Trace(Sampled):
     """A trace with its standard error.
 
     Args:
@@ -65,14 +54,9 @@ class Trace(Result):
     matrix: str
     size: int
 
-    @property
-    def converged(self) -> bool:
-        """Whether the error is as small as asked, or zero."""
-        return self.stopped != "samples"
-
     def lines(self) -> Iterator[str]:
-        yield f"trace of {self.matrix}  {plus_minus(torch.tensor(self.value), torch.tensor(self.stderr))}"
-        yield f"  {self.method}, {self.samples} products, stopped by: {self.stopped}"
+        yield f"trace of {self.matrix}  {plus_minus(self.value, self.stderr)}"
+        yield f"  {self.method}, {self.cost}"
 
     def draw(self, ax: Any) -> None:
         """The mean after each draw, with its standard error."""
@@ -136,37 +120,32 @@ def trace(
         >>> exact.stopped, abs(found.value - exact.value) < 4 * found.stderr
         ('exact', True)
     """
-    goal = checked_goal(samples, rel, abs, min_samples)
-    kind = _checked_kind(method, kind, sketch)
-    if samples >= A.space.size or samples < 4:
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, _chosen_kind(method, kind, sketch))
+    if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
-        drawn = estimate(A, _quadratic(A), samples, goal, kind, seed, f"trace of {A.name}", show)
+        drawn = estimate(sampling, _quadratic(A), "trace")
     else:
-        drawn = _sketched(A, samples, goal, method, kind, sketch, seed, show)
+        drawn = _sketched(sampling, method, sketch)
     value, stderr = float(drawn.mean), float(drawn.stderr)
     method = "basis" if drawn.spent == A.space.size else method
     return Trace(value, stderr, drawn.spent, method, drawn.stopped, drawn.values[:, 0], A.name, A.space.size)
 
 
-def _checked_kind(method: str, kind: str | None, sketch: int | None) -> str:
+def _chosen_kind(method: str, kind: str | None, sketch: int | None) -> str:
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: use one of {', '.join(map(repr, METHODS))}")
     if sketch is not None and method != "hutch++":
         raise ValueError(f"sketch is {sketch}, which is for method 'hutch++', not {method!r}: leave it out")
     if method == "xtrace" and kind not in (None, "normal"):
         raise ValueError(f"kind is {kind!r}: method 'xtrace' is without bias for kind 'normal' alone; leave it out")
-    return check_kind(kind or ("normal" if method == "xtrace" else "rademacher"))
+    return kind or ("normal" if method == "xtrace" else "rademacher")
 
 
 def _quadratic(A: LinearMap) -> Measure:
     return lambda vectors, products: paired_dots(A.space, vectors, products)
 
 
-def _sketched(
-    A: LinearMap, samples: int, goal: Goal, method: str, kind: str, sketch: int | None, seed: int, show: bool | None
-) -> Drawn:
-    with Progress(samples, f"trace of {A.name}", A.shows(show)) as bar:
-        if method == "xtrace":
-            return xtrace(A, samples, goal, seed, bar)
-        return hutchpp(A, samples, goal, kind, seed, bar, sketch)
+def _sketched(sampling: Sampling, method: str, sketch: int | None) -> Drawn:
+    with sampling.bar("trace") as bar:
+        return xtrace(sampling, bar) if method == "xtrace" else hutchpp(sampling, bar, sketch)

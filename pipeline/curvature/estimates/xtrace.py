@@ -24,29 +24,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal
-from pipeline.curvature.estimates.sampling import Drawn, Goal, mean_and_stderr, paired_dots, plus_minus
+from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Vec
 
 
-def xtrace(A: LinearMap, samples: int, goal: Goal, seed: int, bar: Progress) -> Drawn:
+def xtrace(sampling: Sampling, bar: Progress) -> Drawn:
     """The trace by XTrace. Half as many vectors are held as products are spent.
 
     The error is looked at each time that there are a quarter more vectors than at the last look.
 
     Args:
-        A: of more than `samples` entries.
-        samples: the most products to spend, at least 4: two for each random vector.
+        sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
     """
-    sketch, looked = _Sketch(A, seed), 0
-    for block in blocks(range(samples // 2), A.block):
+    goal, sketch, looked = sampling.goal, _Sketch(sampling.A, sampling.seed), 0
+    for block in blocks(range(sampling.samples // 2), sampling.A.block):
         bar.advance(sketch.grow(len(block)))
         if goal.asked and sketch.count >= max(goal.least, 1.25 * looked):
             looked = sketch.count
             drawn = sketch.drawn()
-            bar.advance(0, note=plus_minus(drawn.mean, drawn.stderr))
+            bar.advance(0, note=plus_minus(float(drawn.mean), float(drawn.stderr)))
             if goal.reached(drawn.mean, drawn.stderr, sketch.count):
                 return drawn._replace(stopped="tolerance")
     return sketch.drawn()

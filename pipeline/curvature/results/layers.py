@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.curvature.results.measured import Eigenvalues, LayerEstimates, error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import aligned, with_error
+from pipeline.curvature.results.tables import table, with_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +99,13 @@ class LayerSpectra(Result):
     def lines(self) -> Iterator[str]:
         yield f"{self.matrix} by layers, {sum(self.sizes):,} rows in all"
         heads = [f"eigenvalue {place + 1}" for place in range(self.values.shape[1])]
-        table = [["layer", "rows", *heads, *([] if self.traces is None else ["trace"])]]
+        cells = [["layer", "rows", *heads, *([] if self.traces is None else ["trace"])]]
         for layer, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
             pairs = list(zip(self.values[layer].tolist(), self.value_errors[layer].tolist(), strict=True))
             if self.traces is not None and self.trace_errors is not None:
                 pairs.append((float(self.traces[layer]), float(self.trace_errors[layer])))
-            table.append([name, f"{size:,}", *(with_error(*pair) for pair in pairs)])
-        yield from (f"  {line}" for line in aligned(table))
+            cells.append([name, f"{size:,}", *(with_error(*pair) for pair in pairs)])
+        yield from table(cells)
 
     def draw(self, ax: Any) -> None:
         """Bars for each layer's eigenvalues, a diamond for its trace; logarithmic in both directions."""

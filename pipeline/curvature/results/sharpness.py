@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.curvature.results.measured import Eigenvalues, Estimate, error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import aligned, with_error
+from pipeline.curvature.results.tables import table, with_error
 
 
 def _none() -> Tensor:
@@ -116,7 +116,7 @@ class SharpnessHistory(Result):
         for head, values, errors in ("loss", self.losses, unknown), *self._curves(), (_EDGE, self._edge, unknown):
             if not bool(values.isnan().all()):
                 columns.append([head, *map(with_error, values.tolist(), errors.tolist())])
-        yield from (f"  {line}" for line in aligned(list(zip(*columns, strict=True))))
+        yield from table(list(zip(*columns, strict=True)))
 
     def draw(self, ax: Any) -> None:
         """Eigenvalues and traces with error bars over steps, and 2 / lr dashed. Traces make the axis logarithmic."""

@@ -1,4 +1,4 @@
-"""Text tables of numbers with errors.
+"""Numbers with errors in a table that people read.
 
     [["layer", "trace"], ["0.weight", "638 +- 12"]]  -->  layer         trace
                                                           0.weight  638 +- 12
@@ -10,17 +10,26 @@ import math
 from collections.abc import Iterator, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The rows with the first column flush left, the others flush right, two spaces between.
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The rows, set in by two spaces: the first column flush left, the others flush right, two spaces between.
 
-    >>> print(*aligned([["layer", "trace"], ["0.weight", "638 +- 12"]]), sep="\\n")
-    layer         trace
-    0.weight  638 +- 12
+    >>> print(*table([["layer", "trace"], ["0.weight", "638 +- 12"]]), sep="\\n")
+      layer         trace
+      0.weight  638 +- 12
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(others, widths[1:], strict=True))]
-        yield "  ".join(cells).rstrip()
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def plus_minus(value: float, error: float, digits: int = 6) -> str:
+    """A value with its error.
+
+    >>> plus_minus(638.3, 1.25)
+    '638.3 +- 1.2'
+    """
+    return f"{value:.{digits}g} +- {error:.2g}"
 
 
 def with_error(value: float, error: float) -> str:
@@ -31,4 +40,4 @@ def with_error(value: float, error: float) -> str:
     """
     if math.isnan(value):
         return "-"
-    return f"{value:.5g} +- {error:.2g}" if math.isfinite(error) else f"{value:.5g}"
+    return plus_minus(value, error, 5) if math.isfinite(error) else f"{value:.5g}"

@@ -1,0 +1,120 @@
+"""The arguments that estimators share, checked in one place.
+
+    samples, rel, abs, min_samples, kind, seed, show  --Sampling.checked-->  Sampling      a mean over random vectors
+    tol                                               --check_tol                          what ends at a residual
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
+
+KINDS = ("rademacher", "normal")
+
+
+class Goal(NamedTuple):
+    """How small the standard error must be for a run to end.
+
+    Args:
+        rel: times the value's magnitude.
+        abs: in the value's unit. Of two bounds the looser one holds.
+        least: draws below which nobody looks. A standard error of few draws is often far too small; ending where it
+            happens to be small would make most results look better than they are.
+
+    Example:
+        >>> import torch
+        >>> goal = Goal(rel=0.01, abs=None, least=10)
+        >>> goal.reached(torch.tensor([200.0]), torch.tensor([1.5]), draws=12)
+        True
+        >>> goal.reached(torch.tensor([200.0]), torch.tensor([1.5]), draws=9)
+        False
+    """
+
+    rel: float | None
+    abs: float | None
+    least: int
+
+    @property
+    def asked(self) -> bool:
+        return self.rel is not None or self.abs is not None
+
+    def reached(self, values: Tensor, stderrs: Tensor, draws: int) -> bool:
+        """Whether every one of the standard errors is small enough."""
+        if not self.asked or draws < self.least:
+            return False
+        return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What a mean over random vectors is to cost and to reach.
+
+    Attributes:
+        A: the matrix.
+        samples: the most products to spend.
+        goal: when to end before.
+        kind: of random vectors, "rademacher" or "normal".
+        seed: of the random vectors.
+        show: whether to show a progress bar, on one process. None: where it goes to a terminal.
+    """
+
+    A: LinearMap
+    samples: int
+    goal: Goal
+    kind: str
+    seed: int
+    show: bool | None
+
+    @classmethod
+    def checked(
+        cls,
+        A: LinearMap,
+        samples: int,
+        rel: float | None,
+        abs: float | None,
+        min_samples: int,
+        seed: int,
+        show: bool | None,
+        kind: str = "rademacher",
+    ) -> Sampling:
+        """Of a call's arguments.
+
+        Raises:
+            ValueError: no product may be spent, a bound means nothing, or there is no such kind.
+        """
+        if samples < 1:
+            raise ValueError(f"samples is {samples}: an estimate spends at least one product; use samples=100")
+        if min_samples < 2:
+            raise ValueError(f"min_samples is {min_samples}: a standard error needs two draws; use min_samples=10")
+        for name, bound in {"rel": rel, "abs": abs}.items():
+            if bound is not None and not 0.0 <= bound < math.inf:
+                raise ValueError(f"{name} is {bound}: a bound on the standard error is finite and not negative")
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
+        return cls(A, samples, Goal(rel, abs, min_samples), kind, seed, show)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the products are enough for a whole basis."""
+        return self.samples >= self.A.space.size
+
+    def bar(self, what: str) -> Progress:
+        """A progress bar over the products to come, for `what` of the matrix."""
+        total = self.A.space.size if self.is_exact else self.samples
+        return Progress(total, f"{what} of {self.A.name}", self.A.shows(self.show))
+
+
+def check_tol(tol: float) -> None:
+    """Refuse what is no relative residual.
+
+    Raises:
+        ValueError: it is not between 0 and 1.
+    """
+    if not 0.0 < tol < 1.0:
+        raise ValueError(f"tol is {tol}: it bounds a relative residual, between 0 and 1; use a number like 1e-6")
