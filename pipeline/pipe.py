@@ -22,6 +22,7 @@ from partition import split
 from partition.contiguous import whole
 from partition.splitting import check_module
 from pipeline.common.arguments import check_flag, check_flags, check_limit, check_norm_type, shown
+from pipeline.common.cadence import validates
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import firm
 from pipeline.common.places import Place, places_of
@@ -622,7 +623,7 @@ class Pipe(Settled, Stateful):
         stages = self._stages()
         traces = [*self._traces, *([] if trace is None else [trace])]
         self._calls += grad
-        compares = grad and self._calls & (self._calls - 1) == 0
+        compares = grad and validates(self._calls)
         setup = Setup(
             stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
             self._known, self.deferred_batch_norm, traces, communicator, seed
@@ -641,7 +642,7 @@ class Pipe(Settled, Stateful):
         key = (flags, setup.communicator.failures)
         number = self._probed.get(key, 0) + 1
         self._probed[key] = number
-        if number & (number - 1):
+        if not validates(number):
             return
         try:
             plan, traffic = self._plans.uncut(setup.plan.schedule.placement)
@@ -740,7 +741,7 @@ class Pipe(Settled, Stateful):
     ) -> None:
         """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
         number = self._losses.get(loss.loss_fn) + (call.batch.chunks > 1)
-        compare = call.batch.chunks > 1 and number & (number - 1) == 0
+        compare = call.batch.chunks > 1 and validates(number)
         end = LossEnd(call, loss, aim, len(self), scaler, compare)
         if scaler is not None and call.last is None:
             scaler.scale(torch.zeros((), device=self.devices[0]))  # its scale exists from its first use on

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pipeline.common.cadence import validates
 from pipeline.common.interrupts import LATE, Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads, flatten
@@ -129,8 +130,8 @@ class DistributedCommunicator(Communicator):
     def open(
         self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
     ) -> int:
-        """Compare what everyone is about to do; calls 1, 2, 4, 8, ... compare all values of the mini-batch."""
-        values = self.number & (self.number - 1) == 0
+        """Compare what everyone is about to do; validating calls compare all values of the mini-batch."""
+        values = validates(self.number)
         self._words = words
         mine = self._told(values)
         digests = [digest(text) for text in mine.values()]

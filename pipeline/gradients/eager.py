@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flag, check_limit, shown
+from pipeline.common.cadence import validates
 from pipeline.common.interrupts import firm
 from pipeline.gradients.per_parameter import PerParameterOptimizer
 
@@ -165,9 +166,9 @@ class EagerUpdate:
             self._rule(param, grad)
 
     def is_to_look(self) -> bool:
-        """Whether what takes long to look for is to be looked for: at times 1, 2, 4, 8, ... of asking."""
+        """Whether to look for what takes long to find: each validating time of asking."""
         self._looks += 1
-        return self._looks & (self._looks - 1) == 0
+        return validates(self._looks)
 
     def note_untouched(self, updated: set[int]) -> None:
         """A step has ended in which these were updated."""

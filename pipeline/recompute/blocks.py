@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from pipeline.common.arguments import check_flag, shown
+from pipeline.common.cadence import validates
 from pipeline.common.interrupts import held
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
@@ -174,7 +175,7 @@ class _Patch:
         _refuse_own_checkpointing(block)
         _refuse_caches(words, (*args, *kwargs.values()))
         flags = tuple([module.training for module in block.modules()])
-        compares = flags not in self._seen or self._calls & (self._calls - 1) == 0
+        compares = flags not in self._seen or validates(self._calls + 1)
         made = Replay(block, self.__wrapped__, args, kwargs, words, self._known, compares).run()
         self._calls += 1
         self._seen.add(flags)
