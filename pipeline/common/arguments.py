@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise TypeError unless a value is True or False: `"no"` is true, too."""
+    """Raise TypeError unless a value is True or False: `"no"` would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {shown(value)}. Use True or False.")
 
@@ -61,10 +61,10 @@ def check_norm_type(value: Any) -> None:
 
 def check_factor(value: Any) -> None:
     """Raise unless gradients can be multiplied by a value: a number that is not nan, or a tensor of one."""
-    if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1:  # on any device: nobody waits for it
+    if isinstance(value, Tensor) and not value.is_nested and value.numel() == 1:  # on any device: its value is not read
         return
     if isnan(_number("factor", value)):
-        raise ValueError("factor is nan, and every gradient would be. Give a number.")
+        raise ValueError("factor is nan, so every gradient would be nan. Give a number.")
 
 
 def _number(name: str, value: Any) -> float:
@@ -76,7 +76,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError unless this is an optimizer: torch's, or what has groups of parameters and steps."""
+    """Raise TypeError unless this is an optimizer: torch's, or an object with groups of parameters and a step."""
     if isinstance(optimizer, type):
         raise TypeError(
             f"the optimizer is {shown(optimizer)}. Give an object of it, such as "
@@ -91,7 +91,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise TypeError unless this is a GradScaler, or does what one does."""
+    """Raise TypeError unless this is a GradScaler or has its methods."""
     if isinstance(scaler, type) or not all([hasattr(scaler, name) for name in _SCALER]):
         raise TypeError(f"the scaler is {shown(scaler)}. Give a torch.amp.GradScaler(...), or None.")
 

@@ -19,7 +19,7 @@ from pipeline.common.interrupts import held
 
 
 class Turn:
-    """One call's turn."""
+    """One call's hold of the lock."""
 
     __slots__ = ("is_on",)
 
@@ -27,7 +27,7 @@ class Turn:
         self.is_on = True
 
 
-_lock = threading.RLock()  # of the process, as the default generators are
+_lock = threading.RLock()  # one for the process, as the default generators are
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
@@ -36,7 +36,7 @@ def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
     """Within: no other thread's call runs, and signals are held back (common/interrupts.py).
 
     Args:
-        earlier: the turn in which the forward ran whose backward this is; if that is still on, this is part of it.
+        earlier: that of the forward whose backward this is; if it is still held, this is part of it.
         may_wait: whether this thread may wait for others. A thread in which autograd works for a device may not: the
             other call may itself be waiting for that thread.
 

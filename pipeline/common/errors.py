@@ -1,6 +1,6 @@
 """The errors that a call can raise, each with a type of its own.
 
-    ValueError, TypeError   an argument is wrong: seen at the edge, before anything ran
+    ValueError, TypeError   an argument is wrong: found by validation, before anything runs
     CheckpointError         a chunk cannot be recomputed as it was computed
     StuckError              no lane can go on
     MismatchError           the ranks do not make the same call (distributed/agreement.py)
@@ -16,8 +16,8 @@ class CheckpointError(RuntimeError):
 
 
 class DroppedError(CheckpointError):
-    """A layer called autograd within its forward, where nothing is saved. The stage then runs it again, saving."""
+    """A layer called autograd within a forward that saves nothing. The stage then runs it again, saving."""
 
 
 class StuckError(RuntimeError):
-    """Every lane that still has actions waits for an action that nobody runs."""
+    """Every lane that still has actions waits for an action that no lane runs."""

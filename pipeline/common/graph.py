@@ -5,8 +5,8 @@
                 foreign leaf ----'                        [3] anything else: captured in a list, a closure, a cache
 
 `explore` walks the graph of one chunk after F. [1] and [2] are known. A leaf [3] that belongs to the user becomes an
-input of the call like a parameter; one that belongs to another stage or to an earlier call means that a value took a
-way round the stage boundary, and is refused by name: its gradient would be lost without an error.
+input of the call like a parameter; one that belongs to another stage or to an earlier call shows a value that
+bypassed the stage boundary, and is refused by name: its gradient would be lost without an error.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
-MARK = "_penstock_leaf"  # on leaves that we made: says what they stand for
+MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
 
 
 class Reached(NamedTuple):
-    """The leaves of a graph whose gradients somebody can ask for, and how many nodes it has."""
+    """The leaves of a graph whose gradients can be requested, and the number of its nodes."""
 
     leaves: dict[int, Tensor]  # by id
     nodes: int
 
 
 def mark(leaf: Tensor, what: str) -> Tensor:
-    """Say what a leaf of ours stands for, so that another stage that reaches it can name it."""
+    """Mark a leaf of a stage with what it stands for, so that another stage that reaches it can name it."""
     setattr(leaf, MARK, what)
     return leaf
 
 
 class Roots(NamedTuple):
-    """Where a backward begins, with what gradients, and what the graph reaches beyond the stage.
+    """The roots of a backward, their gradients, and the foreign leaves that the graph reaches.
 
-    At tensors; or, where the tensors themselves are not needed any more, at their edges in the graph.
+    A root is a tensor; or, where the tensor itself is not needed any more, its edge in the graph.
     """
 
     tensors: Sequence[Tensor | GradientEdge]
@@ -63,7 +63,7 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
 
 def explore(roots: Sequence[Tensor], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
     """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors or edges of `until`."""
-    seen: set[Any] = {None}  # no gradient is wanted there
+    seen: set[Any] = {None}  # None: no gradient is needed there
     for tensor in until:
         seen.add(_node(tensor))
     stack = []
@@ -90,9 +90,9 @@ def explore(roots: Sequence[Tensor], until: Sequence[Tensor | GradientEdge] = ()
 
 
 def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
-    """The numbers that autograd.Functions behind some tensors keep for their backward: no output shows them.
+    """The numbers that autograd.Functions behind some tensors keep for their backward, which no output shows.
 
-    Of whole numbers it cannot be said whether they are factors or names.
+    Whole numbers are left out: they may be names rather than factors.
     """
     seen: set[Any] = {None}
     stack = [_node(root) for root in roots]
@@ -126,9 +126,9 @@ def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
 
 
 def asked_for(leaves: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Those leaves that somebody beside their graph holds. Of the others nobody can ask for the gradient.
+    """Those leaves that are referenced from outside their graph. The gradients of others cannot be requested.
 
-    They are what a forward made for itself: `pos.detach().requires_grad_()`, to differentiate an energy by it.
+    The others are made within a forward: `pos.detach().requires_grad_()`, to differentiate an energy by it.
     """
     return {key: leaves[key] for key in leaves if _references(leaves, key) > _ALONE}
 
@@ -138,7 +138,7 @@ def _references(leaves: dict[int, Tensor], key: int) -> int:
 
 
 def _references_alone() -> int:
-    """What `_references` says of a leaf that only its graph holds."""
+    """The result of `_references` for a leaf that only its graph holds."""
     with torch.inference_mode(False), torch.enable_grad():
         root: Any = torch.ones((), requires_grad=True, device="cpu") * 2
     return _references({0: root.grad_fn.next_functions[0][0].variable}, 0)
@@ -148,7 +148,7 @@ _ALONE = _references_alone()
 
 
 def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
-    """Whether a graph has a node in whose name this stands."""
+    """Whether a graph has a node whose name contains `name`."""
     stack = [_node(root) for root in roots]
     seen: set[Any] = {None}
     while stack:
@@ -169,7 +169,7 @@ def _node(tensor: Tensor | GradientEdge) -> Any:
 
 
 def edge(tensor: Tensor) -> GradientEdge:
-    """Where a tensor hangs in the graph."""
+    """The edge of the graph that leads to a tensor."""
     return GradientEdge(_node(tensor), tensor.output_nr)
 
 
@@ -180,9 +180,9 @@ def run_backward(
     retain: bool,
     ends: Sequence[Tensor | GradientEdge] = (),
 ) -> None:
-    """`torch.autograd.backward` without its checks: we made both sides ourselves, and small graphs feel it.
+    """`torch.autograd.backward` without its checks, which take time on small graphs.
 
-    `ends`: where it is to lead, if not to all leaves.
+    `ends`: the targets, if not all leaves.
     """
     _engine.run_backward(
         tuple(roots), tuple(grads), retain, False, tuple(ends), allow_unreachable=True, accumulate_grad=True
@@ -190,7 +190,7 @@ def run_backward(
 
 
 def finish_backward(root: Tensor) -> None:
-    """The same from one root, for what is to be finished though a signal comes (common/interrupts.py)."""
+    """The same from one root, for a backward that must be finished even if a signal comes (common/interrupts.py)."""
     _engine.run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
@@ -210,11 +210,11 @@ def gradients(
 
 
 class StrayGradientGuard:
-    """Whether a stage's own backward is under way: at any other time a gradient that arrives here would be lost.
+    """A guard against gradients that arrive while the stage's own backward is not running: they would be lost.
 
     Such a gradient comes, for example, of an auxiliary loss that a layer keeps and the caller adds to the loss. It
-    costs one hook for each alias and call. Stages of torch's own layers, which show nobody anything, have these hooks
-    only in calls that compare.
+    costs one hook for each alias and call. Stages of torch's own layers, which expose no tensor, have these hooks only
+    in validating calls.
     """
 
     __slots__ = ("_stage", "_is_on")
@@ -231,10 +231,10 @@ class StrayGradientGuard:
         self._is_on = False
 
     def __call__(self, _: Tensor | None = None) -> None:
-        """A gradient arrives, at an alias or at the cut.
+        """Check a gradient that arrives at an alias or at the cut.
 
         Raises:
-            RuntimeError: it comes from outside.
+            RuntimeError: it comes from another backward.
         """
         if not self._is_on:
             raise RuntimeError(
@@ -246,7 +246,7 @@ class StrayGradientGuard:
 
 
 class Entry(torch.autograd.Function):
-    """From a stage's leaves to what its layers see: the values, no view of the leaves, so a layer may write them.
+    """The identity between a stage's leaves and its layers' inputs, which are no views: a layer may write them.
 
     Its backward puts the gradients into `found` as they come. Through the leaves' `.grad` they would be copied into the
     leaves' layout, and sums over another layout round differently.
@@ -272,25 +272,24 @@ enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
 
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:
-    """A gradient that shares memory with nothing, in its owner's layout: autograd may hand one tensor to several."""
+    """A gradient that shares memory with nothing, in its owner's layout: autograd may give one tensor to several."""
     if grad.is_sparse:
         return grad.clone()
     return torch.empty_like(owner, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 class Gate:
-    """Lets gradients through from a recomputation to what it was computed from, except while it is closed.
+    """A gate that passes gradients from a recomputation to its inputs, except while it is closed.
 
-    While the gradient of a captured leaf is asked for, paths that lead to it round the Pipe, through the input or
-    through another owner, are closed: whoever asked for the Pipe's gradients adds those. Derivatives of the result
-    pass.
+    While the gradient of a captured leaf is computed, paths that lead to it outside the Pipe, through the input or
+    through another owner, are closed: the caller's own backward adds those. Derivatives of the result pass.
     """
 
     def __init__(self) -> None:
         self.is_open = True
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """A view behind the gate. It has no hooks: those of `tensor` act later, once, on what is returned."""
+        """A view behind the gate. It has no hooks: those of `tensor` run later, once, on the returned gradient."""
         return _through(self, tensor)
 
     @contextmanager
@@ -304,7 +303,7 @@ class Gate:
 
 
 class Through(torch.autograd.Function):
-    """Identity that a gate opens and closes."""
+    """The identity that a gate opens and closes."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, tensor: Tensor) -> Tensor:

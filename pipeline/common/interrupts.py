@@ -2,14 +2,14 @@
 
     begin    a signal comes: noted, not handled        end    every noted signal comes again, to its own handler
 
-    with held():    around a call                          [1] a layer, a loss, autograd: handled, as an error of theirs
-                                                           [2] our own code: noted
+    with held():    around a call                          [1] a layer, a loss, autograd: handled
+                                                            [2] this package's code: noted
         deliver()   between two actions                    noted signals are handled
         firm()      the call can only be finished          [1] noted, too
 
 Python runs the handler of a signal (Ctrl-C, an alarm, the death of a DataLoader's worker) in the main thread, between
-any two instructions, and what it raises ends what runs there. Where half of something would be left (a stand-in in a
-module, a mode, a hook), it has to wait.
+any two instructions, and an exception of the handler ends what runs there. Where that would leave something half done
+(an alias in a module, a mode, a hook), it has to wait.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import torch
 
 LATE = "this interrupt waited until {} had ended: that has taken place, on all ranks"
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
-MOST = 3  # the third that comes while others wait is handled at once: something hangs
+MOST = 3  # the third interrupt while others wait is handled at once: something hangs
 _PACKAGE = __name__.partition(".")[0]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_callers: set[CodeType] = set()  # functions of ours that do nothing but call the user's code
+_callers: set[CodeType] = set()  # functions of this package that only call the user's code
 _calls: list[held] = []  # around the call that runs in the main thread
 
 
 class Deferral:
-    """A section within which no handler of a signal runs. Sections may lie within each other, or overlap.
+    """A section within which no signal handler runs. Sections may be nested, or overlap.
 
-    Handlers run in the main thread alone; in any other a section changes nothing.
+    Handlers run in the main thread only; in any other a section changes nothing.
 
     Attributes:
         is_on: whether signals wait.
@@ -55,12 +55,12 @@ class Deferral:
     """
 
     def __init__(self) -> None:
-        self._handlers: list[_Handler] = []  # that stand in the place of others
+        self._handlers: list[_Handler] = []  # installed in the place of others
         self.is_on = False
         self._came: list[int] = []  # the signals that came
 
     def begin(self) -> None:
-        """From now on signals wait. Nothing happens where they wait already."""
+        """From now on signals wait. Without effect if they wait already."""
         if self.is_on or threading.current_thread() is not threading.main_thread():
             return
         try:
@@ -71,13 +71,13 @@ class Deferral:
         except BaseException:
             self.end()
             raise
-        self.is_on = True  # in one instruction; until then, and after `end`, what stands there passes signals on
+        self.is_on = True  # in one instruction; before it, and after `end`, handlers pass signals on
 
     def end(self, note: str = "") -> None:
-        """From now on signals come at once. First those come that have waited: their handlers may raise.
+        """From now on signals are handled at once, first those that have waited. Their handlers may raise.
 
         Args:
-            note: for what they raise.
+            note: added to an exception that they raise.
         """
         self.is_on = False
         handlers, self._handlers = self._handlers, []
@@ -85,7 +85,7 @@ class Deferral:
         try:
             for handler in handlers:
                 standing = _standing(handler.number)
-                if standing is not _signal.getsignal(handler.number):  # else someone has set another one since
+                if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
                     _signal.signal(handler.number, standing)
         finally:
             try:
@@ -96,7 +96,7 @@ class Deferral:
                 raise
 
     def end_with_backward(self) -> None:
-        """End when the backward under way does: if it goes well, gradients have become `.grad` then."""
+        """End with the running backward. If that succeeds, gradients are in `.grad` by then."""
         if self.is_on:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
@@ -108,7 +108,7 @@ class Deferral:
 
 
 class held(Deferral):
-    """Around a call: signals wait where our code runs, until the next action or the end. Within another: nothing."""
+    """A section around a call: signals wait where this package's code runs, until the next action or the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class held(Deferral):
         return super().note(number, frame)
 
     def handle(self) -> None:
-        """Handle the signals that wait, each though the handler of another raises."""
+        """Handle all signals that wait, even if the handler of one raises."""
         self._waiting = 0
         if self._came:
             number = self._came.pop(0)
@@ -145,25 +145,25 @@ class held(Deferral):
 
 
 def calls_users_code(function: _Function) -> _Function:
-    """Of a function that has nothing half done while it runs: signals are handled in what it calls."""
+    """Mark a function that leaves nothing half done: signals are handled in the code that it calls."""
     _callers.add(function.__code__)
     return function
 
 
 def deliver() -> None:
-    """Between two actions: handle the signals that wait. Raises what their handlers raise."""
+    """Handle the signals that wait, between two actions. Raises what their handlers raise."""
     if _calls and threading.current_thread() is threading.main_thread() and not _calls[0].is_firm:
         _calls[0].handle()
 
 
 def firm() -> None:
-    """From here on the call is finished, whatever comes: what it does now cannot be taken back."""
+    """From here on the call is finished whatever signals come: its effects cannot be undone."""
     for call in _calls:
         call.is_firm = True
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Whether code of ours was interrupted, or what it called for itself: not the user's."""
+    """Whether this package's code was interrupted, or a library that it called, not the user's code."""
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
             return frame.f_code not in _callers
@@ -172,7 +172,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 class _End:
-    """Ends a section when it is called; or when autograd drops it, since the backward failed."""
+    """Ends a section when it is called, or when autograd drops it after a failed backward."""
 
     def __init__(self, deferral: Deferral) -> None:
         self._deferral = deferral
@@ -185,7 +185,7 @@ class _End:
 
 
 class _Handler:
-    """Stands in the place of another handler."""
+    """A handler in the place of another one."""
 
     def __init__(self, deferral: Deferral, number: int, earlier: Callable[[int, Any], Any]) -> None:
         self._deferral = deferral
@@ -203,7 +203,7 @@ class _Handler:
 
 
 def _standing(number: int) -> Any:
-    """The handler of a signal, behind those that only pass it on."""
+    """The handler of a signal, behind handlers that only pass it on."""
     handler = _signal.getsignal(number)
     while isinstance(handler, _Handler) and handler.is_over:
         handler = handler.earlier
@@ -211,7 +211,7 @@ def _standing(number: int) -> Any:
 
 
 def _raise(numbers: list[int]) -> None:
-    """Let signals come, each though the handler of another has raised."""
+    """Raise all of these signals, even if the handler of one raises."""
     if numbers:
         try:
             signal.raise_signal(numbers.pop(0))

@@ -1,7 +1,7 @@
 """The tables of a module's parameters and buffers: a dict, or, in a ScriptModule, an object of C++.
 
     module._parameters                  {"weight": p, ...}
-    Scripted(script, "_parameters")     the same to whoever reads and writes it
+    Scripted(script, "_parameters")     the same interface for reading and writing
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Table: TypeAlias = dict[str, Any]
 
 
 class Scripted(dict[str, Any]):
-    """A table of a ScriptModule. Its names are there for good; the values are asked for each time.
+    """A table of a ScriptModule. Its names are fixed; values are read each time.
 
     Args:
         module: from torch.jit.script or trace.
@@ -39,7 +39,7 @@ class Scripted(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return {name: self[name] for name in self}
 
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # a view of what is there now
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # a view of the present values
         return self.copy().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
@@ -47,11 +47,11 @@ class Scripted(dict[str, Any]):
 
     def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
         for name, value in values.items():
-            if value is not None:  # which stays what it is
+            if value is not None:  # None stays None
                 self[name] = value
 
     def clear(self) -> None:
-        """Nothing: what is to be there is put there afterwards."""
+        """Do nothing: `update` follows and writes all values."""
 
 
 def parameters_of(module: nn.Module) -> Table:

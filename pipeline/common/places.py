@@ -1,9 +1,9 @@
 """Places: the devices on which stages compute, or, in tests, named parts of one.
 
-    Pipe(..., devices=["cuda:0", "cuda:1"])    a place is a device: what shares a device shares a place
+    Pipe(..., devices=["cuda:0", "cuda:1"])    a place is a device: stages on one device share a place
 
-What several places need (copies, a thread each, weights that are read far from home) can be had on the CPU alone:
-places of other names count as other devices, which happen to share the processor.
+Tests exercise several places (copies, a thread each, weights that another place owns) on the CPU alone: places with
+different names count as different devices that share the processor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def places_of(devices: Any) -> list[Place] | None:
-    """What is given as the devices of the stages; None: nothing is.
+    """The places for a `devices` argument; None if none is given.
 
     Raises:
         TypeError, ValueError: no list of devices.

@@ -71,9 +71,9 @@ class Ambient(NamedTuple):
 
 
 def eagerly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that torch.compile must not look into: it would trace the engine instead of the layers.
+    """Call a function that torch.compile must not trace: it would trace the engine instead of the layers.
 
-    torch.compile of a layer works as ever; of a whole Pipe, it compiles nothing.
+    torch.compile of a layer works as usual; that of a whole Pipe compiles nothing.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is being compiled, and importing it takes a second
         return function(*args)
@@ -86,9 +86,9 @@ def eagerly(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def weights_cast_anew(grad: bool) -> Iterator[None]:
-    """At the end: autocast forgets the casts of weights that it keeps for the length of a region.
+    """At the end: clear the casts of weights that autocast caches for the length of a region.
 
-    They belong to leaves of one call, so that no other call finds them again; kept, they would pile up.
+    They belong to leaves of one call, so no later call would use them, and they would pile up.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def without_autocast() -> AbstractContextManager[None]:
 
 
 def without_function_modes() -> AbstractContextManager[None]:
-    """Within: torch-function modes do not see what the Pipe computes for itself. They are meant for the layers."""
+    """Within: torch-function modes, which are meant for the layers, do not see the Pipe's own computations."""
     return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()
 
 
@@ -138,9 +138,9 @@ def _precision(backend: str, operation: str) -> tuple[Callable[[], str], Callabl
 
 
 def _matmul_precision() -> str | None:
-    """What torch.get_float32_matmul_precision() says; None: the switches of the backends say what it cannot.
+    """torch.get_float32_matmul_precision(), or None where the backends' switches differ.
 
-    It is not asked: where they do, it raises.
+    Read from them, since torch's function raises in that case.
     """
     found = [torch._C._get_fp32_precision_getter(backend, "matmul") for backend in ("cuda", "mkldnn")]
     return {"none none": "highest", "ieee ieee": "highest", "tf32 tf32": "high", "tf32 bf16": "medium"}.get(
@@ -153,8 +153,8 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch._C._set_float32_matmul_precision(precision)
 
 
-# What else changes the kernels that a layer runs on, or the dtype of what it makes: how to read it and how to set it.
-# A precision that is not set for an operation is that of its backend, or of all: so those come first.
+# The other switches that change a layer's kernels or the dtype of its output: how to read and set each of them.
+# A precision that is not set for an operation is that of its backend, or of all; so those come first.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is dropped, what a recomputation must find as it was, and what it must give.
+"""Activation checkpointing: the policy, the state that a recomputation must find, and the check of its outputs.
 
 Imports common and data.
 """

@@ -1,12 +1,12 @@
 """The attributes of modules at one moment, and what is in them: put back where a chunk or a call runs again.
 
     module.seen = 3    module.log = ["a"]     module.config.rates = {"lr": 0.1}
-        the module's own dict, and every list, dict, set, deque, small array and plain object that hangs on it: what
-        each holds, by identity; of tensors how often they were written, and copies of those that forwards do write
+        the module's own dict, and every list, dict, set, deque, small array and plain object that it
+        reaches: their entries by identity; of tensors the versions, and copies of those that forwards write
 
-What is put back is put into the same containers, so whoever else holds them sees it too. Parameters and buffers are the
-affair of parameters.py and buffers.py. Not looked at are classes, functions and what they close over, iterators, other
-modules that hang on an attribute, what is deeper than four levels; of long containers only the length counts.
+Entries are put back into the same containers, so other references to them see it too. Parameters and buffers are
+handled in parameters.py and buffers.py. Not covered are classes, functions and their closures, iterators, other modules
+on an attribute, and anything deeper than four levels; of long containers only the length counts.
 
 Attributes are compared by identity before each forward that may be recomputed, at 0.5 us a module (torch's own layers
 are left out). A snapshot is made only where something changed; the chunks between share it. No call relies on what an
@@ -43,13 +43,13 @@ _INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")]
 
 
 class Attributes:
-    """What the attributes of some modules hold now.
+    """The present contents of the attributes of some modules.
 
     Args:
-        modules: the modules. Those of torch's own classes that nobody has hooked keep no state.
+        modules: the modules. Those of torch's own classes without hooks keep no state.
         tables: of parameters, where none stand in for them: of a block, whose attributes may also be set before its
             forward (a weight that a hook computes). Without, tensors in autograd's graph are not kept alive.
-        buffers: the ids of tensors that are not to be looked at.
+        buffers: the ids of tensors that are left out.
         copied: the ids of the tensors that forwards write, of which copies are kept. None: all.
     """
 
@@ -86,8 +86,8 @@ class Attributes:
         return bool(self._modules or self._places)
 
     def _look(self, values: Iterable[Any], depth: int, package: str, held: Callable[[Any], Any]) -> None:
-        """Note the containers among `values`, and what is in them; of objects those of the module's own `package`,
-        and those that no package brings along."""
+        """Note the containers among `values` and their entries; of objects those of the module's own `package`,
+        and those of no installed package."""
         for value in values:
             kind = _kind_of(type(value))  # type: ignore[arg-type]  # a type is Hashable
             if kind is None or id(value) in self._seen or len(self._seen) >= _MOST:
@@ -115,7 +115,7 @@ class Attributes:
 
     @property
     def is_current(self) -> bool:
-        """Whether they hold the same still."""
+        """Whether their contents are unchanged."""
         for table, _, get, size, values in self._modules:
             if len(table) != size:
                 return False
@@ -135,15 +135,15 @@ class Attributes:
 
     @property
     def written(self) -> set[int]:
-        """The ids of the tensors that were written in place since."""
+        """The ids of the tensors that were written in place since the snapshot."""
         return {key for key, (tensor, version, _) in self._tensors.items() if tensor._version != version}
 
     def put_back(self, copies: set[int], long: bool = True) -> None:
-        """Make them hold what they held.
+        """Restore the contents.
 
         Args:
-            copies: the ids of tensors in whose places copies are put, of what was in them then.
-            long: whether to shorten containers with many entries, of which nobody has kept those that came since.
+            copies: the ids of tensors that are replaced by copies with the earlier values.
+            long: whether to shorten containers with many entries, which drops the entries added since.
         """
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
@@ -155,12 +155,12 @@ class Attributes:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
 
     def roll_back(self) -> None:
-        """Make everything what it was, the values of tensors too."""
+        """Restore all contents, the values of tensors too."""
         self.put_back(set())
         for tensor, version, copy in self._tensors.values():
             if copy is not None and tensor._version != version:
                 with torch.no_grad():
-                    if tensor.shape != copy.shape:  # torch resizes none with gradients, not even to the same shape
+                    if tensor.shape != copy.shape:  # torch resizes no tensor with gradients, not even to the same shape
                         tensor.resize_(copy.shape)
                     tensor.copy_(copy)
 
@@ -180,13 +180,13 @@ class _Written(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """How one kind of container is read and written.
+    """A kind of container, with functions that read and write it.
 
     Attributes:
         read: its entries.
         write: gives it entries that were read earlier.
         long: the kind of such a container with many entries.
-        opens: whether what it holds is looked at too.
+        opens: whether its entries are searched too.
         same: whether an entry is one that was read earlier.
     """
 
@@ -198,7 +198,7 @@ class _Kind(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A container, and what it held."""
+    """A container and its contents."""
 
     kind: _Kind
     holder: Any
@@ -214,18 +214,18 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _held(value: Any) -> Any:
-    """The value; of one that hangs in autograd's graph a weak reference, or it would keep that graph alive."""
+    """The value, or a weak reference to one in autograd's graph, which it would keep alive."""
     return TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
 def _again(values: list[Any]) -> list[Any]:
-    """The values that were held; `_GONE` for what nobody else has kept."""
+    """The values that were held; `_GONE` for those that are freed."""
     return [(_GONE if (tensor := value()) is None else tensor) if type(value) is TensorWeakRef else value
             for value in values]  # fmt: skip
 
 
 def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: Container[Any] = ()) -> None:
-    """Give a dict these entries and no more, but for `others`. An entry that is gone stays as it is now."""
+    """Give a dict these entries and no more, but for `others`. An entry whose value is freed stays as it is."""
     pairs = zip(names, _again(values), strict=True)
     wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
     for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
@@ -236,7 +236,7 @@ def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: 
 def _write_mapping(table: dict[Any, Any], content: list[Any]) -> None:
     names, values = content[: len(content) // 2], content[len(content) // 2 :]
     _become(table, names, values)
-    if [*table] != names:  # their order counts too
+    if [*table] != names:  # the order counts, too
         for name in names:
             if name in table:
                 table[name] = table.pop(name)
@@ -267,7 +267,7 @@ def _write_array(holder: Any, content: list[bytes]) -> None:
 
 
 def _shorten(holder: Any, content: list[int]) -> None:
-    while len(holder) > content[0] and not isinstance(holder, set):  # which does not know the last one
+    while len(holder) > content[0] and not isinstance(holder, set):  # a set has no last entry
         holder.popitem() if isinstance(holder, dict) else holder.pop()
 
 
@@ -296,7 +296,7 @@ _TENSOR = _Kind(list, lambda holder, content: None)
 
 @lru_cache(maxsize=4096)
 def _kind_of(kind: type) -> _Kind | None:
-    """How objects of a class are read and written. None: they are not looked at."""
+    """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
         return _TENSOR
     if issubclass(kind, (dict, list, set, bytearray, deque)):
@@ -316,5 +316,5 @@ def _package(kind: type) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_installed(package: str) -> bool:
-    """Whether a package is one of those that pip installs: what such an object does elsewhere is not known."""
+    """Whether a package was installed by pip: the effects of restoring its objects are not known."""
     return (getattr(sys.modules.get(package), "__file__", None) or "").startswith(_INSTALLED)

@@ -29,7 +29,7 @@ from pipeline.recompute.snapshot import StageTraits
 
 Kind: TypeAlias = type[nn.Module] | str
 Match: TypeAlias = Kind | tuple[Kind, ...] | Callable[[str, nn.Module], bool]
-_CACHES = "transformers.cache_utils"  # where their classes are
+_CACHES = "transformers.cache_utils"  # the module of their classes
 
 
 def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bool = False) -> CheckpointedBlocks:
@@ -37,7 +37,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
 
     Outputs, gradients of every order, buffers and the states of all random generators are those of the model without
     it. It is on iff gradients are (`torch.is_grad_enabled()`), in train and in eval mode; within torch.func and forward
-    mode the blocks compute as ever. To call it twice changes nothing more. Where a model of Hugging Face has a
+    mode the blocks compute as usual. A second call changes nothing more. Where a model of Hugging Face has a
     `config.use_cache` that is on, it is turned off.
 
     Args:
@@ -53,7 +53,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
 
     Raises:
         TypeError: `match` is none of these.
-        ValueError: nothing matches; `every` is no positive integer, or more than what matches; blocks are nested; the
+        ValueError: no module matches; `every` is no positive integer, or more than what matches; blocks are nested; the
             model's own gradient checkpointing is on.
 
     Example:
@@ -91,10 +91,10 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
 
 
 class CheckpointedBlocks:
-    """The blocks that one call of `checkpoint_blocks` has taken on.
+    """The blocks that one call of `checkpoint_blocks` checkpoints.
 
     Attributes:
-        names: their names in the model. Blocks that an earlier call had taken on are not among them.
+        names: their names in the model. Blocks of an earlier call are not among them.
     """
 
     def __init__(self, patches: Sequence[tuple[str, _Patch]]) -> None:
@@ -102,7 +102,7 @@ class CheckpointedBlocks:
         self._patches = [patch for _, patch in patches]
 
     def remove(self) -> None:
-        """Give every block its own forward again. To remove twice does nothing more.
+        """Give every block its own forward again. A second call does nothing more.
 
         Raises:
             RuntimeError: something else has replaced the forward of a block since.
@@ -125,8 +125,8 @@ class CheckpointedBlocks:
 class _Patch:
     """The `forward` of a checkpointed block.
 
-    A copy of the block gets a patch of its own: one that ran the block it was made for would use that one's weights.
-    It is held by the block and refers to it weakly, so that a model dies when its last user lets go.
+    A copy of the block gets a patch of its own: the original patch would compute with the original's weights.
+    The block holds its patch, which refers to it weakly, so that a model is freed with its last reference.
     """
 
     def __init__(self, block: nn.Module, own: dict[str, Any], name: str, nested: bool, configs: list[Any]) -> None:
@@ -141,7 +141,7 @@ class _Patch:
         self._seen: set[tuple[bool, ...]] = set()  # training flags
 
     def __reduce__(self) -> tuple[type[_Patch], tuple[Any, ...]]:
-        """For deepcopy and pickle: what stands here is copied with the block, and refers to its copy."""
+        """For deepcopy and pickle: the patch is copied with the block, and refers to the copy."""
         return _Patch, (self.block, self._own, self._name, self._nested, self._configs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class _Patch:
 
 
 def _is_transformed() -> bool:
-    """Within torch.func (vmap, grad, jvp) or forward mode, which have no hooks of saved tensors: nothing is dropped."""
+    """Whether torch.func (vmap, grad, jvp) or forward mode is on: without hooks of saved tensors nothing is dropped."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -207,7 +207,7 @@ def _replayed(patch: _Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _own(block: nn.Module, name: str, nested: bool, configs: list[Any]) -> _Patch:
-    """The patch of a block, a new one or one that came with a copy of the model; who asks can remove it."""
+    """The patch of a block, a new one or one that was copied with the model. The caller can remove it."""
     patch = _patch_of(block)
     if patch is None:
         own = {"forward": vars(block)["forward"]} if "forward" in vars(block) else {}

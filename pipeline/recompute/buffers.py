@@ -4,12 +4,12 @@
     F of chunk 0  compare by value: these modules change their buffers                mutated
     F of chunk i  clone the buffers of those modules first                            before[i]
     R of chunk i  runs on copies of before[i]: the buffers are changed once, by F
-    failure       what changed goes back to initial
+    failure       changed buffers return to initial
 
-By value on the first chunk, because BatchNorm writes its running statistics without raising their version counters; by
-version and identity after. (On a GPU, where the host would have to wait for values, calls 1, 2, 4, 8, ... look, and the
-others believe them.) A module that begins to write later is caught by its counters, and has `initial` to go back
-to; whatever changes unseen is found by value when the forwards are done, and is an error.
+The first chunk compares by value, because BatchNorm writes its running statistics without raising their version
+counters; later chunks compare versions and identities. (On a GPU, where the host would have to wait for values, calls
+1, 2, 4, 8, ... validate; non-validating calls reuse earlier verdicts.) A module that begins to write later is found by
+its counters and can return to `initial`. Any other change is found by value after the forwards, and is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.recompute.packed import Snapshot
 
 
 class _Slot(NamedTuple):
-    owner: int  # modules that change their buffers together: one, or several that share a buffer
+    owner: int  # a group of modules that share buffers, or one module
     place: dict[str, Tensor | None]  # module._buffers
     name: str
     tensor: Tensor
@@ -41,7 +41,7 @@ class Buffers:
 
     Args:
         modules: the modules of the stage.
-        expected: who wrote theirs in an earlier call, as `writers` said; None: look at all values.
+        expected: the `writers` of an earlier call; None: compare all values.
     """
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
@@ -63,7 +63,7 @@ class Buffers:
         ]
         self._spare: list[Tensor] | None = None
         self._mutated: set[int] = set()  # owners
-        self._before: dict[int, tuple[list[int], Snapshot]] = {}  # chunk -> which slots, what they held
+        self._before: dict[int, tuple[list[int], Snapshot]] = {}  # chunk -> the slots, and their values
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -82,13 +82,13 @@ class Buffers:
         ])
 
     def before_forward(self, chunk: int) -> None:
-        """Clone what is known to change: a recomputation of this chunk may come."""
+        """Clone the buffers that change, for a recomputation of this chunk."""
         if self._mutated:
             indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
             self._before[chunk] = indices, Snapshot([_now(self._slots[index]) for index in indices])
 
     def after_forward(self) -> None:
-        """Learn which modules change their buffers."""
+        """Observe which modules change their buffers."""
         fresh = [slot for slot in self._slots if slot.owner not in self._mutated]
         for slot in fresh:
             if _touched(slot) or (not self._seen_first and self._is_written(slot)):
@@ -97,17 +97,17 @@ class Buffers:
 
     @property
     def writers(self) -> frozenset[int]:
-        """The numbers of those who wrote their buffers in this call."""
+        """The numbers of the groups that wrote their buffers in this call."""
         return frozenset(self._mutated)
 
     def _is_written(self, slot: _Slot) -> bool:
-        """By value; on a GPU by what earlier calls have seen, since the host would have to wait."""
+        """Compare by value; on a GPU reuse an earlier verdict, since the host would have to wait."""
         if self._expected is not None and slot.tensor.device.type != "cpu":
             return slot.owner in self._expected
         return not same_values(_now(slot), slot.initial)
 
     def note_writes(self, modules: Iterable[nn.Module], what: str) -> None:
-        """These modules' buffers are written now that all forwards have run; none of those has written them."""
+        """Note modules whose buffers are written after all forwards. Raise if a forward has written them."""
         owners = {slot.owner for module in modules for slot in self._slots if slot.place is module._buffers}
         if owners & self._mutated:
             names = ", ".join(f"'{slot.name}'" for slot in self._slots if slot.owner in owners & self._mutated)
@@ -119,7 +119,7 @@ class Buffers:
         self._mutated |= owners
 
     def check_unseen(self, what: str) -> None:
-        """Raise if a buffer changed that was never seen to change."""
+        """Raise if a buffer changed after chunk 0 without its version counter."""
         for slot in self._slots:
             if slot.owner not in self._mutated and self._is_written(slot):
                 raise CheckpointError(
@@ -129,7 +129,7 @@ class Buffers:
 
     @contextmanager
     def as_before(self, chunk: int) -> Iterator[None]:
-        """Within: the modules see their buffers as they were before F of `chunk`. What they change is thrown away."""
+        """Within: the modules see their buffers as they were before F of `chunk`. Their changes are dropped."""
         indices, snapshot = self._before.get(chunk, ([], None))
         before = dict(zip(indices, [] if snapshot is None else snapshot.copies(), strict=True))
         found = [slot.place.get(slot.name) for slot in self._slots]
@@ -137,7 +137,7 @@ class Buffers:
         changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
         others = [index for index in changing if index not in before]
         before.update(zip(others, Snapshot([self._slots[index].initial for index in others]).values(), strict=True))
-        if self._spare is None:  # one that writes unseen must not write `initial`, to which a failure goes back
+        if self._spare is None:  # a write past the counters must not reach `initial`
             self._spare = Snapshot([slot.initial for slot in self._slots]).values()
         for slot, spare in zip(self._slots, self._spare, strict=True):
             slot.place[slot.name] = _leaf_of_caller(slot) if slot.tensor.requires_grad else spare
@@ -156,28 +156,28 @@ class Buffers:
                 )
 
     def moved(self) -> bool:
-        """Whether a buffer that this call only reads holds another value by now.
+        """Whether a buffer that this call only reads has another value than before.
 
         A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
-        GPU nobody looks: the host would have to wait.
+        GPU there is no check: the host would have to wait.
         """
         read = [slot for slot in self._slots if slot.owner not in self._mutated and slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
     def memory(self) -> Iterator[tuple[int, str]]:
-        """Where each buffer is, and its name."""
+        """The address of each buffer, and its name."""
         for slot in self._slots:
             if slot.tensor.numel():
                 yield storage_of(slot.tensor), f"buffer '{slot.name}'"
 
     def written_memory(self) -> Iterator[int]:
-        """Where the buffers are that changed."""
+        """The addresses of the buffers that changed."""
         for slot in self._slots:
             if slot.owner in self._mutated and slot.tensor.numel():
                 yield storage_of(slot.tensor)
 
     def forget(self, chunk: int) -> None:
-        """No recomputation of this chunk will come any more."""
+        """Drop the values for this chunk, which is not recomputed any more."""
         self._before.pop(chunk, None)
 
     def put_back(self, chunk: int) -> None:
@@ -185,13 +185,13 @@ class Buffers:
         indices, snapshot = self._before.get(chunk, ([], None))
         for index, copy in zip(indices, [] if snapshot is None else snapshot.copies(), strict=True):
             slot = self._slots[index]
-            if slot.place.get(slot.name) is not slot.tensor:  # the module replaces it; a graph may have saved it
+            if slot.place.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
                 slot.place[slot.name] = copy
             else:
                 _give(slot.tensor, copy)
 
     def roll_back(self) -> None:
-        """Make every buffer what it was when the call began: the same tensor with the same values."""
+        """Restore every buffer to the beginning of the call: the same tensor with the same values."""
         for place, tensors in self._places:
             place.clear()
             place.update(tensors)
@@ -201,9 +201,9 @@ class Buffers:
 
 
 def _give(tensor: Tensor, values: Tensor) -> None:
-    """Make a buffer what it was, its shape too: observers of quantization resize theirs.
+    """Restore a buffer's values and shape: observers of quantization resize theirs.
 
-    Not counted as a write: a graph that has saved the buffer finds what it held.
+    Not counted as a write: a graph that has saved the buffer finds its earlier values.
     """
     with torch.no_grad():
         if tensor.shape != values.shape:
@@ -212,7 +212,7 @@ def _give(tensor: Tensor, values: Tensor) -> None:
 
 
 def _leaf_of_caller(slot: _Slot) -> Tensor:
-    """A buffer that requires a gradient is no record of values: it is differentiated, so it stays itself."""
+    """Return a buffer that requires a gradient: it is differentiated, so no copy may replace it."""
     if _version(slot.tensor) != slot.version:
         raise CheckpointError(
             f"buffer '{slot.name}', which requires a gradient, was changed in place between the forward and the "

@@ -1,4 +1,4 @@
-"""A few entries of each output, to see later whether a recomputation gives the same.
+"""Fingerprints of outputs: a few entries of each, compared with those of a recomputation.
 
 They are read where they lie in memory: right after a large kernel a call of a torch operator costs several times what
 reading 32 numbers does.
@@ -33,11 +33,11 @@ _WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
 
 Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Entries: TypeAlias = Words | Tensor
-"""Of one tensor: the bits of each, or where memory does not show them, a tensor of them."""
+"""The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
 
 
 def positions(size: int) -> list[int]:
-    """Which entries of `size` are taken, in order: all of them where they are few.
+    """The positions, in order, of the entries that are taken of `size`: all of them if they are few.
 
     >>> positions(3), positions(1024)[:4]
     ([0, 1, 2], [0, 35, 70, 92])
@@ -48,7 +48,7 @@ def positions(size: int) -> list[int]:
 
 
 def entries(tensors: Sequence[Tensor]) -> list[Entries]:
-    """Of each tensor. None of those on a GPU: comparing them would make the host wait."""
+    """The entries of each tensor. None for those on a GPU, where comparing would make the host wait."""
     return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
 
 
@@ -57,7 +57,7 @@ def _entries(tensor: Tensor) -> Entries:
     if type(tensor) is not Tensor or dtype not in _WORDS or tensor.layout is not torch.strided or tensor.is_neg():
         return _by_torch(tensor)
     begin = tensor.data_ptr()
-    if not begin:  # none of its own, or empty
+    if not begin:  # no memory of its own, or empty
         return _by_torch(tensor)
     if tensor.is_contiguous():
         return dtype, _reader(dtype, (tensor.numel(),), (1,))(begin)
@@ -81,7 +81,7 @@ def same_entries(then: Sequence[Entries], now: Sequence[Entries]) -> bool:
 
 @lru_cache(maxsize=512)
 def _reader(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Callable[[int], tuple[int, ...]]:
-    """From where a tensor of one entry or more begins to the bits of those taken."""
+    """A function from a tensor's address to the bits of the entries that are taken."""
     offsets = []
     for position in positions(prod(shape)):
         offset = 0

@@ -2,7 +2,7 @@
 
     tensors --flatten, by dtype and device--> a few flat tensors --copies--> tensors with the same values again
 
-A network with a hundred batch norms has three hundred buffers, and each chunk may need what they held before it.
+A network with a hundred batch norms has three hundred buffers, and each chunk may need their values from before it.
 Tensors that share memory, or are not contiguous, are cloned by themselves: copies share memory among themselves as the
 originals do.
 """
@@ -34,16 +34,16 @@ class Snapshot:
             for places in groups.values():
                 own = [tensors[place].detach() for place in places]
                 flat = torch._C._nn.flatten_dense_tensors(own)
-                self._flat.append((places, flat.clone() if len(own) == 1 else flat, own))  # of one it makes a view
+                self._flat.append((places, flat.clone() if len(own) == 1 else flat, own))  # else it is a view
         self._apart = apart
         self._clones = _clones([tensors[place] for place in apart])
 
     def copies(self) -> list[Tensor]:
-        """Tensors of these values, to be written as one likes."""
+        """Tensors of these values, which may be written."""
         return self._given([flat.clone() for _, flat, _ in self._flat], _clones(self._clones))
 
     def values(self) -> list[Tensor]:
-        """Tensors of these values, not to be written."""
+        """Tensors of these values, which must not be written."""
         return self._given([flat for _, flat, _ in self._flat], self._clones)
 
     def _given(self, flats: list[Tensor], clones: list[Tensor]) -> list[Tensor]:

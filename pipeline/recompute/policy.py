@@ -1,9 +1,9 @@
 """The checkpoint policy: the activations that are kept from F to B, and those that are computed again.
 
     kept         F keeps what autograd saves; B goes through it
-    recomputed   F runs as always but saves nothing; B first runs the chunk again (R), then goes through that
+    recomputed   F runs as usual but saves nothing; B first runs the chunk again (R), then goes through that
 
-Checkpointing is on iff gradients are (`torch.is_grad_enabled()`); `module.training` has no say. `except_last` asks the
+Checkpointing is on iff gradients are (`torch.is_grad_enabled()`); `module.training` has no say. `except_last` reads the
 order that will run: a chunk is recomputed iff another backward of the same device stands between its F and its B.
 Where none does, its activations would be the only ones there are, so keeping them adds nothing to the peak.
 
@@ -30,7 +30,7 @@ from scheduler import Action, Kind
 Policy: TypeAlias = str | Callable[[int, int], bool]
 POLICIES = ("always", "except_last", "never")
 
-NO_HOOKS = "don't yet support saved tensor hooks"  # in what torch.func says where there are some
+NO_HOOKS = "don't yet support saved tensor hooks"  # part of torch.func's error where there are hooks
 _DROPPED = (
     "a layer called autograd within its own forward, but this forward keeps nothing, since the chunk will be "
     "recomputed; or it keeps a tensor from one chunk or call for the next (a cached weight). Call it for every chunk "
@@ -95,8 +95,8 @@ def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
 
 
 def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """The pairs between whose F and whose backward another backward runs."""
-    backwards = 0  # how many ran so far
+    """The pairs that have another backward between their F and their own."""
+    backwards = 0  # number that ran so far
     at_forward: dict[tuple[int, int], int] = {}
     for action in order:
         pair = (action.stage, action.chunk)
@@ -110,7 +110,7 @@ def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def checkpointing(whether: bool) -> Iterator[None]:
-    """Within: `is_checkpointing()` says so."""
+    """Within: `is_checkpointing()` returns `whether`."""
     token = _checkpointing.set(whether)
     try:
         yield
@@ -120,7 +120,7 @@ def checkpointing(whether: bool) -> Iterator[None]:
 
 @contextmanager
 def repeating() -> Iterator[None]:
-    """Within: `is_recomputing()` says yes: what runs is no forward of its own, and nothing is to count it."""
+    """Within: `is_recomputing()` is True: what runs repeats a forward, and modules should not count it."""
     token = _recomputing.set(True)
     try:
         yield
@@ -132,7 +132,7 @@ class SavingNothing:
     """F of a chunk that will be recomputed: within, autograd builds its graph, and what it would save is dropped.
 
     Raises:
-        DroppedError: a layer called autograd within its forward (torch.func too), and what it needs was dropped.
+        DroppedError: a layer called autograd within its forward (torch.func too), and its saved tensors were dropped.
     """
 
     __slots__ = ("_token",)

@@ -1,4 +1,4 @@
-"""Random numbers belong to (seed of the call, chunk, layer), whatever runs before that layer.
+"""Random numbers that depend only on (seed of the call, chunk, layer), whatever runs before that layer.
 
     torch's default CPU generator --one draw--> seed of the call
     layer_seed(seed, chunk, layer) --manual_seed--> the default generators, just before that layer computes
@@ -7,7 +7,7 @@ The default generators are torch's (the CPU's, and that of each GPU), Python's (
 (`numpy.random.rand()`). So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the
 number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
 generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
-on the plain module. Generators that modules hold get no seed: `recompute/snapshot.py` keeps their states.
+on the plain module. Generators that modules hold are not seeded: `recompute/snapshot.py` keeps their states.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def draw_seed() -> int:
 
 
 def quiet_layers(layers: Iterable[tuple[int, nn.Module]]) -> frozenset[int]:
-    """The indices of those layers that surely draw no random number, forward or backward: they need no seed.
+    """The indices of the layers that certainly draw no random number, forward or backward: they need no seed.
 
-    Every module in them is exactly one of torch's that never draws, and nobody has put anything of his own into it: no
-    hook, no method, no parameter of another class.
+    Every module in them is exactly one of torch's that never draws, without changes by the user: no hook, no method, no
+    parameter of another class.
     """
     if module_hooks._has_any_global_hook() or _calls_of(nn.Module) != _MODULES_OWN:
         return frozenset()
@@ -68,7 +68,7 @@ def quiet_layers(layers: Iterable[tuple[int, nn.Module]]) -> frozenset[int]:
 
 
 def unobserved() -> bool:
-    """Whether nobody sees what torch's own layers compute or save: no mode, no hooks of saved tensors."""
+    """Whether no mode and no hook of saved tensors observes what torch's own layers compute or save."""
     return not (
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
@@ -83,7 +83,7 @@ def is_torchs_own(module: nn.Module) -> bool:
 
 
 def _has_torchs_forward(kind: type[nn.Module]) -> bool:
-    """Whether a class is one of torch's that never draw, and nobody has patched it since."""
+    """Whether a class is one of torch's that never draw, and is not patched."""
     forward = _FORWARDS.get(kind)
     return forward is not None and kind.forward is forward
 
@@ -101,7 +101,7 @@ def _is_quiet(module: nn.Module) -> bool:
 
 
 _PLAIN = (nn.Parameter, torch.Tensor, type(None))
-_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with their methods' names, for which an instance may have its own
+_QUIET: dict[type[nn.Module], frozenset[str]] = {  # with the names of methods that an instance may override
     kind: frozenset(["_compiled_call_impl", *[name for name in dir(kind) if callable(getattr(kind, name))]])
     for kind in (
         nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten,
@@ -130,7 +130,7 @@ _MODULES_OWN = _calls_of(nn.Module)
 
 
 class Generator(Protocol):
-    """What a `torch.Generator` offers; Python's and numpy's generators are made to offer it here."""
+    """The interface of a `torch.Generator`, to which Python's and numpy's generators are adapted here."""
 
     def manual_seed(self, seed: int, /) -> object: ...
 
@@ -184,8 +184,8 @@ _OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
 class KeptGenerators:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
-    Those outside torch are looked at when one is about to be seeded: to copy their states takes 80 us, longer than a
-    small stage computes. A context; within itself it does nothing more.
+    Those outside torch are kept only when one will be seeded: copying their states takes 80 us, longer than a small
+    stage computes. A context; a nested one does nothing more.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -207,7 +207,7 @@ class KeptGenerators:
                 generator.set_state(state)
 
     def keep_all(self) -> None:
-        """Any default generator may be seeded or drawn from, from now on."""
+        """Keep all: any default generator may be seeded or drawn from, from now on."""
         if not self._has_all:
             self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
             self._has_all = True
@@ -237,7 +237,7 @@ class Seeder:
         self.drew = False  # from a generator of the host: see LearningSeeder
 
     def settle(self) -> None:
-        """The work that was seeded last is done."""
+        """Note the end of the work that was seeded last."""
 
     def seed(self, chunk: int, layer: int) -> None:
         self._kept.keep_all()
@@ -267,7 +267,7 @@ class LearningSeeder(Seeder):
 
 
 class AcceleratorSeeder(Seeder):
-    """A seeder that leaves the default generators of the host to others."""
+    """A seeder that leaves the default generators of the host alone."""
 
     __slots__ = ()
 
@@ -307,7 +307,7 @@ def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
     They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
     generators of numpy.
     """
-    adapters: dict[type, Callable[[Any], Generator] | None] = {}  # asking each value would take milliseconds
+    adapters: dict[type, Callable[[Any], Generator] | None] = {}  # by class: each value would take milliseconds
     found: dict[int, Generator] = {}
     for module in modules:
         for value in vars(module).values():
@@ -322,7 +322,7 @@ def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
 
 
 def _adapter(kind: type) -> Callable[[Any], Generator] | None:
-    """How objects of a class are made to offer what a `torch.Generator` does. None: they are no generators."""
+    """The adapter of a class to the interface of `torch.Generator`. None: its objects are no generators."""
     if issubclass(kind, random.SystemRandom):  # it has no state
         return None
     return next((adapter for base, adapter in _ADAPTERS if issubclass(kind, base)), None)
@@ -367,7 +367,7 @@ def _combine(low: int, high: int, chunk: int, layer: int) -> int:
     """A bijection of the 32 bits (chunk, layer), chosen by the keys: so the lower halves of two pairs differ.
 
     Two rounds of the finalizer of MurmurHash3 (Appleby), itself a bijection of 32-bit words; written out twice, since
-    every layer of every chunk comes through here.
+    it runs for every layer of every chunk.
     """
     word = ((chunk << 16) ^ layer ^ (layer >> 16) ^ low) & _MASK32
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _MASK32

@@ -1,10 +1,10 @@
-"""The Python state that modules can reach: what a probe must leave as it found it.
+"""The Python state that modules can reach, which a probe must restore.
 
     attributes, lists, dicts, sets and deques on them, objects of the user's classes, tensors that are no parameters
-    functions: what they close over, and the containers that they name among the globals of their module
+    functions: their closures, and the containers that they name among the globals of their module
     generators of torch, numpy and Python's random
 
-Only what a few steps lead to, and no large tensor: this is about counters, caches and logs, not about data sets.
+Only objects a few steps away, and no large tensor: this covers counters, caches and logs, not data sets.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipeline.data.pytrees import same_values
 from pipeline.recompute.randomness import Generator, NumpyBits, NumpyGenerator, PythonGenerator, generators_at
 
 _DEPTH = 9
-_MOST = 200_000  # things
+_MOST = 200_000  # objects
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _LONGEST = 100_000  # entries of a container
-_LONG = 1_000  # so many are looked into
+_LONG = 1_000  # so many are searched
 _LARGEST = 1_000_000  # entries of a tensor
 _NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
 _CONTAINERS = (list, dict, set, deque)
@@ -39,7 +39,7 @@ Undo = Callable[[], None]
 
 
 class Generators:
-    """Generators, and the states that they are put back to."""
+    """Generators, and the states to which they return."""
 
     def __init__(self, generators: Iterable[Generator]) -> None:
         self._all = tuple(generators)
@@ -53,15 +53,15 @@ class Generators:
 
 
 class Reachable:
-    """What some modules can reach, as it is now.
+    """The objects that some modules can reach, with their present state.
 
     Attributes:
-        generators: those among it.
+        generators: those among them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._undo: list[Undo] = []
-        self._seen: dict[int, Any] = {}  # held, or their ids might be given anew
+        self._seen: dict[int, Any] = {}  # referenced, so that ids are not reused
         generators: list[Generator] = []
         under_way: list[tuple[Any, int]] = [(module, 0) for module in modules]
         while under_way and len(self._seen) < _MOST:
@@ -76,13 +76,13 @@ class Reachable:
         self.generators = Generators(generators)
 
     def put_back(self) -> None:
-        """Make everything what it was."""
+        """Restore everything."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
 
     def _note(self, value: Any) -> Iterable[Any]:
-        """Keep what `value` holds; what that is."""
+        """Keep the contents of `value`, and return them."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) and _is_small(value):
                 self._undo.append(partial(_refill_tensor, value, value._version, value.detach().clone()))
@@ -168,7 +168,7 @@ def _holds_the_same(container: Any, content: Any) -> bool:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # the cell is still empty
         return _EMPTY
 
 

@@ -3,10 +3,10 @@
     F    inputs --saved by autograd--> [ torch's checkpoint: module ] --> outputs      what is saved inside is dropped
     R    the same inputs --------> the module again, all as it was at F --> what was dropped; outputs are compared
 
-torch's non-reentrant checkpoint does what is autograd's part: it drops what a forward saves, and asks for it again in a
-backward, at every order. What the module finds at R is our part: its attributes, parameters, submodules, buffers,
-switches and private generators are as `ForwardSnapshot` keeps them; the default generators have their states.
-R leaves no trace: afterwards every attribute is as R found it.
+torch's non-reentrant checkpoint handles autograd: it drops what a forward saves, and recomputes it in a backward, at
+every order. This module restores the state that R must find: attributes, parameters, submodules, buffers, switches and
+private generators are as `ForwardSnapshot` keeps them; the default generators have their states. R has no side effects:
+afterwards every attribute is as before it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeline.recompute.policy import NO_HOOKS, checkpointing
 from pipeline.recompute.randomness import default_generators, generators_at
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
-_CHUNK = 0  # a Replay is about one forward, so that is all that its ForwardSnapshot knows of
+_CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot
 
 
 class _Begun(NamedTuple):
-    """What is known once F has begun."""
+    """The state of a replay once F has begun."""
 
     ambient: Ambient
     recall: ForwardSnapshot
@@ -46,11 +46,11 @@ class Replay:
     Args:
         module: the module.
         forward: its forward, without any checkpointing.
-        args: what it is called with,
-        kwargs: by name too; any pytrees.
+        args: its arguments,
+        kwargs: those by name; any pytrees.
         name: how errors name it.
-        known: what its earlier forwards have found out.
-        compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+        known: the traits that its earlier forwards have shown.
+        compares: whether to observe those anew, and to compare whole outputs, not just some entries.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Replay:
         self._devices = {tensor.device for tensor in tensors}
         self._generators = [(each, each.get_state()) for each in default_generators(self._devices)]
         self._begun: _Begun | None = None
-        self._nodes = 0  # of the graph of F, where anybody counted
-        self._made: int | None = None  # how many tensors came out of F, which is over
+        self._nodes = 0  # of the graph of F, if they were counted
+        self._made: int | None = None  # the number of F's output tensors, once it is over
 
     def run(self) -> Any:
         """F: call the module.
@@ -95,12 +95,12 @@ class Replay:
         return made
 
     def _compute(self) -> Any:
-        """What torch's checkpoint calls: once for F, then for each R."""
+        """Compute for torch's checkpoint: once for F, then for each R."""
         return self._compute_first() if self._begun is None else self._compute_again(*self._begun)
 
     def _compute_first(self) -> Any:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
-        ambient = Ambient.capture(device_types)  # here, where torch's hooks hide those that R must not enter
+        ambient = Ambient.capture(device_types)  # here, since torch's hooks hide those that R must not enter
         tables = [module._parameters for module in self._modules]
         recall = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         recall.before_forward(_CHUNK)
@@ -149,13 +149,13 @@ class Replay:
                 )
 
     def _check_path(self, nodes: int) -> None:
-        """torch's checkpoint tells what a recomputation saves by its number alone."""
+        """Raise if R has another graph: torch's checkpoint identifies saved tensors by their number alone."""
         if nodes != self._nodes:
             raise CheckpointError(
                 f"torch.jit has compiled a function of {self._name} anew between the forward and the recomputation "
-                f"({self._nodes} autograd nodes then, {nodes} now), so what was dropped cannot be told from what is "
-                "there now. It does so in the first calls for a shape: run forward and backward again, or run the "
-                "block with gradients before it is checkpointed."
+                f"({self._nodes} autograd nodes then, {nodes} now), so the dropped tensors cannot be matched with "
+                "the recomputed ones. This happens in the first calls for a shape: run forward and backward again, or "
+                "run the block with gradients before it is checkpointed."
             )
 
     def _check_same(self, recall: ForwardSnapshot, outputs: Sequence[Tensor]) -> None:
@@ -178,13 +178,13 @@ def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Slot(NamedTuple):
-    """The place of a tensor among the distinct ones."""
+    """The index of a tensor among the distinct ones."""
 
     place: int
 
 
 class _Given(NamedTuple):
-    """What F is called with, and the distinct tensors in it. Held until F begins: then autograd has them."""
+    """The arguments of F, and the distinct tensors in them. Held until F begins: then autograd has them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -192,9 +192,9 @@ class _Given(NamedTuple):
 
 
 class _Inputs:
-    """What a forward was called with: autograd keeps the tensors, so that hooks of saved tensors see them.
+    """The arguments of a forward. Autograd keeps the tensors, so that hooks of saved tensors see them.
 
-    A tensor that stands twice stays one, for layers that ask `query is key`.
+    A tensor that occurs twice stays one, for layers that test `query is key`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class _Saver(torch.autograd.Function):
 
 
 def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-    """How many autograd nodes stand between them."""
+    """The number of autograd nodes between them."""
     until = _with_graphs(inputs)
     return explore(_with_graphs(outputs), until).nodes - len(until)
 

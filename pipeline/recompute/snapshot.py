@@ -34,32 +34,32 @@ from pipeline.recompute.randomness import Generator, generators_at, private_gene
 
 States: TypeAlias = list[tuple[Generator, Any]]
 Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
-"""A stage by name, and what it holds that others may have too: see `ForwardSnapshot.shareable`."""
+"""A stage's name, and the objects that it may share with others: see `ForwardSnapshot.shareable`."""
 
 
 @dataclass(frozen=True)
 class StageTraits:
-    """What earlier calls of a Pipe have found out about its stages, by index: what not every call looks for."""
+    """The traits of a Pipe's stages, by index, as validating calls have observed them."""
 
     draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
-    writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # which modules
+    writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
 
 
 class ForwardSnapshot:
-    """What one stage must find as it was, in one call.
+    """The state that recomputations of one stage must find in one call.
 
     Args:
         modules: the modules of the stage.
         ambient: torch's switches at the call.
         stage: how errors name the stage.
         index: its number.
-        known: what earlier calls have found out.
-        compares: whether to find that out anew, and to compare whole outputs, not just some entries.
+        known: the traits that earlier calls have observed.
+        compares: whether to observe those anew, and to compare whole outputs, not just some entries.
         samples: whether to compare some entries of each output, in every call.
-        tables: what a recomputation finds as it was beside attributes: of parameters, where none stand in for them.
+        tables: parameters that are restored beside attributes, where no aliases stand in for them.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ForwardSnapshot:
     # ------------------------------------------------------------------------------------------------ at the forward
 
     def before_forward(self, chunk: int) -> None:
-        """Keep what F of `chunk`, which may be recomputed, is about to change."""
+        """Keep the state that F of `chunk`, which may be recomputed, will change."""
         self._keeps = True
         if self.buffers:
             self.buffers.before_forward(chunk)
@@ -117,7 +117,7 @@ class ForwardSnapshot:
         return self._attributes
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
-        """Learn what F changes, and remember what came out."""
+        """Observe what F changed, and keep fingerprints of its outputs."""
         if self.buffers:
             self.buffers.after_forward()
         if not keep:
@@ -128,36 +128,36 @@ class ForwardSnapshot:
             self._entries[chunk] = entries(outputs)
 
     def note(self) -> None:
-        """All forwards have gone well: remember what was seen."""
+        """Record the observed traits, after all forwards have succeeded."""
         self._known.writes_buffers[self.key] = self.buffers.writers
         if self._writes | self._attributes.written:
             self._known.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
-        """What other stages may have too: buffers by their memory, private generators by their id."""
+        """The objects that other stages may share: buffers by their memory, private generators by their id."""
         yield from self.buffers.memory()
         for key in self._generators:
             yield key, "a random generator"
 
     def changed(self) -> Iterator[int]:
-        """The same, of what the forwards of this call changed."""
+        """Those of them that the forwards of this call changed."""
         yield from self.buffers.written_memory()
         for key, (generator, state) in zip(self._generators, self._found, strict=True):
             if not same_state(state, generator.get_state()):
                 yield key
 
     def roll_back(self) -> None:
-        """Make everything what it was when the call began."""
+        """Restore the state from the beginning of the call."""
         self.buffers.roll_back()
         for generator, state in self._found:
             generator.set_state(state)
 
     def roll_attributes_back(self) -> None:
-        """The same for attributes, where the call runs again. A failure leaves them: they may tell of it."""
+        """Restore attributes, when the call runs again. After a failure they stay: they may help to explain it."""
         self._attributes_found.roll_back()
 
     def put_back(self, chunk: int, first: bool) -> None:
-        """Make everything what it was before F of `chunk`, which is kept to be recomputed, and has failed."""
+        """Restore the state from before F of `chunk`, which has failed."""
         if first:
             self.roll_back()
             self.roll_attributes_back()
@@ -171,7 +171,7 @@ class ForwardSnapshot:
     # ------------------------------------------------------------------------------------------ at the recomputation
 
     def resume(self, now: Ambient) -> None:
-        """The backward begins, maybe long after the forward: find out which switches and flags differ by now."""
+        """Begin a backward: find the switches and flags that differ from those of the forward."""
         self._differing = []
         if now != self._ambient:
             self._differing.append(self._ambient.entered)
@@ -200,7 +200,7 @@ class ForwardSnapshot:
 
     @contextmanager
     def _attributes_as_before(self, chunk: int) -> Iterator[None]:
-        """Within: modules have the attributes that they had before F of `chunk`. At the end: those that were found."""
+        """Within: modules have the attributes that they had before F of `chunk`. At the end: those from before."""
         before, found = self._attributes_at[chunk], self._attributes_now()
         if before is not found or self._writes:
             before.put_back(self._writes, long=False)
@@ -212,7 +212,7 @@ class ForwardSnapshot:
                 found.put_back(set())
         if written:
             raise CheckpointError(
-                f"a recomputation of {self._stage} wrote a tensor in place that hangs on an attribute of a module, as "
+                f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
                 "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
             )
 
@@ -225,13 +225,13 @@ class ForwardSnapshot:
         if not same:
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
-                "depends on state that hangs on no module and has changed since (in its class, a global, a closure). "
+                "depends on state outside its module that has changed since (in its class, a global, a closure). "
                 "Make it an attribute or a buffer, change it after backward(), or use checkpoint='never' and no "
                 "create_graph."
             )
 
     def forget(self, chunk: int) -> None:
-        """No recomputation of this chunk will come any more."""
+        """Drop the state for this chunk, which is not recomputed any more."""
         if not self._keeps:
             return
         self.buffers.forget(chunk)
@@ -239,31 +239,31 @@ class ForwardSnapshot:
             kept.pop(chunk, None)
 
     def release(self) -> None:
-        """No recomputation will come any more."""
+        """Drop all state: no recomputation follows."""
         for kept in (self._states, self._entries, self._sums, self._attributes_at):
             kept.clear()
 
 
 def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[Held]:
-    """What other processes' stages hold, as it was when the Pipe was built: each process has a copy of it."""
+    """The objects of other processes' stages when the Pipe was built: each process has a copy of them."""
     for index, layers in enumerate(stages):
         if index not in own:
             keys: list[int] = [key for layer in layers for key in vars(layer).get("generators", ())]
             yield f"stage {index}", [(key, "a random generator") for key in keys]
 
 
-def check_shared(recalls: Sequence[tuple[str, ForwardSnapshot]], elsewhere: Iterable[Held]) -> None:
-    """Raise if two stages have a buffer or a generator in common that one of them changed: whose turn came when?
+def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], elsewhere: Iterable[Held]) -> None:
+    """Raise if two stages share a buffer or a generator that one of them changed: the order would matter.
 
     Args:
-        recalls: of each stage, with its name; all forwards have run.
-        elsewhere: what stages of other processes hold.
+        snapshots: of each stage, with its name, after all forwards.
+        elsewhere: the objects of other processes' stages.
     """
     found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
     changed: set[int] = set()
-    for _, recall in recalls:
-        changed.update(recall.changed())
-    for name, held in [*elsewhere, *((name, recall.shareable()) for name, recall in recalls)]:
+    for _, snapshot in snapshots:
+        changed.update(snapshot.changed())
+    for name, held in [*elsewhere, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
         for key, what in held:
             _, other = found.setdefault(key, (what, name))
             if other != name and key in changed:

@@ -4,9 +4,9 @@
                    mean and the variance of this chunk                                      moments[i], rows counted
     all F done     the moments of all chunks make those of the mini-batch, and the running statistics are updated once
 
-Chunks are normalised by their own statistics, as ever; only what is kept for eval mode is put off to the end of the
-mini-batch. Variances are combined with the means' differences, not from sums of squares (Chan, Golub and LeVeque 1983),
-so nothing is lost where the mean is large. The modules stay the user's own.
+Chunks are normalised by their own statistics, as always. Only the statistics for eval mode are updated later, at the
+end of the mini-batch. Variances are combined with the means' differences, not from sums of squares (Chan, Golub and
+LeVeque 1983), so nothing is lost where the mean is large. The modules stay the user's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Moments(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a batch norm held when it was about to compute."""
+    """The state of a batch norm before it computes."""
 
     buffers: dict[str, Tensor | None]
     momentum: float | None
@@ -53,9 +53,9 @@ class Deferred:
 
     @contextmanager
     def within(self, chunk: int | None) -> Iterator[None]:
-        """Within: running statistics stay as they are. Those of `chunk` are remembered (None: they are known)."""
+        """Within: running statistics stay as they are. The moments of `chunk` are recorded (None: they are known)."""
         moments: dict[tuple[int, int], _Moments] = {}
-        found: dict[int, _Found] = {}  # of norms that are computing
+        found: dict[int, _Found] = {}  # of norms that compute now
         handles = []
         for number, norm in enumerate(self._norms):
             handles.append(norm.register_forward_pre_hook(partial(_before, number, found)))
@@ -82,10 +82,10 @@ class Deferred:
                 handle.remove()
 
     def commit(self) -> list[nn.Module]:
-        """All chunks have run: update the running statistics once.
+        """Update the running statistics once, after all chunks.
 
         Returns:
-            The modules that were updated, and those that should have been: what computes past its hooks.
+            The modules that were updated, and those that compute without their hooks and should have been.
         """
         by_call: dict[tuple[int, int], list[_Moments]] = {}
         for chunk in sorted(self._moments):
@@ -100,7 +100,7 @@ class Deferred:
 
 
 def batch_norms(module: nn.Module, path: str = "") -> Iterator[tuple[str, _BatchNorm]]:
-    """The batch norms in a module. Those in a Pipe in it are that Pipe's affair."""
+    """The batch norms in a module. A nested Pipe handles those in it itself."""
     if isinstance(module, Enclosed):
         return
     if isinstance(module, _BatchNorm):
@@ -136,7 +136,7 @@ def check_deferrable(module: nn.Module) -> None:
 
 
 def _before(number: int, found: dict[int, _Found], norm: _BatchNorm, args: tuple[Any, ...]) -> None:
-    if number in found:  # it raised, and the layer that called it went on
+    if number in found:  # its forward raised, and the layer that called it caught that
         _put_back(norm, found.pop(number))
     if not _tracks(norm) or norm.running_mean is None:
         return
@@ -202,7 +202,7 @@ def _update(norm: _BatchNorm, moments: _Moments) -> None:
     tracked = norm._buffers["num_batches_tracked"]
     if tracked is not None:
         tracked.add_(1)
-    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum  # 0.0: as it does without a count
+    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum  # 0.0: as torch's BatchNorm without a count
     if norm.momentum is None and tracked is not None:
         share = 1.0 / tracked.to(moments.mean.dtype)
     for name, fresh in (("running_mean", moments.mean), ("running_var", moments.variance)):

@@ -3,9 +3,9 @@
     deliver       whole gradients go to their owners through autograd: `hooked`, then `accumulate`
     hooked        the tensor hooks alone, touching no `.grad`
     accumulate    the rest: `.grad`, post-accumulate hooks
-    grads_kept    where something of the user's may fail between
-    hooks_asleep  while a part of a gradient passes
-    skip_none     where a Function must return None for an owner that this loss does not reach
+    grads_kept    puts `.grad` back if code of the user fails within
+    hooks_asleep  hooks do nothing while a part of a gradient passes
+    skip_none     hooks are not called with None for an owner that this loss does not reach
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.common.graph import explore, finish_backward
 
 
 class Deliver(torch.autograd.Function):
-    """Hands whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
+    """Deliver whole gradients to their owners through autograd, so that hooks act once and `.grad` is added to."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *owners: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
         result = (None, *ctx.grads)
-        ctx.grads.clear()  # held nowhere else, a gradient becomes `.grad` without a copy
+        ctx.grads.clear()  # without other references, a gradient becomes `.grad` without a copy
         return result
 
 
@@ -40,7 +40,7 @@ _delivery: Callable[..., Tensor] = Deliver.apply
 
 
 def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to their owners' `.grad` as one backward pass would. Takes the gradients over: empties `pairs`."""
+    """Add gradients to their owners' `.grad` as one backward pass would. Empties `pairs`, which it owns."""
     if any(owner._backward_hooks for owner, _ in pairs):
         pairs[:] = hooked(pairs)  # first, and apart: a hook that raises must not leave half of the gradients behind
     accumulate(pairs)
@@ -80,7 +80,7 @@ def grads_kept(owners: Iterable[Tensor]) -> Iterator[None]:
 
 
 def has_hooks(owner: Tensor) -> bool:
-    """Whether hooks of the user will run when this tensor gets a gradient."""
+    """Whether the user's hooks run when this tensor gets a gradient."""
     return bool(owner._backward_hooks or owner._post_accumulate_grad_hooks)
 
 
@@ -112,7 +112,7 @@ def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
 def grads_apart(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Within: gradients come to the leaves' `.grad` as if there were none, all hooks asleep.
 
-    What came is in the list at the end, and `.grad` is what it was.
+    At the end the list has these gradients, and `.grad` is as before.
     """
     parts: list[Tensor | None] = []
     found = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks or {}) for leaf in leaves]

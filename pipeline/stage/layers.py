@@ -31,7 +31,7 @@ class StageLayers:
         modules: all modules of the layers, each once, parents first.
         name: the stage, for messages.
         quiet: the indices of layers that need no seed.
-        pops: how many skips the stage reads.
+        pops: the number of skips that the stage reads.
     """
 
     def __init__(self, index: int, first: int, layers: Sequence[nn.Module], values: Values) -> None:
@@ -87,10 +87,10 @@ class StageLayers:
         return value
 
     def taken_apart(self, value: Any) -> Tree:
-        """The value after them.
+        """The value after the layers, as a tree of tensors.
 
         Raises:
-            TypeError: it holds what does not cross stages.
+            TypeError: it holds an object that cannot cross stages.
         """
         return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
 

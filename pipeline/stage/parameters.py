@@ -1,6 +1,6 @@
 """The parameters of a stage as leaves of one call (aliases), and the check that their values stay as they were.
 
-    module._parameters["weight"] = p      found; for as long as the stage computes, an alias stands in its place:
+    module._parameters["weight"] = p      taken out while the stage computes; an alias stands in its place:
     nn.Parameter(p.detach())              a leaf of its own on p's memory, version counter shared
     alias.grad                            the stage's sum over chunks, added to as each gradient is computed; float32
                                           for parameters of half precision, whose sums would round at every chunk
@@ -8,9 +8,9 @@
 So the parameters themselves see one whole gradient per backward pass. They are read from the modules at each call; a
 swap puts back what it found. A frozen parameter has an alias too, so that freezing it later changes nothing.
 
-A parameter that an earlier stage at another place reads too (tied weights) lives there: here its alias is a copy, made
-anew for each call, whose gradient goes home when the call sums up. So there is one parameter, and no second copy that
-could disagree with it.
+A parameter that an earlier stage at another place reads too (tied weights) belongs to that place. Here its alias is a
+copy, made in each call, whose gradient goes to the owner's place when the call adds up its sums. Cached copies would
+save the transfer, but would need a coherence protocol.
 
 Without aliases, with the parameters' own `.grad` emptied around each chunk, hooks and DistributedDataParallel would see
 a gradient per chunk. Sums in half precision would lose one part in a hundred over 64 chunks of bfloat16; these are
@@ -43,7 +43,7 @@ class _Slot(NamedTuple):
     alias: Tensor
     version: int  # of the parameter
     alias_version: int
-    here: Tensor  # the parameter, or its copy. Kept: nobody else may get its memory and with it its address
+    here: Tensor  # the parameter, or its copy. Referenced, so that its address is not reused
     is_home: bool
 
 
@@ -54,10 +54,10 @@ class Aliases:
         modules: the modules of the stage.
         layers: its layers, by their index in the Sequential.
         stage: how errors name the stage.
-        watch: is told when a gradient arrives. None: nobody but the stage's own backward could bring one.
-        compares: whether to look for parameters that a forward wrote without their version counters.
+        guard: called when a gradient arrives. None: only the stage's own backward can bring one.
+        compares: whether to check for parameters that a forward wrote without their version counters.
         bring: from a parameter to its values at this place: itself, or a copy.
-        grad: whether the call has gradients; without, only what lives elsewhere needs an alias.
+        grad: whether the call has gradients. Without, only parameters of other places need an alias.
         wanted: the ids of the parameters whose gradients are wanted, of those that require one. None: all.
     """
 
@@ -100,11 +100,11 @@ class Aliases:
         return leaf in self._trained
 
     def use(self, leaf: int) -> None:
-        """An output depends on the alias with this id."""
+        """Note that an output depends on the alias with this id."""
         self._used.add(leaf)
 
     def may_wait(self, leaf: Tensor) -> bool:
-        """Whether this is one of ours, whose gradient may be computed later than the others."""
+        """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
         return id(leaf) in self._trained
 
     @property
@@ -155,12 +155,12 @@ class Aliases:
         alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
 
     def drop_sums(self) -> None:
-        """Forget what was summed."""
+        """Drop the sums."""
         for slot in self._trained.values():
             slot.alias.grad = None
 
     def release(self) -> None:
-        """Forget the aliases, and with them the copies."""
+        """Drop the aliases, and with them the copies."""
         self._slots.clear()
         self._places.clear()
         self._trained.clear()
@@ -184,14 +184,14 @@ class Aliases:
                 )
 
     def check_memory(self) -> None:
-        """Raise if a forward gave a parameter other memory (its alias got that, it did not), or wrote it unseen."""
+        """Raise if a forward set a parameter's data (only its alias got that), or wrote it past its version counter."""
         for slot in self._slots:
             if not slot.is_home:
                 self._check_unwritten(slot)
                 if versions([slot.real]) != (slot.version,):
                     raise RuntimeError(
                         f"parameter '{self._name_of(slot)}' of {self._stage} was written in place within this call, by "
-                        "the earlier stage at another place that it lives with, or beside it: what this stage has is a "
+                        "the earlier stage at another place that owns it, or by other code: this stage computes with a "
                         "copy from before. Write it before the forward, in a torch.no_grad() block (for "
                         "nn.Embedding(max_norm=...): renormalise the weight there)."
                     )
@@ -213,19 +213,19 @@ class Aliases:
         if versions([slot.alias]) != (slot.alias_version,) or slot.alias.data_ptr() != slot.here.data_ptr():
             raise RuntimeError(
                 f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
-                "earlier stage at another place: what it has is a copy for this call. Write it in place before "
+                "earlier stage at another place: it has a copy for this call. Write it in place before "
                 "the forward, in a torch.no_grad() block."
             )
 
     def _changed(self, table: Table, before: Table) -> RuntimeError:
-        """The error of a forward that took parameters out of a module; `before`: what it was given."""
+        """The error of a forward that took parameters out of a module; `before`: those that stood there."""
         slot = next(slot for slot in self._slots if slot.table is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
         return RuntimeError(
             f"parameter '{self._name_of(slot._replace(name=name))}' was {'replaced' if name in table else 'deleted'} "
-            f"by a forward of {self._stage}. In it others stand in for the parameters, so the new one would be lost. "
-            "Write the parameter in place before the forward, in a torch.no_grad() block; what a forward computes "
-            "anew belongs into a local variable, or into torch.func.functional_call."
+            f"by a forward of {self._stage}. Aliases stand in for the parameters there, so the new one would be lost. "
+            "Write the parameter in place before the forward, in a torch.no_grad() block. Keep what a forward computes "
+            "in a local variable, or pass it to torch.func.functional_call."
         )
 
     def _name_of(self, wanted: _Slot) -> str:
@@ -237,10 +237,10 @@ class Aliases:
 
 
 class Swap:
-    """Within: other tensors stand in the modules' places. At the end: what was found, and what was added.
+    """Within: other tensors stand in the modules' tables. At the end: those from before, and those that were added.
 
     Args:
-        places: tables of parameters, and all that each holds within.
+        places: tables of parameters, and the tensors that each holds within.
         changed: makes the error of a table in which one of these was replaced.
     """
 
@@ -280,10 +280,10 @@ def _alias(real: Tensor, alias: Tensor, stage: str, watch: StrayGradientGuard | 
     if real.requires_grad and wanted:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         if real.dtype in HALF:
-            alias.grad_dtype = torch.float32  # the sum over chunks is rounded once, at its end
+            alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
         if watch is not None:
             alias.register_post_accumulate_grad_hook(watch)
     noted = vars(real)
     if noted:
-        vars(alias).update(noted)  # what layers have noted on their parameter
+        vars(alias).update(noted)  # attributes that layers have set on their parameter
     return mark(alias, f"a parameter of {stage}")

@@ -1,8 +1,9 @@
 """The records that a stage keeps of a chunk between its F and its B.
 
-    kept          Cut (where gradients come out) and Exits (where they come in), with autograd's graph between them
-    recomputed    Record with the input
-    short way     Kept, or Again with the input: one tensor that came is the leaf itself
+    kept          ChunkRecord: StageInputs (where gradients come out) and OutputEdges (where they come in), with
+                  autograd's graph between them
+    recomputed    ChunkRecord with the input
+    fast path     GraphRecord, or RecomputeRecord with the input: the one input tensor is the leaf itself
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pipeline.stage.split_backward import Site
 
 
 class StageInputs(NamedTuple):
-    """The cut before a stage: a leaf for each input (None where no gradient is wanted), and where gradients arrive."""
+    """The cut before a stage: a leaf for each input (None: it needs no gradient), and the gradients that arrive."""
 
     leaves: tuple[Tensor | None, ...]
     arrived: list[Tensor | None]  # one for each leaf
-    sizes: Sequence[int]  # how many inputs each value has that was read
+    sizes: Sequence[int]  # the number of inputs of each value that was read
 
     def grads(self) -> list[Grads]:
-        """What arrived, for each value that was read; taken out."""
-        if len(self.leaves) == len(self.sizes) == 1:  # as a rule
+        """Take out the gradients that arrived, for each value that was read."""
+        if len(self.leaves) == len(self.sizes) == 1:  # the usual case
             (leaf,) = self.leaves
             if leaf is None:
                 return [(None,)]
@@ -44,20 +45,20 @@ class StageInputs(NamedTuple):
 
 
 class OutputEdges(NamedTuple):
-    """The end of a chunk's graph: where gradients come in. The outputs themselves, where a loss needs them.
+    """The end of a chunk's graph, where gradients come in; with the outputs themselves if a loss needs them.
 
     Edges, and not the outputs, so that a tensor that was sent to another device does not stay where it was made. The
     last stage of a step keeps its outputs: loss and stage are differentiated in one run of autograd.
     """
 
-    edges: list[Tensor | GradientEdge | None]  # for each tensor of the outputs; None: it needs no gradient
-    sizes: tuple[int, ...]  # how many tensors each output has
+    edges: list[Tensor | GradientEdge | None]  # one for each tensor of the outputs; None: it needs no gradient
+    sizes: tuple[int, ...]  # the number of tensors of each output
     outputs: Bundle | None
 
     @classmethod
     def of(cls, outputs: Bundle, whole: bool) -> OutputEdges:
-        """Of some outputs; `whole`: keep themselves, not just their edges in the graph."""
-        if len(outputs.tensors) == len(outputs.trees) == 1:  # as a rule
+        """The edges of some outputs; `whole`: keep the outputs too."""
+        if len(outputs.tensors) == len(outputs.trees) == 1:  # the usual case
             (tensor,) = outputs.tensors
             if whole:
                 return cls([tensor if tensor.requires_grad else None], (1,), outputs)
@@ -69,7 +70,7 @@ class OutputEdges(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """What stays between F and B of one chunk. Kept: the cut and the exits. Recomputed: the input."""
+    """The record of one chunk between F and B. Kept: its inputs and output edges. Recomputed: its input."""
 
     inbox: Bundle | None
     needs_grad: Sequence[bool]
@@ -77,20 +78,20 @@ class ChunkRecord(NamedTuple):
     exits: OutputEdges | None
     input_versions: tuple[int, ...]
     nodes: int
-    sites: Sequence[Site] = ()  # kept, and the backward is split: where gradients can wait
-    constants: Sequence[tuple[str, str]] = ()  # recomputed, and compared: see `graph.constants`
+    sites: Sequence[Site] = ()  # if kept and the backward is split: uses of weights whose gradients can wait
+    constants: Sequence[tuple[str, str]] = ()  # if recomputed and validated: see `graph.constants`
 
 
 class RecomputeRecord(NamedTuple):
-    """What stays between F and B of one chunk that is recomputed, where one tensor came and all is known."""
+    """The record of a recomputed chunk on the fast path: one input tensor."""
 
     read: Tensor
     needs_grad: bool
-    version: int  # of it, at F
+    version: int  # of the input, at F
 
 
 class GraphRecord(NamedTuple):
-    """What stays between F and B of one chunk that is kept, where one tensor came and all is known."""
+    """The record of a kept chunk on the fast path: one input tensor."""
 
     cut: StageInputs
     exits: OutputEdges

@@ -6,10 +6,10 @@
                                 |                          have called [3]; autograd goes on from there, through
                          AccumulateGrad(w)                 TBackward0 to w.grad [4]: the same bits and hooks as in B
 
-So it is for matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
+This covers matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
 weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way, a
-product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. What is held from I
-to W is x, the gradient of y, and the graph below [4], which saves nothing.
+product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. From I to W these are
+held: x, the gradient of y, and the graph below [4], which saves nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Site(NamedTuple):
 
     Attributes:
         node: the product.
-        weights: whose gradients can wait.
-        tails: where the graph goes on from the product to each of them.
+        weights: those whose gradients can wait.
+        tails: the edges of the graph from the product to each of them.
         given: the input.
-        late: from the gradient of the output to those that the product hands to its tails.
+        late: maps the gradient of the output to those that the product gives to its tails.
     """
 
     node: Any
@@ -48,10 +48,10 @@ class Site(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """Which inputs of a node are the weights, and from the node to the gradients that it hands to them.
+    """The inputs of a node that are weights, and a map from the node to their gradients.
 
-    A convolution's weight and bias are computed by one kernel, so the bias waits too; that of a matrix product is a
-    plain sum.
+    A convolution's weight and bias are computed by one kernel, so the bias waits too. The bias of a matrix
+    product is a plain sum and does not wait.
     """
 
     places: tuple[int, ...]
@@ -59,9 +59,9 @@ class _Rule(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Gradients that are still to be computed, from what must not change until then.
+    """Gradients that W will compute, and the tensors that must not change until then.
 
-    `site` without its node: the graph above goes with I.
+    `site` is without its node: the graph above is freed in I.
     """
 
     site: Site
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 def survey(
     roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool]
 ) -> tuple[Reached, Sequence[Site]]:
-    """What `explore` finds, and the uses of weights whose gradients can wait, in no order.
+    """The result of `explore`, and the uses of weights whose gradients can wait, in no order.
 
     Args:
         roots: the outputs of a chunk, or where its backward begins.
@@ -82,7 +82,7 @@ def survey(
     leaves: dict[int, Tensor] = {}
     is_reentrant = False
     entered = {root.node if isinstance(root, GradientEdge) else edge(root).node: 1 for root in roots}
-    stack = list(entered)  # each node once; `entered`: how many ways lead to it
+    stack = list(entered)  # each node once; `entered`: the number of edges that lead to it
     while stack:
         node = stack.pop()
         following = node.next_functions
@@ -108,9 +108,9 @@ def survey(
 def _alone(
     found: list[tuple[Any, _Rule]], entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Sequence[Site]:
-    """Of the uses that were found, those whose weights are used in no other way."""
+    """Those of the uses whose weights are used in no other way."""
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
-    while True:  # what gets a part of its gradient in I gets all of it there, and so do the weights beside it
+    while True:  # a weight with a part of its gradient in I gets all of it there, as do the weights beside it
         passed: dict[Any, int] = {}
         for _, ends in sites:
             for end in ends:
@@ -123,7 +123,7 @@ def _alone(
 
 @contextmanager
 def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
-    """Within, a backward passes the sites [2]; what is yielded fills with what is to be computed later."""
+    """Within, a backward passes the sites [2]; the yielded list fills with the parts that W computes."""
     parts: list[Part] = []
     handles = [site.node.register_prehook(partial(_keep, parts, site)) for site in sites]
     try:
@@ -134,11 +134,11 @@ def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
 
 
 def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor | GradientEdge]:
-    """What autograd is to be asked for so that it passes all sites and computes no gradient that can wait [1].
+    """Targets for autograd with which it passes all sites and computes no gradient that can wait [1].
 
     Args:
-        sites: where it is to pass.
-        leaves: all that a gradient is wanted for, now or later.
+        sites: those that it must pass.
+        leaves: all that need a gradient, now or later.
     """
     late = {id(weight) for site in sites for weight in site.weights}
     now: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
@@ -146,15 +146,15 @@ def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor
 
 
 def catch_up(parts: Sequence[Part], stage: str, retain: bool) -> None:
-    """W: compute what waited [3], and let autograd add it to the weights' sums [4].
+    """W: compute the gradients that waited [3], and let autograd add them to the weights' sums [4].
 
     Args:
-        parts: what waited.
+        parts: the gradients that waited.
         stage: how errors name the stage.
         retain: another backward of this chunk may come.
 
     Raises:
-        RuntimeError: what a gradient is to be computed from was written since I.
+        RuntimeError: a tensor from which a gradient is computed was written since I.
     """
     tails: list[GradientEdge] = []
     grads: list[Tensor] = []
@@ -164,7 +164,7 @@ def catch_up(parts: Sequence[Part], stage: str, retain: bool) -> None:
                 raise RuntimeError(
                     f"the input of a weight of {stage} (shape {list(site.given.shape)}), or the gradient of its "
                     "output, was changed in place between the two halves of a backward (a layer that keeps a tensor "
-                    "and writes it in every forward, say). Make it anew in each forward, or use a schedule of whole "
+                    "and writes it in every forward, say). Make a new one in each forward, or use a schedule of whole "
                     "backwards, such as 1f1b."
                 )
             tails += site.tails
@@ -181,9 +181,9 @@ def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None
 def _site(
     node: Any, rule: _Rule, entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Iterator[tuple[Site, list[Any]]]:
-    """Down from the use to the leaves, through a transpose and a cast (autocast's) that nobody else uses.
+    """Follow a use down to its leaves, through a transpose and a cast (autocast's) without other uses.
 
-    With the nodes where the ways end.
+    Returned with the nodes where the paths end.
     """
     following = node.next_functions
     weights: list[Tensor] = []
@@ -208,8 +208,8 @@ def _site(
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether someone has hooked the node itself; such a hook sees and changes the gradients of its inputs."""
-    handle = node.register_hook(_nothing)  # torch tells only who adds one of the others
+    """Whether the node itself has hooks; such a hook sees and changes the gradients of its inputs."""
+    handle = node.register_hook(_nothing)  # torch shows the others only to a caller that adds one
     count = len(handle.hooks_dict_ref())
     handle.remove()
     return count > 1
@@ -229,7 +229,7 @@ def _of_mm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
 
 def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
     rows, _ = node._saved_mat2_sym_sizes
-    by_columns = tuple(node._saved_mat2_sym_strides) == (1, rows)  # as w.t() is; else autograd multiplies otherwise
+    by_columns = tuple(node._saved_mat2_sym_strides) == (1, rows)  # as w.t(); else autograd swaps the factors
     if x is None or not by_columns or x.layout is not torch.strided:
         return None
     return x, partial(_product, x)

@@ -5,11 +5,11 @@
     B(i)   (R: the same again, on buffers and switches as they were)  autograd.backward(outputs, gradients)
              alias.grad += ...  the stage's sum, ascending in chunks     gradients at the cut --> previous stage
 
-The parameters' side is parameters.py, what a recomputation must find as it was is recompute/snapshot.py,
-what a graph reaches common/graph.py.
+Parameters are in parameters.py, the state that a recomputation must find in recompute/snapshot.py, and the leaves that
+a graph reaches in common/graph.py.
 
 Whether a stage writes its input shows only afterwards: by version counters, and by value where it writes through
-`.data`. So chunk 0 computes on a copy of its input in calls without gradients, in those that compare (1, 2, 4, 8, ...),
+`.data`. So chunk 0 computes on a copy of its input in calls without gradients, in validating calls (1, 2, 4, 8, ...),
 and where training flags or shapes are new. A stage that writes gets a copy of every chunk; one that begins to write at
 a later chunk is an error.
 """
@@ -70,22 +70,23 @@ Begin: TypeAlias = Callable[[OutputEdges], Roots]
 _NOTHING = nullcontext()
 _NO_SITES: Sequence[Site] = ()
 _REENTRANT = "CheckpointFunctionBackward"  # of torch.utils.checkpoint(use_reentrant=True)
-BACKWARD = 0xFFFF  # what a backward draws (a noisy hook) is seeded as by the layer BACKWARD - last layer
+BACKWARD = 0xFFFF  # draws in a backward (a noisy hook) have the seed of layer BACKWARD - last layer
 
 
 class Shared(NamedTuple):
-    """What all stages of a call have in common.
+    """The settings that all stages of a call share.
 
     Attributes:
         values: what each stage reads and makes.
         grad: whether this call has gradients.
         ambient: torch's switches at the call.
-        known: what earlier calls have found out.
+        known: the traits that earlier calls have observed.
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
         threads: whether other stages may compute at the same time.
-        foreign: is held while hooks of leaves sleep that several stages may have captured.
-        keep: whether every chunk may have to be recomputed after the caller's own code has run (the forward door).
+        foreign: a lock, held while the hooks of leaves that several stages may have captured are disabled.
+        keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
+            `pipe(x)`).
         seed: of the call.
         generators: puts the default generators back when a phase is over.
     """
@@ -104,20 +105,20 @@ class Shared(NamedTuple):
 
 
 class StageRun:
-    """The layers of one stage, with what one call knows of them.
+    """One stage during one call.
 
-    The short way (`_forward_one`, `_backward_one`) is for the usual case: one tensor comes, the stage only reads it,
-    and chunk 0 has shown all there is to find. It does only what differs from chunk to chunk, since right after a large
-    kernel each function and each object costs several times what it costs between small ones. The long way gives the
-    same bits.
+    The fast path (`_forward_one`, `_backward_one`) is for the usual case: one tensor comes, the stage only reads it,
+    and chunk 0 has shown all traits. It does only what differs from chunk to chunk, since right after a large
+    kernel each function and each object costs several times what it costs between small ones. The general path gives
+    the same bits.
 
     Args:
         index: the stage.
         first_layer: index of its first layer in the Sequential.
         layers: the layers.
-        device: where it computes.
+        device: that on which it computes.
         bring: from a parameter to its values at this stage's place: itself, or a copy.
-        shared: what all stages have in common.
+        shared: the settings that all stages share.
     """
 
     def __init__(
@@ -140,35 +141,35 @@ class StageRun:
         self.name = self._layers.name
         self._input_name = f"the input of {self.name}"
         self._known = known
-        # Between F and R of a step nothing runs but layers; torch's own write nothing. See `Call` for others beside.
+        # Between F and R of a step only layers run, and torch's own write nothing. See `Call` for a user's layers.
         samples = keep or compares or not self._layers.is_quiet
         self.recall = ForwardSnapshot(modules, ambient, self.name, index, known, compares, samples)
         self._watch = StrayGradientGuard(self.name)
         self._is_quiet = self._layers.is_quiet
-        watch = None if self._is_quiet and not compares else self._watch  # torch's own layers show nobody anything
+        watch = None if self._is_quiet and not compares else self._watch  # torch's own layers expose no tensor
         self.aliases = Aliases(modules, self._layers.numbered, self.name, watch, compares and grad, bring, grad)
         self._learns_draws = threads and (compares or self.recall.key not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
         kind = LearningSeeder if self._learns_draws else Seeder if self.may_draw else AcceleratorSeeder
         self.seeder: Seeder = kind(seed, [device], generators)
         self._seeds_backward = self._looks_for_tangents = True
-        # The forward door's backward runs where its caller has it run; a step has the caller's autocast around it all.
+        # The backward of `pipe(x)` runs under whatever modes its caller sets; a step runs within the caller's autocast.
         self._modes_of_backward = nullcontext if keep else without_autocast
         self._new_seeder = partial(LearningSeeder, seed, [device], generators)
         self.foreign: dict[int, Tensor] = {}  # leaves of the user that are no parameters of this stage's modules
         self._foreign_versions: dict[int, int] = {}
-        self._met: set[int] = set()  # leaves of both kinds that a chunk has reached
+        self._met: set[int] = set()  # ids of aliases and foreign leaves that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._records: dict[int, ChunkRecord | GraphRecord | RecomputeRecord] = {}
         self.split: set[int] = set()  # the chunks whose backward is I and W
-        self._waiting: dict[int, list[Part]] = {}  # what W of a chunk is to compute
+        self._waiting: dict[int, list[Part]] = {}  # the gradients that W of a chunk will compute
         self._first = True  # no chunk has run yet
         self._is_usual = False  # see `_forward_one`
         self._swap = self.aliases.stand_in()
-        # Without gradients nobody looks whether a later chunk is written through `.data`: the caller's own tensors.
+        # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
         self._spares_caller = index == 0 and not grad and not self._is_quiet
-        self.writes_input = True  # until chunk 0 has shown that it does not, in this call or another
-        self._saves_until_the_end = False  # a layer calls autograd within its forward, as one has shown
+        self.writes_input = True  # until chunk 0 shows that it does not, in this call or an earlier one
+        self._saves_until_the_end = False  # a layer calls autograd within its forward
 
     @property
     def layers(self) -> StageLayers:
@@ -177,12 +178,12 @@ class StageRun:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether all its layers are torch's own and surely draw no random number."""
+        """Whether all its layers are torch's own and certainly draw no random number."""
         return self._is_quiet
 
     @property
     def reads(self) -> set[int]:
-        """The ids of the parameters and other leaves that its layers read, now that its forwards have run."""
+        """The ids of the parameters and other leaves that its layers read. Complete after its forwards."""
         return {*self.aliases.owners, *self.foreign}
 
     # ------------------------------------------------------------------------------------------------------- F
@@ -192,9 +193,9 @@ class StageRun:
 
         Args:
             chunk: its index.
-            inbox: what this stage reads.
-            recompute: keep the input rather than the graph.
-            keep: a recomputation may come, of a kept chunk too (second order).
+            inbox: the values that this stage reads.
+            recompute: whether to keep the input rather than the graph.
+            keep: whether a recomputation may follow, of a kept chunk too (second order).
         """
         if self._is_usual and _is_one_tensor(inbox[0]):
             return self._forward_one(chunk, inbox[0], recompute, keep)
@@ -241,9 +242,9 @@ class StageRun:
         return self._messages(chunk, inbox, given, made, tensors, need)
 
     def _forward_one(self, chunk: int, message: Activations, recompute: bool, keep: bool) -> list[Activations]:
-        """F as it is as a rule: one tensor comes, and there is nothing more to find out.
+        """F on the fast path: one input tensor, and nothing left to observe.
 
-        The same as above with less in between: after each large kernel the processor's caches hold none of it.
+        The same as above with less Python, which is slow after a large kernel has emptied the processor's caches.
         """
         (read,), (needs_grad,) = message.tree.tensors, message.needs_grad
         before = read._version
@@ -281,7 +282,7 @@ class StageRun:
     def _run_one(
         self, chunk: int, read: Tensor, needs_grad: bool, around: AbstractContextManager[None] | None
     ) -> tuple[StageInputs, Tree]:
-        """The layers on the one tensor that came: the cut, and the output."""
+        """Run the layers on the one input tensor; return the cut and the output."""
         with self._swap:
             if around is None:
                 cut, (given,) = self._enter_one(read, needs_grad)
@@ -304,8 +305,8 @@ class StageRun:
         tensors: tuple[Tensor, ...],
         need: tuple[bool, ...],
     ) -> list[Activations]:
-        """What goes out: `tensors`, which are those of `made`, detached."""
-        if self._passes_one and len(tensors) == len(given) == 1:  # nothing else could share their memory
+        """The messages of `tensors`, which are those of `made`, detached."""
+        if self._passes_one and len(tensors) == len(given) == 1:  # no other tensor can share their memory
             return [Activations(Tree(tensors, made.trees[0].skeleton), need)]
         came_on = [memory for message in inbox for memory in message.memory]
         known = dict(zip(map(storage_of, given), came_on, strict=bool(came_on)))
@@ -316,7 +317,7 @@ class StageRun:
         ]
 
     def _need(self, tensors: Sequence[Tensor]) -> tuple[bool, ...]:
-        """Which of the outputs want a gradient."""
+        """For each output, whether it needs a gradient."""
         if len(tensors) == 1:
             return (self.grad and tensors[0].requires_grad,)
         return tuple([self.grad and tensor.requires_grad for tensor in tensors])
@@ -324,7 +325,7 @@ class StageRun:
     def _attempt(
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], recompute: bool, first: bool
     ) -> tuple[StageInputs, tuple[Tensor, ...], tuple[int, ...], Bundle]:
-        """Cut and compute. Where a layer calls autograd within a forward that saves nothing: once more, saving."""
+        """Cut and compute. If a layer calls autograd within a forward that saves nothing, run again, saving."""
         cut, given = self._enter(read, needs_grad)
         given_before = versions(given) if self.writes_input else ()
         with self.aliases.stand_in():
@@ -341,7 +342,7 @@ class StageRun:
         return self._attempt(chunk, read, needs_grad, recompute, first)
 
     def _saving_nothing(self) -> AbstractContextManager[None]:
-        """Within: F of a chunk that will be recomputed. What a layer's own call of autograd needs goes at its end."""
+        """Within: F of a chunk that will be recomputed. Tensors for a layer's own autograd are freed at its end."""
         return checkpointing(True) if self._saves_until_the_end else SavingNothing()
 
     def _outputs(self, chunk: int, values: Sequence[Any], is_first: bool = False) -> Bundle:
@@ -355,11 +356,11 @@ class StageRun:
         return made
 
     def _enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[StageInputs, tuple[Tensor, ...]]:
-        """Cut: the leaves of this chunk, and what the layers get."""
+        """Cut: the leaves of this chunk, and the tensors that the layers get."""
         tensors = read.tensors
         if self.writes_input or self._spares_caller:
             tensors = tuple([tensor.clone() for tensor in tensors])
-        if len(tensors) == len(read.trees) == 1:  # as a rule
+        if len(tensors) == len(read.trees) == 1:  # the usual case
             return self._enter_one(tensors[0], needs_grad[0])
         leaves = [self._leaf(tensor) if needs else None for tensor, needs in zip(tensors, needs_grad, strict=True)]
         wanted = [leaf for leaf in leaves if leaf is not None]
@@ -383,11 +384,11 @@ class StageRun:
     def _new_habit(self) -> CheckpointError:
         return CheckpointError(
             f"{self.name} wrote its input in place, which it did not do before: for the first chunk, or in earlier "
-            "calls. Do that for every chunk or for none (for example x = x + 1 instead of x += 1)."
+            "calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
         )
 
     def _learn_mutation(self, given: Sequence[Tensor], given_before: Sequence[int], read: Bundle) -> None:
-        """After F of chunk 0, which got a clone: does this stage write its input? From then on it is known."""
+        """Observe, after F of chunk 0 on a clone, whether this stage writes its input."""
         if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
             self._known.writes_unseen.add(self.index)
         unseen = self.index in self._known.writes_unseen
@@ -396,16 +397,16 @@ class StageRun:
             self._known.only_reads.add(self._read_key(read))
 
     def _read_key(self, read: Bundle) -> tuple[object, ...]:
-        """A stage that pads odd lengths writes its padded copy, and where nothing is to be padded its input."""
+        """The key of that trait. It has shapes: a stage may pad odd lengths and write the copy, and else its input."""
         return *self.recall.key, *[tensor.shape[1:] for tensor in read.tensors]
 
     def begin(self) -> None:
-        """A phase begins, in a thread whose modes are those of all threads: what may layers do in it?"""
+        """Begin a phase: note which modes are on, in a thread whose modes are those of all threads."""
         self._seeds_backward = not self._is_quiet or not unobserved()
         self._looks_for_tangents = has_tangents()
 
     def commit(self) -> None:
-        """All forwards have run: remember what was seen, and update what was put off to their end."""
+        """Record the observed traits, and apply deferred updates. Called after all forwards."""
         self.recall.note()
         if self._deferred is not None:
             self.recall.buffers.note_writes(self._deferred.commit(), self.name)
@@ -417,7 +418,7 @@ class StageRun:
             self.seeder = self._new_seeder()
 
     def note_draws(self) -> None:
-        """A phase is over: has this stage drawn from a default generator of the host? If not, others need not wait."""
+        """Record, after a phase, whether this stage drew from a default generator of the host."""
         if self._learns_draws:
             key = self.recall.key
             (self._known.draws_nothing.discard if self.seeder.drew else self._known.draws_nothing.add)(key)
@@ -425,7 +426,7 @@ class StageRun:
     def _learn_graph(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor | None], split: bool
     ) -> tuple[int, Sequence[Site]]:
-        """Which leaves does this chunk's graph reach? See common/graph.py, and split_backward.py."""
+        """Find the leaves that this chunk's graph reaches. See common/graph.py and split_backward.py."""
         reached, sites = survey(roots, self.aliases.may_wait) if split else (explore(roots), ())
         own = {id(leaf) for leaf in leaves if leaf is not None}
         for key, leaf in reached.leaves.items():
@@ -462,13 +463,13 @@ class StageRun:
 
     @property
     def kept_graphs(self) -> Iterator[Tensor | GradientEdge]:
-        """Where the graphs begin that chunks keep for their backward."""
+        """The roots of the graphs that chunks keep for their backward."""
         for record in self._records.values():
             exits = None if isinstance(record, RecomputeRecord) else record.exits
             yield from [root for root in (exits.edges if exits is not None else ()) if root is not None]
 
     def backward(self, chunk: int, begin: Begin, wanted: bool, retain: bool) -> list[Grads]:
-        """B, or I: add to the sums, and return the gradients of each value that was read (empty: none comes or goes).
+        """B, or I: add to the sums, and return the gradients of each value that was read (empty: there are none).
 
         I leaves the gradients of weights that can wait to W.
 
@@ -507,7 +508,7 @@ class StageRun:
         return cut.grads()
 
     def _backward_one(self, chunk: int, kept: GraphRecord, begin: Begin, retain: bool) -> list[Grads]:
-        """B of a chunk that went the short way."""
+        """B of a chunk on the fast path."""
         roots = begin(kept.exits)
         if roots.tensors:
             if self._seeds_backward or self.ends_in_loss:
@@ -525,7 +526,7 @@ class StageRun:
         return kept.cut.grads()
 
     def _differentiating(self) -> AbstractContextManager[None]:
-        """Within: autograd runs, and with it whatever a layer's own torch.utils.checkpoint computes again."""
+        """Within: autograd runs, and with it the recomputations of a layer's own torch.utils.checkpoint."""
         if self._is_quiet:  # torch's layers have none
             return self.differentiating()
         if self._deferred is None:
@@ -533,11 +534,11 @@ class StageRun:
         return _both(self.aliases.stand_in(), self.differentiating())
 
     def differentiating(self) -> AbstractContextManager[None]:
-        """Within: a layer's own torch.utils.checkpoint may compute again, but for a batch norm that is put off."""
+        """Within: a layer's own torch.utils.checkpoint may recompute, except for a deferred batch norm."""
         return _NOTHING if self._deferred is None else self._deferred.refused(self.name)
 
     def weights(self, chunk: int, retain: bool) -> None:
-        """W: add to the sums what I of this chunk left. `retain`: another backward of this chunk may come."""
+        """W: add the gradients that I of this chunk left to the sums. `retain`: another backward may follow."""
         if chunk in self._waiting:
             if self._seeds_backward:
                 self.seeder.seed(chunk, BACKWARD - self._layers.numbered[-1][0])
@@ -548,12 +549,12 @@ class StageRun:
     def _differentiate_but_wait(
         self, chunk: int, roots: Roots, cut: StageInputs, retain: bool, sites: Sequence[Site]
     ) -> None:
-        if self.foreign or roots.foreign:  # all gradients are asked for by name, now
+        if self.foreign or roots.foreign:  # all gradients are requested by name, now
             sites = ()
         late = {id(weight) for site in sites for weight in site.weights}
         waited = {id(weight) for parts in self._waiting.values() for part in parts for weight in part.site.weights}
         if not waited <= late:
-            for earlier in sorted(self._waiting):  # this chunk adds to what they wait to add to
+            for earlier in sorted(self._waiting):  # sums ascend in chunks: earlier ones come first
                 catch_up(self._waiting.pop(earlier), self.name, retain)
         with waiting(sites) as parts:
             self._differentiate(roots, cut, retain, sites)
@@ -566,10 +567,10 @@ class StageRun:
             ends = ends_without(sites, own + self.aliases.used) if sites else ()
             run_backward(roots.tensors, roots.grads, retain, ends)
             return
-        # Through `.grad` a foreign leaf would get each chunk's part by itself, hooks and all; so its sum is kept here.
-        # The graph is retained, since what was computed outside the stage is shared by the chunks; ours goes anyway.
+        # Through `.grad` a foreign leaf would get each chunk's part separately, and its hooks would run on each; so its
+        # sum is kept here. The graph is retained, since chunks share what was computed outside the stage.
         aliases, foreign = self.aliases.used, list({**self.foreign, **roots.foreign}.values())
-        if holds(roots.tensors, _REENTRANT):  # which goes backward to `.grad` alone
+        if holds(roots.tensors, _REENTRANT):  # whose backward can only write `.grad`
             with self._foreign_lock, grads_apart(foreign) as parts:
                 run_backward(roots.tensors, roots.grads, retain=True)
             self._add_foreign(zip(foreign, parts, strict=True))
@@ -601,7 +602,7 @@ class StageRun:
         return cut, outputs
 
     def _recompute_one(self, chunk: int, then: RecomputeRecord) -> GraphRecord:
-        """R of a chunk that went the short way."""
+        """R of a chunk on the fast path."""
         self.check_unchanged(chunk)
         if then.read._version != then.version:
             self._check_input(chunk, (then.read,), (then.version,))
@@ -674,13 +675,13 @@ class StageRun:
         yield from sums.values()
 
     def drop_sums(self) -> None:
-        """Forget what was summed: the backward failed."""
+        """Drop the sums after a failed backward."""
         self.aliases.drop_sums()
         self._foreign_sums.clear()
         self._waiting.clear()
 
     def rewind(self) -> None:
-        """As before the first chunk, but for what was learned: undo what the forwards and backwards did."""
+        """Undo what the forwards and backwards did; traits stay."""
         self.recall.roll_back()
         self.drop_sums()
         self._records.clear()
@@ -688,7 +689,7 @@ class StageRun:
         self.recall.release()
 
     def release(self) -> None:
-        """Forget everything that was kept for a backward."""
+        """Drop everything that was kept for a backward."""
         self._records.clear()
         self._waiting.clear()
         self.recall.release()
@@ -696,8 +697,8 @@ class StageRun:
 
 
 def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
-    """What a stage has read as one, and which of its tensors want a gradient."""
-    if len(inbox) == 1:  # as a rule
+    """The values that a stage has read as one bundle, and which of its tensors need a gradient."""
+    if len(inbox) == 1:  # the usual case
         (message,) = inbox
         return Bundle((message.tree,), message.tree.tensors), message.needs_grad
     read = Bundle.of(tuple([message.tree for message in inbox]))
@@ -711,7 +712,7 @@ def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[Non
 
 
 def _is_one_tensor(message: Activations) -> bool:
-    """Whether a message is one plain tensor, which counts how often it is written."""
+    """Whether a message is one plain tensor with a version counter."""
     if message.tree.skeleton is not None:
         return False
     (tensor,) = message.tree.tensors
@@ -719,6 +720,6 @@ def _is_one_tensor(message: Activations) -> bool:
 
 
 def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """By value, for what version counters do not show (inference mode, `.data`). Not on a GPU: the host would wait."""
+    """Compare by value: writes may bypass version counters (inference mode, `.data`). Not on a GPU, which waits."""
     pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
     return any([not same_values(one, other) for one, other in pairs])
