@@ -5,7 +5,7 @@
     (sum, count)   loss = sum_i sum_i / sum_i count_i           token masks: exact
     {name: (sum, count)} beside one of these: metrics, combined in the same way
 
-Where the third kind is used the gradients of the sums are added first and divided by the whole count at the end, since
+With (sum, count) the gradients of the sums are added first and divided by the whole count at the end, since
 the counts of later chunks are not known when the first goes backward. Meanwhile they are scaled by a power of two near
 1 / rows, which is exact in binary floating point and keeps half precision in range.
 
@@ -38,11 +38,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Loss:
-    """Adds the chunk losses of one call up.
+    """The loss of one call, added up from its chunks.
 
     Args:
         loss_fn: (output, target) -> loss, or (sum, count); either with a dict of metrics behind it.
-        reduction: "mean" or "sum"; None: what `loss_fn.reduction` says, else "mean".
+        reduction: "mean" or "sum"; None: `loss_fn.reduction` if it has one, else "mean".
         rows: the rows of each chunk.
         is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
 
@@ -67,7 +67,7 @@ class Loss:
         self._scale = scale_of(self._all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
-        self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: nobody can say
+        self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: unknown
         self._is_single = len(rows) == 1 and not is_part
         self._is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
@@ -77,7 +77,7 @@ class Loss:
         """Compute the loss of a chunk.
 
         Returns:
-            What is to be differentiated, and what it is to be multiplied by to be its part of the whole.
+            The tensor to differentiate, and the factor that makes it the chunk's part of the whole.
         """
         value, seeing = self._computed(output, target, self._rows[chunk], self._is_single)
         value = self._metrics.taken(chunk, value)
@@ -90,7 +90,7 @@ class Loss:
         return self._single(chunk, value, seeing)
 
     def _computed(self, output: Any, target: Any, rows: int, is_whole: bool) -> tuple[Any, Seeing | None]:
-        """What loss_fn returns, and what was seen of it. Of a whole mini-batch nothing needs to be seen."""
+        """The result of loss_fn, and the trace of its means. A whole mini-batch needs no trace."""
         outputs = _tensors(output)
         if is_whole and not any([tensor.dtype is torch.float16 for tensor in outputs]):
             return _call(self.loss_fn, output, target), None
@@ -121,7 +121,7 @@ class Loss:
 
     @property
     def _parts(self) -> dict[int, Tensor]:
-        """By chunk, what is added up."""
+        """The summand of each chunk."""
         if self._counts or self._reduction == "sum":
             return self._found
         with without_function_modes():
@@ -129,7 +129,7 @@ class Loss:
 
     @property
     def divisor(self) -> Tensor | None:
-        """What the summed gradients are to be divided by, now that all counts are known; None: nothing."""
+        """The divisor of the summed gradients, once all counts are known; None: they are not divided."""
         if not self._counts:
             return None
         count = self._count()
@@ -140,12 +140,12 @@ class Loss:
 
     @property
     def row_share(self) -> float:
-        """What one row's own gradient is multiplied by among those that are summed: see `divisor` for what follows."""
+        """The factor of one row's own gradient in the sum, before the division by `divisor`."""
         return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self._all_rows
 
     @property
     def weight(self) -> tuple[str, Tensor]:
-        """How much this mini-batch counts among several: its rows, its count, or 1; and by which of these rules."""
+        """The rule and the weight of this mini-batch among several: its rows, its count, or 1."""
         if self._counts:
             return "count", self._count()
         whole = torch.ones((), dtype=torch.float64, device="cpu")
@@ -174,7 +174,7 @@ class Loss:
         tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._found.values())
         if whole.dtype in _HALF:
             tolerance = _LOOSE
-        # Parts that cancel (a policy gradient's) leave rounding errors of their own size, not of the small whole's.
+        # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
         scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         scale = scale / self._count().abs() if self._counts else scale
         near = tolerance * (scale.nan_to_num(0.0, 0.0).item() + 1e-3)
@@ -215,17 +215,17 @@ class Loss:
                     f"{self._name} returned {count:.6g} as a count, which is no whole number: a pair is read as (sum, "
                     "count). A metric goes into a dict: return (loss, {'accuracy': (sum, count)}). For class weights "
                     "call F.cross_entropy(output, target, weight=...) in loss_fn and return that: its weights are "
-                    "counted. With other weights use the forward door: loss_fn(pipe(x), target).backward()."
+                    "counted. With other weights call loss_fn(pipe(x), target).backward() instead of step()."
                 )
 
     @cached_property
     def is_proven(self) -> bool:
-        """Whether what loss_fn was seen to divide by shows that the chunks are weighed rightly. All have been seen."""
+        """Whether the traced divisors prove the weights of the chunks. Called after all chunks."""
         chunks = sorted(self._divisors)
         return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self._is_counted)
 
     def unproven(self) -> ValueError:
-        """Why a loss that is not proven to be right is refused."""
+        """The error for a loss whose weights are not proven."""
         return self._neither(
             f"what it divides by in the chunks of this mini-batch ({list(self._rows)} rows) is not in proportion to "
             "their rows (a mask, ignored tokens, a mean over a choice of entries), or cannot be seen"
@@ -240,7 +240,7 @@ class Loss:
         return ValueError(
             f"{self._name} is not a {self._reduction} over rows: {what}. Return (sum, count) from loss_fn (the sum "
             "over what counts, and how much that is), or give loss_reduction='sum' if it adds. A loss that draws "
-            "random numbers or compares rows with each other cannot be cut into chunks: use the forward door, "
+            "random numbers or compares rows with each other cannot be cut into chunks: use pipe(x), "
             "loss_fn(pipe(x), target).backward()."
         )
 
@@ -269,7 +269,7 @@ class Loss:
             count = count.to(total.device, torch.float64)
         else:
             self._has_fractions |= isinstance(count, float)
-            # Filled in where it is needed: copied there, the host would wait.
+            # Filled in on the device: with a copy the host would wait.
             count = torch.full((), float(count), dtype=torch.float64, device=total.device)
         if count.numel() != 1:
             raise ValueError(f"{self._name} returned a count of shape {list(count.shape)}. Return one number.")

@@ -1,12 +1,12 @@
 """Equality of loss functions: the same code, computing with the same values.
 
-    lambda in the training loop     code, and what its closure holds     the same in every step
+    lambda in the training loop     code, and the values it closes over   the same in every step
     Crit("mse"), Crit("rmse")       class and attributes                 two
     partial(f, beta=0.5)            f, and its arguments                 another than with 0.6
 
-Plain values, tuples, sets and dicts count by value, functions by what they are made of, everything else by identity
-(lists, which have none that can be kept, by type). A loss that is made anew
-from other things in every step (a counter, a tensor of the mini-batch) is new in the first steps alone.
+Plain values, tuples, sets and dicts count by value, functions by their parts, everything else by identity
+(lists, which have no weak references, by type). A loss that is made of different objects in every step (a counter, a
+tensor of the mini-batch) counts as new in the first steps only.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
-_MOST = 64  # different ones of one code or class; then all others of it are one
+_MOST = 64  # distinct losses of one code or class; all further ones count as one
 
 
 class LossCounts:
-    """How many mini-batches each loss function has seen: number 1, 2, 4, 8 ... is compared."""
+    """The number of mini-batches of each loss function. Numbers 1, 2, 4, 8, ... validate."""
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, dict[Hashable, int]] = {}  # by code or class, by key
@@ -41,7 +41,7 @@ class LossCounts:
         return counts.get(key, 0)
 
     def set(self, loss_fn: Callable[..., Any], number: int) -> None:
-        """From now on so many."""
+        """Set the number of mini-batches of a loss function."""
         counts, key = self._place(loss_fn)
         counts[key] = number
 
@@ -52,7 +52,7 @@ class LossCounts:
 
 
 def key_of(loss_fn: Callable[..., Any]) -> Hashable:
-    """Equal for two loss functions that are the same.
+    """A key that is equal for equal loss functions.
 
     >>> def made(power):
     ...     return lambda output, target: (output - target).abs().pow(power).mean()
@@ -71,10 +71,10 @@ def _kind(loss_fn: Any) -> Hashable:
 
 
 def _key(value: Any, depth: int) -> Hashable:
-    """Of something that a loss function is made of."""
+    """The key of a part of a loss function."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value) if isinstance(value, (float, complex)) else value  # nan is nan, -0.0 is not 0.0
-    if depth > 8:  # a function that holds itself
+    if depth > 8:  # a function that refers to itself
         return (type(value),)
     if isinstance(value, partial):
         return partial, _key(value.func, depth + 1), _key(value.args, depth + 1), _key(value.keywords, depth + 1)
@@ -99,7 +99,7 @@ def _cell(cell: Any) -> Any:
 
 
 class _Identity:
-    """Equal to that of the same object, as long as it lives; what cannot be referred to weakly counts by its type."""
+    """The identity of an object as long as it lives; the type of one without weak references."""
 
     __slots__ = ("_ref", "_hash")
 

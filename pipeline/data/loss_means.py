@@ -1,4 +1,4 @@
-"""The means within a loss: what each divides by, seen while loss_fn computes.
+"""The trace of the means within a loss: the divisor of each, recorded while loss_fn computes.
 
     loss_fn(output, target), under Seeing (a torch-function mode)
         F.cross_entropy(...)  --> its sum over the tokens that count, and their count: exact, chunk by chunk
@@ -6,8 +6,8 @@
 
 A mean over tokens weighs a chunk by its tokens. Where the loss of loss_fn is one, or a sum of some with constant
 factors, its sum and count are known. Any other loss weighs a chunk by its rows, which is right only if everything it
-divides by is in proportion to them. What no torch function shows (a compiled or scripted loss, an autograd.Function) is
-not seen.
+divides by is in proportion to them. Code that calls no torch function (a compiled or scripted loss, an
+autograd.Function) is not traced.
 
 To compare with the loss of the joined output in every step would keep all outputs, which are the largest tensors of a
 language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is made, and every step shows whether what
@@ -31,10 +31,10 @@ from pipeline.common.torch_modes import within_torchs_checkpoint, without_functi
 
 
 class Divisor:
-    """Something that a loss divides or multiplies by, of one chunk.
+    """A divisor or factor within the loss of one chunk.
 
     Args:
-        amount: how much.
+        amount: its value.
         is_count: whether it is the count of a mean over tokens.
     """
 
@@ -63,11 +63,11 @@ _KEEPING = (
 
 
 class Origin(NamedTuple):
-    """Where a tensor within a loss comes from.
+    """The origin of a tensor within a loss.
 
     Attributes:
-        divisors: what it was divided or multiplied by on the way, in order.
-        total: of a mean over tokens, or a combination of such: the same of their sums. None: it is something else.
+        divisors: its divisors and factors, in order.
+        total: of a mean over tokens, or a combination of such: the same of their sums. None: it is neither.
         of_output: whether it was computed with the output.
         pending: the count of a mean over tokens whose total is still to be computed.
     """
@@ -78,15 +78,15 @@ class Origin(NamedTuple):
     pending: Tensor | None = None
 
     def total_of(self, mean: Tensor) -> Tensor | None:
-        """Of the tensor itself."""
+        """The total that belongs to `mean`, the tensor itself."""
         if self.pending is None:
             return self.total
         with without_function_modes():
-            return torch.where(self.pending == 0, 0.0, mean) * self.pending  # nothing of no tokens
+            return torch.where(self.pending == 0, 0.0, mean) * self.pending  # zero for no tokens
 
 
 class Seeing(TorchFunctionMode):
-    """Sees one evaluation of loss_fn.
+    """A torch-function mode that traces one evaluation of loss_fn.
 
     Args:
         rows: of the chunk.
@@ -111,11 +111,11 @@ class Seeing(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have left it taken off
+        if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have popped it
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """Where a tensor comes from. None: it was not seen to be made of output or target."""
+        """The origin of a tensor. None: it was not computed from output or target."""
         entry = self._origins.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
@@ -137,7 +137,7 @@ class Seeing(TorchFunctionMode):
         return result
 
     def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
-        """Note where a function's result comes from."""
+        """Note the origin of a function's result."""
         origin = self._joined(args, kwargs)
         if origin is None:
             return
@@ -153,7 +153,7 @@ class Seeing(TorchFunctionMode):
                 self._note(tensor, origin)
 
     def _joined(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Origin | None:
-        """Of all that a function computes with; `total` is one of theirs."""
+        """The joined origin of a function's arguments; `total` is one of theirs."""
         found: list[Origin] = []
         for value in [*args, *kwargs.values()] if kwargs else args:
             if isinstance(value, Tensor):
@@ -169,7 +169,7 @@ class Seeing(TorchFunctionMode):
         return Origin(divisors, totals[0] if totals else None, any([origin.of_output for origin in found]))
 
     def _amounts(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> list[Tensor | float]:
-        """What a function divides or multiplies by."""
+        """The divisors and factors of a function call."""
         name = func.__name__
         if name == "nanmean":
             with without_function_modes():
@@ -183,7 +183,7 @@ class Seeing(TorchFunctionMode):
         values = [*args, *([kwargs["other"]] if "other" in kwargs else [])]
         if plain in ("__rdiv__", "__rtruediv__"):
             values.reverse()
-        if plain not in ("mul", "multiply"):  # of a quotient, what stands below
+        if plain not in ("mul", "multiply"):  # a division: only the denominator
             values = values[1:]
         return [
             alone(value).reshape(()) if isinstance(value, Tensor) else float(value)
@@ -192,7 +192,7 @@ class Seeing(TorchFunctionMode):
         ]
 
     def _is_of_chunk(self, value: Tensor, factors: Sequence[Any]) -> bool:
-        """Whether a tensor is one number that the chunk as a whole has: not a factor that is the loss itself."""
+        """Whether a tensor is one number of the whole chunk, rather than a factor that is the loss itself."""
         origin = self.origin(value)
         if origin is None or value.numel() != 1 or (value.dim() and self._rows == 1):
             return False
@@ -201,7 +201,7 @@ class Seeing(TorchFunctionMode):
         ])
 
     def _total(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-        """The sums' own combination, where a function of means over tokens is linear and has no other term."""
+        """The combination of the sums, where a function of means over tokens is linear and has no other term."""
         name = func.__name__
         totals = [self._total_of(value) for value in args]
         rest = [value for value, total in zip(args, totals, strict=True) if total is None]
@@ -232,7 +232,7 @@ class Seeing(TorchFunctionMode):
         with without_function_modes():
             count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
         total = None
-        later = self._sums and within_torchs_checkpoint()  # which computes the mean once more, and must see the same
+        later = self._sums and within_torchs_checkpoint()  # which recomputes the mean, and must see the same calls
         if later or not self._sums:
             mean = func(*args, **kwargs)
         else:
@@ -259,13 +259,13 @@ def _count(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> T
     counts = target != (-100 if ignore_index is None else ignore_index)
     if weight is None:
         return counts.sum()
-    # What does not count weighs nothing. (By a mask, target[counts], the host would have to wait for a GPU.)
+    # Ignored tokens weigh nothing. (With a mask, target[counts], the host would have to wait for a GPU.)
     weights = weight.detach()[torch.where(counts, target, 0).long()]
     return torch.where(counts, weights, 0.0).sum()
 
 
 def _is_mean(kwargs: dict[str, Any]) -> bool:
-    """Of the arguments that torch.nn.functional gives to modes: all by name but the tensors."""
+    """Whether a call has reduction "mean". torch.nn.functional gives modes all but the tensors by name."""
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:  # torch's old names for it
         reduce, average = kwargs.get("reduce"), kwargs.get("size_average")
         return reduce is not False and average is not False
@@ -293,10 +293,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def is_proven(divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool) -> bool:
-    """Whether what the chunks' losses divide by shows that the chunks are weighed rightly.
+    """Whether the divisors in the chunks' losses prove the weights of the chunks.
 
     Args:
-        divisors: of each chunk; None: of one whose loss was not seen to come from output and target.
+        divisors: of each chunk; None: of one whose loss was not traced to output and target.
         rows: of each chunk.
         is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
     """
@@ -307,7 +307,7 @@ def is_proven(divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int
         return False
     kinds = [divisor.is_count and is_counted for divisor in seen[0]]
     columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
-    if sum(kinds) == 1:  # it is the weight, with which nothing is to be compared: a GPU's host need not wait for it
+    if sum(kinds) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
         columns.pop(kinds.index(True))
         kinds.remove(True)
     numbers = _as_numbers(columns)
@@ -318,13 +318,13 @@ def is_proven(divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int
 
 
 def alone(number: Tensor) -> Tensor:
-    """A 0-d tensor, detached. It must not keep what it was taken from: torch's mse_loss reduces within its input."""
+    """A 0-d tensor, detached. It must not keep its source alive: torch's mse_loss reduces within its input."""
     found = number.detach()
     return found.clone() if found.untyped_storage().nbytes() > found.element_size() else found
 
 
 def _as_numbers(columns: Sequence[Sequence[Tensor | float]]) -> list[list[float]]:
-    """All on the host, at once: it waits for a GPU at most one time."""
+    """All numbers on the host in one copy, so that it waits for a GPU at most once."""
     tensors = [amount for column in columns for amount in column if isinstance(amount, Tensor)]
     with without_function_modes():
         there = [tensor.to(tensors[0].device, torch.float64) for tensor in tensors]
@@ -341,7 +341,7 @@ def _inverse(numbers: Sequence[float]) -> list[float]:
 
 
 def _is_as(numbers: Sequence[float], weights: Sequence[float]) -> bool:
-    """Whether they are in one proportion to the weights. If one is nan so is the loss, for all to see."""
+    """Whether numbers are in one proportion to the weights. A nan passes: the loss is nan then, too."""
     if any([isnan(number) for number in numbers]):
         return True
     whole, all_weights = sum(numbers), sum(weights)

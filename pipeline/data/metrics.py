@@ -15,7 +15,7 @@ from pipeline.common.torch_modes import without_function_modes
 
 
 class Metrics:
-    """Adds up those of one call, without gradients.
+    """The metrics of one call, added up without gradients.
 
     Args:
         name: of the loss_fn, for errors.
@@ -27,14 +27,14 @@ class Metrics:
         self._found: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}  # by chunk
 
     def taken(self, chunk: int, value: Any) -> Any:
-        """Keep the metrics of what loss_fn returned; the rest of it."""
+        """Keep the metrics in a result of loss_fn; return the rest."""
         given: dict[Any, Any] = value[-1] if _has_metrics(value) else {}
         if self._names is None:
             self._names = given.keys()
         elif given.keys() != self._names:
             raise ValueError(
                 f"{self._name} returned metrics {list(self._names)} for one chunk and {list(given)} for another. "
-                "Return the same for every chunk; one that a chunk has nothing of is (0, 0)."
+                "Return the same for every chunk; a metric without entries in a chunk is (0, 0)."
             )
         if given:
             self._found[chunk] = {self._named(name): self._pair(name, metric) for name, metric in given.items()}
@@ -42,7 +42,7 @@ class Metrics:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Of the mini-batch, in the default dtype. Where nothing was counted: nan."""
+        """The metrics of the mini-batch, in the default dtype; nan for a count of 0."""
         if not self._found:
             return {}
         chunks = [self._found[chunk] for chunk in sorted(self._found)]
@@ -63,7 +63,7 @@ class Metrics:
         if not isinstance(metric, (tuple, list)) or len(metric) != 2:
             raise ValueError(
                 f"{self._name} returned {metric!r} as the metric {name!r}. Return (sum, count), such as "
-                "(correct.sum(), correct.numel()): of a mean alone nobody could say how much each chunk counts."
+                "(correct.sum(), correct.numel()): a mean alone does not say how much each chunk counts."
             )
         total, count = (self._number(name, part) for part in metric)
         return total, count
@@ -79,7 +79,7 @@ class Metrics:
 
 
 def without_metrics(value: Any) -> Any:
-    """What loss_fn returned, but for its metrics: a loss, or (sum, count)."""
+    """A result of loss_fn without its metrics: a loss, or (sum, count)."""
     if not _has_metrics(value):
         return value
     return value[0] if len(value) == 2 else value[:-1]

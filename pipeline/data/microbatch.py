@@ -8,7 +8,7 @@ min(chunks, rows).
 
 `batch_dim` says which dim counts the rows, of everything that is cut and joined: of inputs, targets and outputs. With
 batch_dim=1, [time, rows, ...] is cut along dim 1. A tensor with too few dims for that has one value for each row (the
-lengths of sequences, class labels) and is cut along dim 0. Sizes have no say in it: they may be equal by chance.
+lengths of sequences, class labels) and is cut along dim 0. Sizes do not matter: they may be equal by chance.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Batch:
 
 
 def row_dim(tensor: Tensor, batch_dim: int) -> int:
-    """Which dim of a tensor counts rows: `batch_dim`, or 0 where it has no such dim."""
+    """The dim of a tensor that counts rows: `batch_dim`, or 0 where it has no such dim."""
     return batch_dim if tensor.dim() > batch_dim else 0
 
 
@@ -103,7 +103,7 @@ def scatter(value: Any, chunks: int, what: str = "the input", batch_dim: int = 0
 
     Args:
         value: a pytree; tensors have their rows along `batch_dim`, the same number each.
-        chunks: how many chunks are wanted.
+        chunks: the number of chunks, if there are as many rows.
         what: how an error names the value.
         batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
 
@@ -141,7 +141,7 @@ def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tu
         batch_dim: the dim that counts rows; of tensors with fewer dims dim 0 does.
 
     Returns:
-        The joined output, and for each of its tensors how many rows each chunk gave.
+        The joined output, and for each of its tensors the number of rows from each chunk.
 
     Raises:
         ValueError: the outputs cannot be joined: other structures, plain values that differ, tensors without
@@ -181,8 +181,8 @@ def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> 
     shapes = [list(tensor.shape) for tensor in column]
     if any(tensor.dim() == 0 for tensor in column):
         raise ValueError(
-            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor, and whether "
-            "their mean or their sum is meant only you can say. Return one value per row, or compute the loss in "
+            "an output without dimensions cannot be joined along dim 0: every chunk gave a 0-d tensor. Their mean or "
+            "their sum could be meant. Return one value per row, or compute the loss in "
             "pipe.step(x, target, loss_fn=...)."
         )
     dim = row_dim(column[0], batch_dim)
@@ -221,7 +221,7 @@ class _Shape:
 
 
 def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
-    """A tree whose NoChunk marks are gone, and which of its tensors are to be cut."""
+    """A tree without its NoChunk marks, and which of its tensors are cut."""
     if isinstance(value, Tensor):
         _refuse_nested((value,), what)
         return Tree((value,), None), (True,)
@@ -291,7 +291,7 @@ def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tens
         return (tensor,) * count
     dim = row_dim(tensor, batch_dim)
     pieces = torch.tensor_split(tensor, count, dim)
-    return tuple(pieces) if dim == 0 else tuple([piece.contiguous() for piece in pieces])  # laid out as the whole is
+    return tuple(pieces) if dim == 0 else tuple([piece.contiguous() for piece in pieces])  # laid out as the whole
 
 
 def _even(rows: int, count: int) -> tuple[int, ...]:

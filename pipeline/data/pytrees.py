@@ -2,9 +2,9 @@
 
     value --flatten--> Tree(distinct tensors, skeleton) --build(other tensors)--> a value of the same structure
 
-A tensor that stands twice in a value is one tensor, so its gradient is summed where it would be in the plain module.
-Anything else is refused by name: what cannot be sent to another process is not passed on in one process either, so
-that a script means the same in both.
+A tensor that occurs twice in a value is one tensor, so its gradient is summed as in the plain module. Any other leaf is
+refused by name: a value that cannot be sent to another process is not passed on in one process either, so that a script
+works the same in both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorPosition(NamedTuple):
 
 
 class Skeleton(NamedTuple):
-    """A value without its tensors: the structure, and the leaves, each a Slot or a plain value."""
+    """A value without its tensors: the structure, and the leaves, each a TensorPosition or a plain value."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -69,7 +69,7 @@ class Bundle(NamedTuple):
         return [tree.build(part) for tree, part in zip(self.trees, self.split(tensors), strict=True)]
 
     def split(self, each: Sequence[T]) -> list[Sequence[T]]:
-        """What stands for the tensors, tree by tree."""
+        """Split a sequence with one entry per tensor, tree by tree."""
         if len(self.trees) == 1:
             return [each]
         ends = accumulate(len(tree.tensors) for tree in self.trees)
@@ -77,11 +77,11 @@ class Bundle(NamedTuple):
 
 
 class MemoryId(NamedTuple):
-    """Stands for the memory that a tensor has in the plain module; clones and copies elsewhere keep it.
+    """The identity of a tensor's memory in the plain module; clones and copies on other devices keep it.
 
     Attributes:
-        origin: the stage that made it, the chunk, and a number: equal, the same memory.
-        until: the last stage of another rank that still reads it, which this process would not know of; -1: none.
+        origin: the stage that made it, the chunk, and a number; equal for the same memory.
+        until: the last stage of another rank that still reads it, unknown to this process otherwise; -1: none.
     """
 
     origin: tuple[int, int, int]
@@ -89,9 +89,9 @@ class MemoryId(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """What one stage hands to another: a tree of detached tensors, and which of them want a gradient.
+    """The message of one stage to another: a tree of detached tensors, and which of them need a gradient.
 
-    `memory`: for each tensor what stands for its memory; none where nothing else could share it.
+    `memory`: the identity of each tensor's memory; empty where no other tensor can share it.
     """
 
     tree: Tree
@@ -151,34 +151,34 @@ def _foreign_leaf(leaf: Any, what: str) -> str:
 
 
 def memory_of(tensors: Sequence[Tensor], known: dict[int, MemoryId], stage: int, chunk: int) -> tuple[MemoryId, ...]:
-    """What stands for the memory of each tensor: one of `known`, by `storage_of`, or a new one, which is added."""
+    """The identity of each tensor's memory: one of `known`, by `storage_of`, or a new one, which is added."""
     return tuple([
         known.setdefault(storage_of(tensor), MemoryId((stage, chunk, number))) for number, tensor in enumerate(tensors)
     ])
 
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often each tensor has been written in place (inference tensors do not count: 0)."""
-    if len(tensors) == 1:  # as a rule
+    """The version of each tensor: the number of writes in place (0 for inference tensors, which do not count)."""
+    if len(tensors) == 1:  # the usual case
         (tensor,) = tensors
         return (0 if tensor.is_inference() else tensor._version,)
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What crosses a stage boundary."""
+    """Detached tensors, as they cross a stage boundary."""
     if len(tensors) == 1:
         return (resolved(tensors[0].detach()),)
     return tuple([resolved(tensor.detach()) for tensor in tensors])
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its values: torch may put off a conjugate or a negative, and mark the tensor."""
+    """A tensor whose memory holds its values: torch may defer a conjugate or a negative, and mark the tensor."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where a tensor's memory is: equal for tensors that share it. A sparse or an empty tensor shares with none."""
+    """The address of a tensor's storage: equal for tensors that share it. A sparse or empty tensor shares none."""
     place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return place or id(tensor)
 
@@ -212,7 +212,7 @@ def _close(
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal in every bit that counts: nan equals nan."""
+    """Whether two tensors have equal values, where nan equals nan."""
     if one is other:
         return True
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:

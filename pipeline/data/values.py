@@ -17,7 +17,7 @@ from pipeline.skip import Key
 
 Name: TypeAlias = Key | str
 
-CALLER = -1  # whoever called the Pipe: gives the input, takes the output
+CALLER = -1  # the caller of the Pipe: gives the input, takes the output
 
 
 class Value(NamedTuple):
@@ -42,7 +42,7 @@ def chain(stages: int, skips: Iterable[tuple[Name, int, int]] = ()) -> Values:
     """The values of a sequence of stages.
 
     Args:
-        stages: how many.
+        stages: their number.
         skips: (name, the stage that makes it, the stage that reads it).
 
     Example:

@@ -1,11 +1,11 @@
-"""Parameters that are updated during the backward: each once, as soon as its gradient is whole, which is then let go.
+"""Updates of parameters during the backward: each once, as soon as its gradient is whole, which is then freed.
 
     gradient of p is whole --> EagerStep.take(p, grad) --> clip --> optimizer on p alone, or rule(p, grad)
     the backward has ended --> finish                       what is left; who had no gradient
 
     clip "two_pass"     first a run that only takes norms; then the run that updates, with the factor known
 
-Who says when a gradient is whole: execution/final_gradients.py for a Pipe, entry/eager_backward.py for any module.
+execution/final_gradients.py tells when a gradient of a Pipe is whole; entry/eager_backward.py does for any module.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _TORN = (
 
 
 class EagerUpdate:
-    """Updates each parameter during the backward, as soon as its gradient is whole; the gradient is then let go.
+    """Updates each parameter during the backward, as soon as its gradient is whole; the gradient is then freed.
 
     Give it to `pipe.step` in the optimizer's place, or to `eager_backward` with any loss. The result is that of the
-    ordinary step, to the bit. The optimizer stays the real one: its groups, schedulers and state_dict are those of
-    ordinary training, and one may go on with the other at any time. What it saves, and when: see docs/gradients.md.
+    ordinary step, to the bit. The optimizer keeps its role: its groups, schedulers and state_dict are those of
+    ordinary training, and either kind of step may follow the other. docs/gradients.md says what this saves, and when.
 
     Args:
         update: an optimizer that treats each parameter by itself, or a rule(param, grad), called once for each
@@ -88,7 +88,7 @@ class EagerUpdate:
         self._torn = ""
         self._looks = 0
         self.without_gradient: list[Tensor] = []
-        """The parameters of the optimizer that had no gradient in the last step, and were left alone."""
+        """The parameters of the optimizer that had no gradient in the last step and were not updated."""
         if self._one_by_one is not None:
             _acknowledge_after_loading(self, self._one_by_one.optimizer)
 
@@ -104,7 +104,7 @@ class EagerUpdate:
 
     @property
     def is_torn(self) -> bool:
-        """Whether a step has failed half-way, and nobody has said that this is known."""
+        """Whether a step has failed half-way and was not acknowledged."""
         return bool(self._torn)
 
     def acknowledge_torn_step(self) -> None:
@@ -118,11 +118,11 @@ class EagerUpdate:
 
     @property
     def needs_two_runs(self) -> bool:
-        """Whether the norm over all gradients is wanted before the first update."""
+        """Whether the norm over all gradients is needed before the first update."""
         return self.clip == "two_pass"
 
     def get_ready(self) -> None:
-        """A step begins.
+        """Begin a step.
 
         Raises:
             RuntimeError: an earlier step is torn; step hooks of the optimizer.
@@ -143,7 +143,7 @@ class EagerUpdate:
 
     @contextmanager
     def guarded(self, step: EagerStep, alone: bool = True) -> Iterator[None]:
-        """Within: what fails after an update leaves the step torn. `alone`: no other process updates its own."""
+        """Within: a failure after an update leaves the step torn. `alone`: no other process updates its own."""
         try:
             yield
         except BaseException as error:
@@ -153,7 +153,7 @@ class EagerUpdate:
             raise
 
     def holds(self, param: Tensor) -> bool:
-        """Whether it is ours to update."""
+        """Whether this optimizer or rule updates the parameter."""
         return isinstance(param, nn.Parameter) if self._one_by_one is None else param in self._one_by_one
 
     def apply(self, param: Tensor, grad: Tensor) -> None:
@@ -166,17 +166,17 @@ class EagerUpdate:
             self._rule(param, grad)
 
     def is_to_look(self) -> bool:
-        """Whether to look for what takes long to find: each validating time of asking."""
+        """Whether to run the expensive checks: in each validating call of this method."""
         self._looks += 1
         return validates(self._looks)
 
     def note_untouched(self, updated: set[int]) -> None:
-        """A step has ended in which these were updated."""
+        """Note the end of a step that updated these parameters."""
         self.without_gradient = [each for each in self.params if id(each) not in updated and each.requires_grad]
 
 
 def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optimizer) -> None:
-    """A torn step is over when the optimizer's state is loaded. The optimizer may live longer, and holds no update."""
+    """End a torn step when the optimizer's state is loaded. The optimizer, which may live longer, does not hold it."""
     acknowledge = weakref.WeakMethod(update.acknowledge_torn_step)
 
     def loaded(_: torch.optim.Optimizer) -> None:
@@ -189,7 +189,7 @@ def _acknowledge_after_loading(update: EagerUpdate, optimizer: torch.optim.Optim
 
 
 class EagerStep:
-    """One run: who was updated, what the norms are."""
+    """One run of forward and backward: the parameters that were updated, and the norms."""
 
     def __init__(self, update: EagerUpdate, factor: Tensor | None, only_norms: bool) -> None:
         self._update = update
@@ -200,7 +200,7 @@ class EagerStep:
         self._lock = threading.Lock()
 
     def take(self, param: Tensor, grad: Tensor, name: str = "") -> None:
-        """The whole gradient of a parameter: update it, once.
+        """Update a parameter with its whole gradient, once.
 
         Raises:
             RuntimeError: it was updated in this run.
@@ -215,7 +215,7 @@ class EagerStep:
             self._take(param, grad)
 
     def note(self, param: Tensor, grad: Tensor) -> None:
-        """Count a gradient in the norm, if one is wanted."""
+        """Count a gradient in the norm, if one is needed."""
         if self.only_norms:
             self.norms[id(param)] = param, _norm(grad.to(param.dtype))
 
@@ -243,18 +243,18 @@ class EagerStep:
         return grad
 
     def finish(self) -> None:
-        """The run has ended well."""
+        """Note that the run has succeeded."""
         self._update.note_untouched(self.updated)
 
 
 def factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
-    """What gradients of a norm are multiplied by, as in torch.nn.utils.clip_grad_norm_."""
+    """The factor that clips gradients of a norm, as in torch.nn.utils.clip_grad_norm_."""
     assert update.max_norm is not None  # checked
     return torch.clamp(update.max_norm / (total + 1e-6), max=1.0)
 
 
 def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if something else than an EagerUpdate waits for these parameters' gradients.
+    """Raise if code other than an EagerUpdate uses these parameters' gradients.
 
     Raises:
         RuntimeError: a `.grad` is set; another library's hook would see it, or see none.

@@ -1,9 +1,9 @@
 """The parameters of a store: their order, and the parameter that a key means.
 
     module | (name, parameter) pairs | dict | parameters   -->   slots, in that order, by id; names -> slots
-    key: a parameter, or one of its names                  -->   its Slot
+    key: a parameter, or one of its names                  -->   its GradientSum
 
-A tied parameter is one slot under all its names. An open table takes parameters that it has not met.
+A tied parameter is one slot under all its names. An open table adds new parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Keys:
     """The slots of a store.
 
     Args:
-        params: what the store is made of; None: an open table.
+        params: the parameters of the store; None: an open table.
         densify: as in GradientSum.
     """
 
@@ -62,7 +62,7 @@ class Keys:
         return {id(slot.param): name for name, slot in reversed(self.names.items())}
 
     def learn(self, other: Keys) -> None:
-        """Take over another table's names of the parameters that are here."""
+        """Adopt another table's names of parameters that this one has."""
         for name, slot in other.names.items():
             if id(slot.param) in self.slots:
                 self.names.setdefault(name, self.slots[id(slot.param)])

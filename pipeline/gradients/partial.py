@@ -3,9 +3,9 @@
     torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
     torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
 
-clip_grad_norm_ looks get_total_norm up when it is called, so a check in that place is met however it was imported.
-What is a part is known by the gradients: lists, parameter groups and modules around the Pipe lose every other mark.
-The norm of one layer's gradients is that of one process, and is let pass.
+clip_grad_norm_ looks get_total_norm up when it is called, so a check in its place works however it was imported.
+Gradients identify a part: lists, parameter groups and modules around the Pipe lose every other mark. The norm of one
+layer's gradients is the same in one process, and is allowed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their pa
 
 
 def is_part(pipe: nn.Module) -> None:
-    """From now on what is taken for all of this Pipe's parameters, though it is a part, is refused."""
+    """From now on refuse operations that take this rank's part of the Pipe's parameters for all of them."""
     if not _parts:
         _check_norms()
     _parts.add(pipe)

@@ -1,9 +1,9 @@
-"""A step of an ordinary optimizer on one parameter: the same state, groups and schedulers, the others left alone.
+"""A step of an ordinary optimizer on one parameter, with the same state, groups and schedulers.
 
     gradient --> param.grad;  optimizer.param_groups = [its group, with params = [param]]  -->  optimizer.step()
 
 For optimizers that treat each parameter by itself this is, to the bit, what one step on all of them does to it. Those
-that look at several at once (L-BFGS, Prodigy, SAM) are refused.
+that combine several (L-BFGS, Prodigy, SAM) are refused.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class PerParameterOptimizer:
 
     Args:
         optimizer: of torch.optim, or one that treats each parameter by itself.
-        separable: the caller says that it does; asked for only of optimizers that are not torch's.
+        separable: the caller asserts that it does; only used for optimizers that are not torch's.
 
     Raises:
-        ValueError: it looks at several parameters at once, or may do so.
+        ValueError: it combines several parameters, or may do so.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, separable: bool = False) -> None:
@@ -39,10 +39,10 @@ class PerParameterOptimizer:
         self._groups: dict[int, dict[str, Any]] = {}
 
     def begin(self) -> None:
-        """A step begins: look at the groups anew, which may have changed.
+        """Begin a step: read the groups again, which may have changed.
 
         Raises:
-            RuntimeError: hooks wait for optimizer.step(), which would run once for each parameter.
+            RuntimeError: the optimizer has step hooks, which would run once for each parameter.
         """
         hooks = (
             self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks,

@@ -1,11 +1,11 @@
 """The reduction of stores over ranks: one sum of their gradients, the same on each rank.
 
-    words of all ranks, gathered   -->   the union of their keys, in the order of the parameters
+    descriptions of all ranks      -->   the union of their keys, in the order of the parameters
         dense:    flat buckets   --all_reduce-->   each key's part
         sparse:   padded indices and values   --all_gather-->   one after the other, by rank
 
-A key that some ranks lack counts as nothing there; one that all lack stays absent. What to send is decided from the
-words alone, which are the same everywhere, so that ranks refuse together and none waits for another.
+A key that some ranks lack counts as nothing there; one that all lack stays absent. All ranks decide from the
+same descriptions what to send, so they refuse together and none waits for another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BUCKET_BYTES = 25 << 20  # enough that bandwidth counts, not latency; Distribute
 
 
 class Word(NamedTuple):
-    """What a rank says of one parameter."""
+    """A rank's description of its sum for one parameter."""
 
     name: str | None
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # of the sum; None: absent
     device: str
-    sparse: int  # how many of its dimensions; 0: dense
-    entries: int  # that it keeps, if sparse
+    sparse: int  # the number of sparse dimensions; 0: dense
+    entries: int  # those that it stores, if sparse
 
 
 Column: TypeAlias = tuple[Word, ...]  # by rank
@@ -44,7 +44,7 @@ def all_reduce(
     """Put the sum (or mean) over all ranks of a group into every slot that any of them has filled.
 
     Raises:
-        ValueError: an unknown op, another one on another rank, or ranks whose parameters differ.
+        ValueError: an unknown op, different ops on ranks, or ranks whose parameters differ.
         TypeError: a gradient that is sparse on one rank and dense on another, where `strict`.
     """
     if op not in OPS:
@@ -94,12 +94,12 @@ def _check_equal(said: Sequence[tuple[str, list[Word]]]) -> None:
 
 
 def _dtype(column: Column) -> torch.dtype:
-    """The widest type that a rank has summed in."""
+    """The widest type of the ranks' sums."""
     return sum_dtype(*(torch.empty(0, dtype=each.dtype, device="cpu") for each in column if each.dtype))
 
 
 def _buckets(keys: Sequence[int], columns: Sequence[Column]) -> Iterator[list[int]]:
-    """Neighbours that have one type, and on each rank one device; no more than BUCKET_BYTES, or one alone."""
+    """Consecutive keys of one type, on each rank on one device; at most BUCKET_BYTES, or a single key."""
     bucket: list[int] = []
     kind, size = None, 0
     for key in keys:
@@ -123,7 +123,7 @@ def _reduce_dense(
     if op == "mean":
         flat.div_(world)
     for slot, part in zip(slots, flat.split([slot.param.numel() for slot in slots]), strict=True):
-        slot.put(part.view(slot.param.shape).clone())  # of its own: pop() must not keep the bucket
+        slot.put(part.view(slot.param.shape).clone())  # a copy: pop() must not keep the bucket alive
 
 
 def _dense(slot: GradientSum, dtype: torch.dtype) -> Tensor:

@@ -20,11 +20,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class GradientSum:
-    """What one parameter got. `add` may be called from several threads at once, all else from one.
+    """The sum of one parameter. `add` may be called from several threads at once, all other methods from one.
 
     Args:
         param: the parameter.
-        densify: whether sparse and dense contributions may meet; their sum is dense.
+        densify: whether sparse and dense contributions may be added; their sum is dense.
     """
 
     __slots__ = ("param", "sum", "_densify", "_lock")
@@ -45,19 +45,19 @@ class GradientSum:
                 self.sum = plus(self.sum, grad)
 
     def check_take(self, grad: Tensor) -> None:
-        """Raise what `take` would, with nothing changed."""
+        """Raise what `take` would raise, without a change."""
         self._check_layout(grad)
         check_shape(self.param, grad)
 
     def take(self, grad: Tensor) -> None:
-        """Add a sum that another slot of this parameter held, and that is used up."""
+        """Add the sum of another store's slot of this parameter, and take over its memory."""
         if self.sum is None:
             self.put(grad)
         else:
             self.sum = plus(self.sum, grad)
 
     def put(self, grad: Tensor | None) -> None:
-        """A sum, taken over as it is, in place of all there was; what is added later follows it."""
+        """Replace the sum by `grad`, without a copy."""
         self.sum = grad if grad is None else grad.to(sum_dtype(self.param, grad))
 
     def convert(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -87,7 +87,7 @@ def plus(one: Tensor, other: Tensor) -> Tensor:
 
 
 def mixed_layouts(param: Tensor) -> str:
-    """The words for sparse and dense gradients that meet where they may not."""
+    """The error text for sparse and dense gradients of one parameter."""
     return (
         f"a parameter of shape {list(param.shape)} got sparse and dense gradients. Their sum would be dense, which "
         "sparse='error' refuses: make all of them sparse, or use sparse='densify'."
@@ -117,10 +117,10 @@ def check_shape(param: Tensor, grad: Tensor) -> None:
 
 
 def parts(grad: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a gradient is kept in."""
+    """The tensors of which a gradient consists."""
     return (grad._indices(), grad._values()) if grad.is_sparse else (grad,)
 
 
 def values(grad: Tensor) -> Tensor:
-    """Its entries; of a sparse one those that are not zero."""
+    """The entries of a gradient; of a sparse one those that are stored."""
     return grad.coalesce().values() if grad.is_sparse else grad

@@ -1,13 +1,13 @@
 """GradStore: the gradients of several backward passes, added up before one optimizer step.
 
-    from_grads(module), add_(key, gradient), merge_(another store)   -->   a Slot for each parameter
+    from_grads(module), add_(key, gradient), merge_(another store)   -->   a GradientSum for each parameter
         -->   all_reduce_   -->   scale_, clip_   -->   apply(optimizer) or assign()
 
-What a key means is in gradients/keys.py, how a slot adds in gradients/slot.py, how ranks do in gradients/reduce.py, and
-what becomes of `.grad` in gradients/transfer.py.
+Keys are in gradients/keys.py, sums in gradients/slot.py, the reduction over ranks in gradients/reduce.py, and the
+exchange with `.grad` in gradients/transfer.py.
 
 A value is the sum of its contributions, never their mean. A parameter without contributions is absent, which is not
-zero: the optimizer leaves it alone (no weight decay, no momentum step). Sums are kept in the wider of the parameter's
+zero: the optimizer skips it (no weight decay, no momentum step). Sums are kept in the wider of the parameter's
 and the gradients' types, half-precision ones in float32, and cast once, when they leave.
 """
 
@@ -66,14 +66,14 @@ class GradStore:
     def from_grads(
         cls, params: Params, grads: Mapping[str, Tensor | None] | Sequence[Tensor | None] | None = None
     ) -> GradStore:
-        """A closed store of gradients that are there already.
+        """A closed store of existing gradients.
 
         Args:
             params: as above.
-            grads: None: what `.grad` of the parameters holds is moved: not copied, and `.grad` is None afterwards. (A
+            grads: None: the `.grad` of the parameters are moved: not copied, and `.grad` is None afterwards. (A
                 view of a larger buffer, as DistributedDataParallel keeps, is copied.) Otherwise gradients to copy: a
                 dict by name, as torch.func.grad returns, or a list in the order of the parameters, as
-                torch.autograd.grad does. None is none.
+                torch.autograd.grad does. None: no gradient.
 
         Raises:
             KeyError, TypeError, ValueError: as `add_`; nothing is moved then.
@@ -106,7 +106,7 @@ class GradStore:
     # ------------------------------------------------------------------------------------------------- one gradient
 
     def add_(self, key: Key, grad: Tensor | None) -> None:
-        """Add a contribution. None is none.
+        """Add a contribution. None: no gradient.
 
         Raises:
             KeyError: the store is closed and does not know the key.
@@ -120,7 +120,7 @@ class GradStore:
             slot.add(grad)
 
     def insert(self, key: Key, grad: Tensor) -> Tensor | None:
-        """Put a gradient in place of what is there; return what was. The store takes `grad` over. Raises as `add_`."""
+        """Replace a gradient and return the earlier one. The store takes over `grad`. Raises as `add_`."""
         slot = self._slot(key)
         check_grad(slot.param, grad)
         before = slot.sum
@@ -146,7 +146,7 @@ class GradStore:
         return sum(1 for _ in self.keys())
 
     def keys(self) -> Iterator[Tensor]:
-        """The parameters that have a gradient, in the order in which the store met them."""
+        """The parameters that have a gradient, in the order in which the store got them."""
         return (slot.param for slot, _ in self._keys.filled())
 
     def items(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -188,7 +188,7 @@ class GradStore:
         """Add up the stores of all ranks of a group: afterwards each has the same gradients, bit for bit.
 
         The stores are of the same model, but need not have the same gradients: one that is absent on some ranks counts
-        as nothing there, and is present everywhere afterwards; one that is absent on all ranks stays absent. All
+        as zero there, and is present everywhere afterwards; one that is absent on all ranks stays absent. All
         ranks of the group call this. Reduce first, then scale and clip: the norm is that of the sum.
 
         Args:
@@ -249,7 +249,7 @@ class GradStore:
         return all(bool(torch.isfinite(values(grad)).all()) for _, grad in self.items())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
-        """Hold all gradients elsewhere, or in another type, from now on; returns the store.
+        """Hold all gradients on another device or in another type from now on; returns the store.
 
         `apply` and `assign` bring each back to its parameter. What is added to a gradient is added where it is held,
         half precision again in float32. Complex gradients stay complex, in the precision of `dtype`.

@@ -3,7 +3,7 @@
     .grad  --move_grads-->  slots  --assign-->  .grad
                                    --step-->    .grad, one optimizer.step(), None
 
-Each tensor changes hands: afterwards one side holds it alone. A sum is cast to its parameter's type here, once.
+Each tensor is moved: afterwards one side holds it alone. A sum is cast to its parameter's type here, once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def assign(keys: Keys, mode: str) -> None:
 
 
 def step(keys: Keys, optimizer: torch.optim.Optimizer) -> None:
-    """One optimizer step with all sums; if it fails they are in their slots again."""
+    """One optimizer step with all sums. If it fails the slots keep them."""
     grads = dict(keys.filled())
     if not grads:
         raise RuntimeError(
