@@ -69,6 +69,7 @@ from pipeline.execution.communicator import Communicator, LocalCommunicator, Out
 from pipeline.execution.drivers import check_workers, in_turns
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.execution.trace import TraceRecorder
+from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import is_part
 from pipeline.gradients.store import GradStore
@@ -569,12 +570,9 @@ class Pipe(Settled, Stateful):
         return Step(value, store, joined, None if recorder is None else self._timeline(recorder, communicator), metrics)
 
     def _clip_store(self, store: GradStore, max_norm: float, communicator: Communicator) -> None:
-        if communicator.is_alone:
-            store.clip_(max_norm)
-            return
         names = {id(param): name for name, param in self.named_parameters()}
         total = communicator.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
-        store.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        store.scale_(clip_factor(max_norm, total))
 
     def _communicator(self, door: str, averages: bool = False) -> Communicator:
         """The processes that run a call: alone, or over ranks; with the replicas where gradients are averaged."""

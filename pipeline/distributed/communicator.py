@@ -40,6 +40,7 @@ from pipeline.distributed.p2p_plan import P2PPlan
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Communicator, Output, Part, Verdict, joined
 from pipeline.execution.mailbox import Post
+from pipeline.gradients.clip import joined_norm, norm_of
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
@@ -423,7 +424,7 @@ class DistributedCommunicator(Communicator):
         return [Event(Action.parse(action), lane, start, end) for each in found for action, lane, start, end in each]
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        norms = [(name, torch.linalg.vector_norm(_values(grad), norm_type)) for name, grad in named]
+        norms = [(name, norm_of(grad, norm_type)) for name, grad in named]
         self._interrupts.begin()  # all scale their gradients then, or none does
         return self.joined_norm(norms, norm_type)
 
@@ -443,10 +444,7 @@ class DistributedCommunicator(Communicator):
             torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
             for dtype, value in [*in_order, *more]
         ]
-        if not told:
-            return torch.zeros((), device="cpu")
-        total: Tensor = torch.linalg.vector_norm(torch.stack(told), norm_type)
-        return total.to(self._ranks.device)
+        return joined_norm(told, norm_type).to(self._ranks.device)
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         """One exchange for a few numbers, two for more: the first has the length of every call's first."""
@@ -553,7 +551,3 @@ def _as_bits(value: float) -> int:
 
 def _number(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.common.interrupts import calls_users_code, held
 from pipeline.distributed.wrapped import refuse_reduced
 from pipeline.entry.forward import Backward, GiveAway
-from pipeline.execution.communicator import LocalCommunicator
+from pipeline.gradients.clip import joined_norm
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import grads_kept
 
@@ -80,7 +80,7 @@ def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> Non
         _run(loss, leaves, trial, retain=True)
         order = {id(param): index for index, param in enumerate(update.params)}
         norms = [norm for key, (_, norm) in sorted(trial.norms.items(), key=lambda item: order.get(item[0], 0))]
-        factor = factor_of(update, LocalCommunicator().joined_norm([("", norm) for norm in norms], 2.0))
+        factor = factor_of(update, joined_norm(norms))
     step = update.run(factor)
     with update.guarded(step):
         _run(loss, leaves, step, retain=False)

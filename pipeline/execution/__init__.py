@@ -1,4 +1,4 @@
 """The execution of one call: its plan, its drivers, and the mailbox of values between actions.
 
-Imports common, data, recompute, stage and transports.
+Imports common, data, gradients, recompute, stage and transports.
 """

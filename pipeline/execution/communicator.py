@@ -20,6 +20,7 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
 from pipeline.execution.mailbox import Mailbox, Post
+from pipeline.gradients.clip import joined_norm, total_norm
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
 from scheduler import Action, Event
@@ -303,14 +304,10 @@ class LocalCommunicator(Communicator):
         return grads
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        return torch.nn.utils.get_total_norm([grad for _, grad in named], norm_type)
+        return total_norm([grad for _, grad in named], norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        if not norms:
-            return torch.zeros((), device="cpu")
-        device = norms[0][1].device
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for _, norm in norms]), norm_type)
-        return total
+        return joined_norm([norm for _, norm in norms], norm_type)
 
     def sum_over(self, numbers: Tensor) -> Tensor:
         return numbers

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipeline.common.arguments import check_flag, check_limit, shown
 from pipeline.common.cadence import validates
 from pipeline.common.interrupts import firm
+from pipeline.gradients.clip import clip_factor, norm_of
 from pipeline.gradients.per_parameter import PerParameterOptimizer
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Any]
@@ -217,7 +218,7 @@ class EagerStep:
     def note(self, param: Tensor, grad: Tensor) -> None:
         """Count a gradient in the norm, if one is needed."""
         if self.only_norms:
-            self.norms[id(param)] = param, _norm(grad.to(param.dtype))
+            self.norms[id(param)] = param, norm_of(grad.to(param.dtype))
 
     def _take(self, param: Tensor, grad: Tensor) -> None:
         update = self._update
@@ -239,7 +240,7 @@ class EagerStep:
             (values._values() if grad.is_sparse else values).clamp_(-update.clip_value, update.clip_value)
             return values
         if update.clip == "per_parameter":
-            return _scaled(grad, factor_of(update, _norm(grad)))
+            return _scaled(grad, factor_of(update, norm_of(grad)))
         return grad
 
     def finish(self) -> None:
@@ -250,7 +251,7 @@ class EagerStep:
 def factor_of(update: EagerUpdate, total: Tensor) -> Tensor:
     """The factor that clips gradients of a norm, as in torch.nn.utils.clip_grad_norm_."""
     assert update.max_norm is not None  # checked
-    return torch.clamp(update.max_norm / (total + 1e-6), max=1.0)
+    return clip_factor(update.max_norm, total)
 
 
 def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -270,11 +271,6 @@ def check_free(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name} has post-accumulate hooks (register_post_accumulate_grad_hook), which wait for a .grad that "
                 "an EagerUpdate never leaves: another optimizer that steps in the backward, say. Remove them."
             )
-
-
-def _norm(grad: Tensor) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(grad.coalesce().values() if grad.is_sparse else grad)
-    return total
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:

@@ -119,8 +119,3 @@ def check_shape(param: Tensor, grad: Tensor) -> None:
 def parts(grad: Tensor) -> tuple[Tensor, ...]:
     """The tensors of which a gradient consists."""
     return (grad._indices(), grad._values()) if grad.is_sparse else (grad,)
-
-
-def values(grad: Tensor) -> Tensor:
-    """The entries of a gradient; of a sparse one those that are stored."""
-    return grad.coalesce().values() if grad.is_sparse else grad

@@ -22,9 +22,10 @@ from torch import Tensor
 from pipeline.common.arguments import check_factor, check_limit, check_norm_type, shown
 from pipeline.gradients import reduce as gradstore_ranks
 from pipeline.gradients import transfer as gradstore_grads
+from pipeline.gradients.clip import clip_factor, entries, total_norm
 from pipeline.gradients.keys import Key, Keys, Params
 from pipeline.gradients.partial import refuse_norm, refuse_verdict
-from pipeline.gradients.slot import GradientSum, check_grad, parts, values
+from pipeline.gradients.slot import GradientSum, check_grad, parts
 
 
 class GradStore:
@@ -225,8 +226,7 @@ class GradStore:
         self._check_alive()
         check_norm_type(norm_type)
         refuse_norm(self.keys(), "store.assign() and pipe.clip_grad_norm_(max_norm), or step(..., clip_grad_norm=),")
-        entries = (values(grad) for _, grad in self.items())
-        return torch.nn.utils.get_total_norm([each for each in entries if each.numel()], norm_type)
+        return total_norm([grad for _, grad in self.items() if entries(grad).numel()], norm_type)
 
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm of at most `max_norm`; return the norm before.
@@ -235,7 +235,7 @@ class GradStore:
         """
         check_limit("max_norm", max_norm)
         total = self.norm(norm_type)
-        self.scale_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        self.scale_(clip_factor(max_norm, total))
         return total
 
     def is_finite(self) -> bool:
@@ -246,7 +246,7 @@ class GradStore:
         """
         self._check_alive()
         refuse_verdict(self.keys())
-        return all(bool(torch.isfinite(values(grad)).all()) for _, grad in self.items())
+        return all(bool(torch.isfinite(entries(grad)).all()) for _, grad in self.items())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
         """Hold all gradients on another device or in another type from now on; returns the store.

@@ -1,0 +1,42 @@
+"""The clip by a norm over all gradients, as torch.nn.utils.clip_grad_norm_ computes it.
+
+    gradients --norm_of--> norms --joined_norm--> total --clip_factor--> what each gradient is multiplied by
+
+Steps, GradStores and EagerUpdates clip by these, in one process and over ranks: they agree to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def entries(grad: Tensor) -> Tensor:
+    """The entries of a gradient; of a sparse one those that are stored."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def norm_of(grad: Tensor, norm_type: float = 2.0) -> Tensor:
+    """The norm of one gradient."""
+    norm: Tensor = torch.linalg.vector_norm(entries(grad), norm_type)
+    return norm
+
+
+def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients as one vector, from the norm of each: on the device of the first."""
+    if not norms:
+        return torch.zeros((), device="cpu")
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The same from the gradients."""
+    return torch.nn.utils.get_total_norm([entries(grad) for grad in grads], norm_type)
+
+
+def clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    """What gradients of a norm are multiplied by, so that it is at most `max_norm`."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
