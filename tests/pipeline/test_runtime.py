@@ -29,10 +29,10 @@ def test_a_setup_is_that_of_a_step_and_draws_nothing() -> None:
     batch = scatter(torch.ones(5, 2), pipe.chunks, "x", 0)
     target = scatter_like(torch.ones(5, 1), batch, "the target")
     state = torch.get_rng_state()
-    with pipe.runtime.communicator("analysis") as peers:
-        setup = pipe.runtime.setup(batch, target, peers, {"matrix": "none"})
+    with pipe.runtime.communicator("analysis") as communicator:
+        setup = pipe.runtime.setup(batch, target, communicator, {"matrix": "none"})
     assert torch.equal(torch.get_rng_state(), state)
-    assert setup.grad and not setup.keep and setup.peers is peers and setup.seed == 0
+    assert setup.grad and not setup.keep and setup.communicator is communicator and setup.seed == 0
     (phase,) = setup.plan.phases
     assert {str(action) for order in phase.orders for action in order} >= {"0F0", "1B2"}
 
