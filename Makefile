@@ -20,7 +20,6 @@ demo: $(READY)
 test: $(READY)
 	$(ONE) $(BIN)/python -m pytest -n 2 --ignore tests/ranks
 	$(ONE) $(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks
-	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads --every 3
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
@@ -29,8 +28,9 @@ check: $(READY)
 	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler tests/test_docs.py tests/test_architecture.py
 
 soak: $(READY)
-	$(ONE) $(BIN)/python -m pytest -n 2 -m soak
-	$(ONE) $(BIN)/python -m pytest -n 2 -q tests/pipeline --drive apart,threads
+	$(ONE) $(BIN)/python -m pytest -n 2 --whole -m "soak or not soak" --ignore tests/ranks
+	$(ONE) $(BIN)/python -m pytest -n 2 --whole -m "soak or not soak" --dist loadfile tests/ranks
+	$(ONE) $(BIN)/python -m pytest -n 2 -q --whole tests/pipeline --drive apart,threads
 	$(ONE) $(BIN)/python tests/ranks/fault_soak.py --count 200
 
 bench: $(READY)

@@ -1,15 +1,19 @@
-"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, a clean slate."""
+"""What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, a clean slate.
 
-from collections.abc import Iterator
+`make test` runs of each parametrized test some cases in which every value of every parameter occurs, `make soak` all
+(`--whole`): see cover.py.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
+from cover import WHOLE, chosen, examples, is_whole
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "laws", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("laws")
 torch.set_num_threads(1)
 
 
@@ -23,8 +27,44 @@ def _as_found() -> Iterator[None]:
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="all cases of every table and law, as in make soak")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--whole"):
+        os.environ[WHOLE] = "1"
+    settings.register_profile(
+        "laws",
+        max_examples=examples(100),
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("laws")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+    # Who names a case, or a test of his, gets it.
+    if is_whole() or any("::" in argument for argument in config.args) or config.getoption("keyword"):
+        return
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[item.nodeid.partition("[")[0]].append(item)
+    kept = {id(group[place]) for group in groups.values() for place in chosen([(i.nodeid, _values(i)) for i in group])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _values(item: pytest.Item) -> dict[Any, Any]:
+    """The values of a case's parameters, and those within one that is a table's row."""
+    found: dict[Any, Any] = {}
+    for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
+        row = value if isinstance(value, Mapping) else {"": value}
+        found.update({(name, key): each for key, each in row.items()})
+    return found

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partition import PartitionError, balance_costs
 
-law = settings(derandomize=True, deadline=None, max_examples=300)
-slow_law = settings(law, max_examples=60)
+law = settings(derandomize=True, deadline=None, max_examples=examples(300))
+slow_law = settings(law, max_examples=examples(60))
 
 
 def stage_sums(costs: Sequence[Any], balance: Sequence[int]) -> list[Fraction]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def linears(layers: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(balances)
 def test_stages_hold_the_same_layers_under_the_same_names_in_order(balance: list[int]) -> None:
     module = linears(sum(balance))
@@ -32,7 +33,7 @@ def test_stages_hold_the_same_layers_under_the_same_names_in_order(balance: list
     assert all(layer is own for (_, layer), own in zip(held, module, strict=True))
 
 
-@settings(derandomize=True, deadline=None, max_examples=20)
+@settings(derandomize=True, deadline=None, max_examples=examples(20))
 @given(balances)
 def test_stages_one_after_the_other_are_the_module(balance: list[int]) -> None:
     module = linears(sum(balance))

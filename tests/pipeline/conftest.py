@@ -1,11 +1,11 @@
 """Every law, also under other drivers: `pytest tests/pipeline --drive apart,threads`.
 
+    inline     lanes that share a device take turns in the calling thread
     apart      each stage counts as having a device of its own: values are copied, shared weights travel
     threads    each lane has a thread
 
-`make test` runs every third of them so, `make soak` all.
-
-Tests marked `inline` are about the one order in which the inline driver runs lanes that share a device.
+`make test` runs one in six tests apart and in threads, always the same ones, the others inline; `make soak` runs all
+of them in both ways. Tests marked `inline` are about the one order in which the inline driver runs lanes.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from cover import is_whole
 from torch import nn
 
 from pipeline import Pipe
@@ -25,34 +26,44 @@ NO_LANES = (
     "curvature_gathered", "curvature_lanczos", "curvature_memory", "curvature_operators", "curvature_peers",
     "curvature_progress", "curvature_refusals", "curvature_results", "curvature_resume", "curvature_scipy",
     "curvature_solve", "curvature_trace", "ddp", "distributed_channels", "elsewhere", "failure_records",
-    "gradstore", "gradstore_grads", "gradstore_ranks", "gradstore_slot", "law_cover", "link", "materialize",
+    "gradstore", "gradstore_grads", "gradstore_ranks", "gradstore_slot", "link", "materialize",
     "meeting", "microbatch", "packing", "payloads", "rank_mailbox", "recall", "saved", "state", "traffic",
     "transport_suite", "trees", "watch",
 )
 
 
+_DRIVEN = 6  # one of so many
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--drive", default="", help="apart, threads, or both: how a Pipe runs that does not say how")
-    parser.addoption("--every", type=int, default=1, help="with --drive: one test of so many, always the same ones")
+    parser.addoption("--drive", default="", help="inline, or apart,threads: how a Pipe runs that does not say how")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--drive"):
-        names = {f"test_{name}.py" for name in NO_LANES}
-        every = config.getoption("--every")
-        left = [item for item in items if item.path.name in names or crc32(item.nodeid.encode()) % every]
+    if config.getoption("--drive") not in ("", "inline"):
+        left = [item for item in items if not _has_lanes(item)]
         config.hook.pytest_deselected(items=left)
         gone = set(map(id, left))
         items[:] = [item for item in items if id(item) not in gone]
-        for item in items:
-            if "inline" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="about the order of the inline driver"))
+
+
+def _has_lanes(item: pytest.Item) -> bool:
+    return item.path.stem.removeprefix("test_") not in NO_LANES and "inline" not in item.keywords
+
+
+def _drive_of(item: pytest.Item) -> str:
+    """How this test's Pipes run that do not say how."""
+    named = str(item.config.getoption("--drive"))
+    if named or is_whole() or not _has_lanes(item) or crc32(item.nodeid.encode()) % _DRIVEN:
+        return named
+    return "apart,threads"
 
 
 @pytest.fixture(autouse=True)
 def _drive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    words = request.config.getoption("--drive")
-    if words:
+    words = _drive_of(request.node)
+    if words not in ("", "inline"):
+        request.node.add_report_section("setup", "drive", f"driven: {words}")  # shown where the test fails
         init = Pipe.__init__
 
         def driven(self: Pipe, module: nn.Sequential, balance: Any = None, chunks: int = 1, **settings: Any) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cover import examples
 from dense_map import DenseMap, symmetric
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ def bumps(values: Tensor, weights: Tensor, grid: Tensor, sigma: float) -> Tensor
 
 
 @given(st.integers(3, 40), st.integers(1, 12), st.integers(1, 4), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_quadrature_is_exact_for_polynomials_up_to_degree_2_steps_minus_1(size, steps, runs, seed):
     A = DenseMap(symmetric(2.0 * torch.rand(size, dtype=torch.float64) - 1.0, seed))
     found = density(A, steps=steps, runs=runs, points=10, seed=seed)
@@ -50,7 +51,7 @@ def test_quadrature_is_exact_for_polynomials_up_to_degree_2_steps_minus_1(size, 
 
 
 @given(st.integers(1, 30), st.lists(st.integers(0, 4), min_size=30, max_size=30), SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_spectrum_is_exact_where_steps_reach_all_distinct_eigenvalues(size, levels, seed):
     """Zero, identity, low rank, more steps than rows: each run's weights are what its start has in each eigenspace."""
     values = torch.tensor([-2.0, 0.0, 0.5, 1.0, 30.0], dtype=torch.float64)[torch.tensor(levels[:size])]
@@ -168,7 +169,7 @@ def test_one_run_has_no_band_and_no_nan():
 
 
 @given(st.integers(1, 7), st.integers(1, 8), st.integers(0, 100))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_block_and_number_of_runs_change_no_run(block, runs, seed):
     matrix = symmetric(torch.linspace(-1.0, 2.0, 12))
     one = density(DenseMap(matrix, block=block), steps=5, runs=runs, points=20, seed=seed)

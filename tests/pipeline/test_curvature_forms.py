@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import examples
 from curvature_reference import Loss, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +84,7 @@ def test_a_product_comes_in_the_form_of_its_vector(matrix):
     assert (op @ torch.empty(43, 0)).shape == (43, 0)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(count=st.integers(1, 9), block=st.integers(1, 5), matrix=st.sampled_from(list(MATRICES)))
 def test_a_block_of_products_equals_its_columns(count, block, matrix):
     op, vectors = made(matrix, block=block), normal(43, count, seed=count)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, eigsh
@@ -62,7 +63,7 @@ def assert_same_values(found: Eigenpairs, truth: Tensor, within: float) -> None:
 # ----------------------------------------------------------------------------------------------------- eigenpairs
 
 
-@settings(max_examples=70)
+@settings(max_examples=examples(70))
 @given(spectra(), st.data())
 def test_the_wanted_eigenpairs_are_those_of_dense_eigh_as_often_as_they_are(
     values: Tensor, data: st.DataObject
@@ -82,7 +83,7 @@ def test_the_wanted_eigenpairs_are_those_of_dense_eigh_as_often_as_they_are(
     assert float(found.residuals.max()) <= 1e-9
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(spectra(), st.data())
 def test_a_bounded_basis_finds_the_same_pairs_and_holds_no_more_rows(values: Tensor, data: st.DataObject) -> None:
     matrix, most_rows = symmetric(values), 0
@@ -138,7 +139,7 @@ def test_a_restart_needs_few_rows_for_a_hard_end_of_the_spectrum() -> None:
     torch.testing.assert_close(found.values, dense_truth(matrix, 3, "LA"), rtol=0, atol=1e-6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(spectra(), st.sampled_from(WHICH), st.integers(1, 4))
 def test_float32_is_right_to_its_rounding_and_says_what_it_cannot_reach(values: Tensor, which: str, block: int) -> None:
     matrix = symmetric(values)
@@ -314,7 +315,7 @@ def dense(alphas: Tensor, betas: Tensor) -> Tensor:
     return torch.diag(alphas) + torch.diag(betas, 1) + torch.diag(betas, -1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(spectra(), st.integers(1, 3), st.integers(1, 12))
 def test_powers_of_the_tridiagonal_are_the_moments_of_the_start_up_to_twice_the_steps(
     values: Tensor, lanes: int, steps: int
@@ -333,7 +334,7 @@ def test_powers_of_the_tridiagonal_are_the_moments_of_the_start_up_to_twice_the_
             assert torch.linalg.matrix_power(small, power)[0, 0] == pytest.approx(float(moment), abs=1e-10)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(spectra(), st.integers(0, 99))
 def test_a_tridiagonal_of_all_steps_has_each_eigenvalue_and_none_as_a_ghost(values: Tensor, seed: int) -> None:
     A = DenseMap(symmetric(values, seed))

@@ -13,11 +13,11 @@ from itertools import product
 import numpy
 import pytest
 import torch
+from cover import examples, pairwise
 from curvature_reference import Loss, forward, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_check import CHECKPOINTS, DRIVES, balance_of
-from law_cover import pairwise
 from law_models import MODELS, Apply, normal, per_row, sum_loss
 from pipeline_probes import outside
 from skip_models import SKIPS
@@ -162,7 +162,7 @@ def test_products_equal_the_plain_modules_for_every_setting(name, training):
 ACTIVATIONS = [nn.Tanh, nn.GELU, nn.Softplus, nn.Sigmoid, lambda: nn.Dropout(0.3), lambda: nn.ReLU(inplace=True)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_products_equal_the_plain_modules_for_random_networks(data):
     draw = data.draw

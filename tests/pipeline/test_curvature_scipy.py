@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from cover import examples
 from dense_map import DenseMap, DenseSpace, symmetric
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def shaped(size: int, dtype: torch.dtype = torch.float64) -> tuple[DenseMap, np.
 
 
 @given(st.sampled_from([6, 9, 12, 24]), st.integers(0, 7), st.integers(0, 1000))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_products_are_those_of_the_matrix_in_the_order_of_the_names(size, columns, seed):
     A, dense = shaped(size)
     operator = to_scipy(A)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from cover import examples
 from dense_map import DenseMap, symmetric
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,14 +64,14 @@ def check_solution(A: DenseMap, b: Vec, solution: Solution) -> None:
 
 @given(SIZES, st.floats(1.0, 1e4), st.sampled_from([0.0, 0.5, 30.0]), st.sampled_from([1e-3, 1e-8]), SEEDS,
        st.sampled_from(["cg", "minres"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_solution_of_positive_definite_systems_is_the_dense_solvers(size, condition, damping, tol, seed, method):
     A = DenseMap(positive(size, condition, seed))
     check_solution(A, right(A, seed), solve(A, right(A, seed), damping=damping, tol=tol, method=method))
 
 
 @given(SIZES, st.floats(0.01, 0.99), st.floats(-0.9, 0.9), SEEDS, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_minres_solves_indefinite_systems(size, share, damping, seed, jacobi):
     values = torch.linspace(1.0, 20.0, size, dtype=torch.float64)
     values[: math.ceil(share * size)] *= -1.0
@@ -83,7 +84,7 @@ def test_minres_solves_indefinite_systems(size, share, damping, seed, jacobi):
 
 
 @given(SIZES, st.floats(1e-6, 5.0), SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_conjugate_gradients_never_pass_over_negative_curvature(size, depth, seed):
     """Run to the end, they must meet it: the last direction's curvature is that of the whole space."""
     values = torch.linspace(1.0, 10.0, size, dtype=torch.float64)
@@ -117,7 +118,7 @@ def test_singular_matrices_are_refused_where_b_is_out_of_their_reach(dtype):
 
 
 @given(SEEDS, st.sampled_from([torch.float32, torch.float64]))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_minres_gives_no_garbage_where_there_is_no_solution(seed, dtype):
     """The part of b that is out of reach remains; rounding must not blow x up in the null space."""
     values = torch.linspace(-1.0, 3.0, 20, dtype=torch.float64)
@@ -363,7 +364,7 @@ def test_ranks_refuse_a_preconditioner_together_and_count_a_copy_once():
 
 
 @given(st.integers(3, 15), st.floats(0.0, 2.0), SEEDS, st.sampled_from(["cg", "minres"]))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_inverse_is_a_matrix_like_the_others(size, damping, seed, method):
     A = DenseMap(positive(size, 20.0, seed))
     inverse = Inverse(A, damping=damping, tol=1e-11, method=method)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from law_cover import pairwise
+from cover import pairwise
 from law_models import Apply, normal
 from torch import Tensor, nn
 from torch.func import functional_call

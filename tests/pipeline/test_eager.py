@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from cover import examples
 from eager_twins import everything, same, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,7 +156,7 @@ def cases(draw):
     return kinds, settings
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     cases(), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(["mean", "count", "scaled"]),
     st.sampled_from([*CLIPS, None]), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9),
@@ -439,7 +440,7 @@ def test_groups_are_as_they_were_after_a_step_and_after_one_that_fails():
 # ------------------------------------------------------------------------------------------------- once, and how early
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(cases(), st.sampled_from([None, "value", "per_parameter", "two_pass"]))
 def test_a_rule_gets_each_parameter_once_with_its_whole_gradient(case, clip):
     kinds, settings = case

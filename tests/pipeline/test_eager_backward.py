@@ -5,6 +5,7 @@ The reference is that loop on a twin; of a pipe's output too.
 
 import pytest
 import torch
+from cover import examples
 from eager_twins import everything, same, twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def sgd(module, lr=0.1):
 # ---------------------------------------------------------------------------------------------------- the same numbers
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     st.lists(
         st.sampled_from(["linear", "layer norm", "tanh", "dropout", "batch norm", "frozen", "tied"]),

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from cover import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
@@ -792,4 +793,4 @@ class AgainstADict(RuleBasedStateMachine):
 
 
 TestAgainstADict = AgainstADict.TestCase
-TestAgainstADict.settings = settings(max_examples=60, stateful_step_count=20)
+TestAgainstADict.settings = settings(max_examples=examples(60), stateful_step_count=20)

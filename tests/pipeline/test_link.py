@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
@@ -74,7 +75,7 @@ phases = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(values, min_size=4, max_size=4), phases, st.integers(1, 4), st.sampled_from([local_pair, rendezvous_pair])
 )

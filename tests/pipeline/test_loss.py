@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_reference import sum_in_float32
@@ -23,7 +24,7 @@ from pipeline import GradStore, NoChunk, Pipe
 from pipeline.data.loss import Loss
 
 CLASSES = 5
-few = settings(max_examples=40)
+few = settings(max_examples=examples(40))
 
 
 def model(dtype=torch.float64, out=CLASSES):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from cover import pairwise
 from law_check import AXES, apart, differences, expect, observe
-from law_cover import pairwise
 from law_models import MODELS
 from torch import Tensor, nn
 from torch.nn import functional

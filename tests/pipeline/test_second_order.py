@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from law_cover import pairwise
+from cover import pairwise
 from law_models import MODELS, Apply, normal
 from law_reference import call_seed, reference
 from second_order_reference import (

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from by_chunks import same
+from cover import examples, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_check import (
@@ -30,7 +31,6 @@ from law_check import (
     observed,
     ready,
 )
-from law_cover import pairwise
 from law_models import Apply, Case, normal, sum_loss
 from law_reference import call_seed, forward_only
 from pipeline_probes import no_collector, outside
@@ -91,7 +91,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(configs())
 def test_skips_equal_the_plain_module_bit_for_bit_at_any_balance(config: dict[str, Any]) -> None:
     check(config)

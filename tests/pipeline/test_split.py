@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from cover import pairwise
 from law_check import AXES, DRIVES, differences, expect, observe
-from law_cover import pairwise
 from law_models import Apply, normal
 from pipeline_probes import no_collector, outside
 from skip_models import MANY_READERS, SKIPS

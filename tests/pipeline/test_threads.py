@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+from cover import examples, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_check import CHECKPOINTS, balance_of, differences, observed, ready, row_loss, target_of
-from law_cover import pairwise
 from law_models import MODELS, Apply, Case, normal, sum_loss
 from pipeline_probes import outside
 from torch import Tensor, nn
@@ -744,7 +744,7 @@ def test_an_interrupt_ends_the_call_at_once_and_the_next_call_works(calls_before
     """
     here = Path(__file__).parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent.parent)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), str(here.parent.parent)]))
         try:
             done = subprocess.run(
                 [sys.executable, "-c", INTERRUPTS, str(calls_before)], capture_output=True, text=True, timeout=60
@@ -891,7 +891,7 @@ def grouped(orders: Sequence[Sequence[Action]], cuts: Sequence[int]) -> list[dic
     ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data(), name=st.sampled_from(["gpipe", "1f1b"]), lanes=st.integers(1, 5), chunks=st.integers(1, 5))
 def test_threads_perform_each_action_once_after_its_needs_and_keep_every_lane(
     data: Any, name: str, lanes: int, chunks: int
@@ -912,7 +912,7 @@ def test_threads_perform_each_action_once_after_its_needs_and_keep_every_lane(
         assert [action for action in performed if action in set(order)] == list(order)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), seed=st.randoms(use_true_random=False), lanes=st.integers(1, 4), chunks=st.integers(1, 4))
 def test_a_shuffled_order_ends_or_is_stuck_in_the_words_of_one_thread(
     data: Any, seed: Any, lanes: int, chunks: int

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from by_chunks import call_seed, same
+from cover import pairwise
 from law_check import CHECKPOINTS, balance_of, row_loss, target_of
-from law_cover import pairwise
 from law_models import normal
 from law_reference import forward_only, reference, reference_step
 from pipeline_probes import no_collector

@@ -31,7 +31,7 @@ from crew_worker import CLEAN, Job, Raised, Returned
 from torch.distributed import TCPStore
 
 HERE = Path(__file__).parent
-PATH = os.pathsep.join([str(HERE), str(HERE.parent / "pipeline"), os.environ.get("PYTHONPATH", "")])
+PATH = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent / "pipeline"), os.environ.get("PYTHONPATH", "")])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from random import Random
 from statistics import median
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import torch  # noqa: E402
 from fault_cases import ENDINGS, Case, ending, going_on  # noqa: E402

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cover import some
 from crew import Crew
 from law_check import same
 from torch import Tensor, nn
@@ -129,8 +130,8 @@ def agree(crew: Crew, script: str, *args: Any, timeout: float = 60.0) -> None:
 
 
 def agree_all(crew: Crew, script: str, cases: Iterable[tuple[Any, ...]], timeout: float = 120.0) -> None:
-    """The same for many arguments, in one job."""
-    cases = list(cases)
+    """The same for some arguments (cover.py), in one job."""
+    cases = some(cases)
     check_all(cases, crew.run("one_and_many:compare_all", script, cases, timeout=timeout))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cover import pairwise
 from law_check import row_loss, target_of
-from law_cover import pairwise
 from one_and_many import Compared, Found, Make, compare_all, state_of
 from rank_door import OPTIMIZERS
 from rank_models import even, rows, square

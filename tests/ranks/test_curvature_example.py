@@ -37,6 +37,7 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,e+-]*", "#", line)) for line in lines]
 
 
+@pytest.mark.soak
 def test_the_example_tells_the_same_in_one_process_and_over_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

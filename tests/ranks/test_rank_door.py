@@ -120,7 +120,7 @@ say("all", pipe.evaluate(x, loss_fn=lambda out, y: out.square().mean()).loss)
 '''
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_script_that_knows_of_no_ranks_prints_the_same_bits_under_torchrun(size: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -3,6 +3,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
@@ -10,7 +11,7 @@ from scheduler_strategies import depends, schedules
 from scheduler import Action, Costs, Event, ScheduleError, Timeline, by_name, simulate
 from scheduler.chrome import chrome_trace, timeline_from_chrome
 
-LAWS = settings(derandomize=True, deadline=None, max_examples=50)
+LAWS = settings(derandomize=True, deadline=None, max_examples=examples(50))
 
 
 def events(timeline, phase, **options):

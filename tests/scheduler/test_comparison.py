@@ -4,6 +4,7 @@ from fractions import Fraction
 from math import inf
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def row_of(name, lanes, chunks, costs=Costs(), **more):
     return row
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=examples(30))
 @given(st.data())
 def test_every_schedule_does_the_same_work(data):
     lanes, chunks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import schedules
@@ -9,7 +10,7 @@ from torch.distributed.pipelining import schedules as of_torch
 from scheduler import Placement, Schedule, ScheduleError, by_name, names, simulate, verify
 from scheduler.csv_files import from_csv, to_csv
 
-LAWS = settings(derandomize=True, deadline=None, max_examples=100)
+LAWS = settings(derandomize=True, deadline=None, max_examples=examples(100))
 
 
 @st.composite

@@ -1,3 +1,4 @@
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, pieces, schedules
@@ -18,7 +19,7 @@ def test_requires_is_the_relation_over_all_pairs_of_actions(stages, chunks, rand
         assert len(needs) == len(expected)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_what_an_action_requires_is_in_the_schedule(schedule):
     actions = set(schedule.actions)

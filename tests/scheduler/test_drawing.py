@@ -1,6 +1,7 @@
 from fractions import Fraction
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import schedules
@@ -85,7 +86,7 @@ def test_what_begins_late_for_others_before_it_ends_when_it_ends():
     assert draw(timeline, width=5).splitlines()[0] == "lane 0 |F0 F1 F2 B0 =="
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_every_action_is_drawn_once_on_its_lane_in_its_order(schedule):
     for picture in (draw(schedule), draw(simulate(schedule), width=3), draw(simulate(schedule, Costs(0, 0, 0)))):
@@ -98,7 +99,7 @@ def test_every_action_is_drawn_once_on_its_lane_in_its_order(schedule):
             assert cells == [str(action) if several else str(action)[1:] for action in order]
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules(), st.sampled_from([1, 3]), st.integers(0, 2))
 def test_every_slot_shows_what_runs_in_it(schedule, backward, link):
     timeline = simulate(schedule, Costs(forward=2, input=1, weight=1, backward=backward, link=link))

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
@@ -11,7 +12,7 @@ from test_simulation import any_costs
 
 from scheduler import Costs, Event, Kind, ScheduleError, Timeline, by_name, simulate
 
-law = settings(derandomize=True, deadline=None, max_examples=80)
+law = settings(derandomize=True, deadline=None, max_examples=examples(80))
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

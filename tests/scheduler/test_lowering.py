@@ -5,6 +5,7 @@ channel see one order, and nobody waits for ever, even where sends wait for thei
 import re
 
 import pytest
+from cover import examples
 from golden import FOLDER, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from scheduler import Action, Kind, Placement, Program, Schedule, ScheduleError,
 from scheduler.programs.program import other_end
 from scheduler.programs.rendezvous import stuck_lanes
 
-law = settings(derandomize=True, deadline=None, max_examples=100)
+law = settings(derandomize=True, deadline=None, max_examples=examples(100))
 
 
 def messages_of(schedule):

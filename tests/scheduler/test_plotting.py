@@ -8,6 +8,7 @@ from xml.etree.ElementTree import fromstring
 
 import numpy
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,7 +18,7 @@ from scheduler_strategies import schedules
 
 from scheduler import Action, Costs, Event, Kind, Schedule, ScheduleError, Timeline, by_name, plot, simulate, svg
 
-LAWS = settings(derandomize=True, deadline=None, max_examples=10)
+LAWS = settings(derandomize=True, deadline=None, max_examples=examples(10))
 PLAIN = {Kind.F: "#1f6fa8", Kind.B: "#6d1a36", Kind.I: "#e0806f", Kind.W: "#f0cd6e"}
 IDLE, CURVE = "#eef0f2", "#c3cad4"
 

@@ -2,13 +2,14 @@ import pickle
 import re
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from scheduler_strategies import schedules
 
 from scheduler import Action, Kind, Placement, Schedule, ScheduleError, by_name, lower, names, simulate, verify
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_a_schedule_is_printed_as_it_is_parsed(schedule):
     assert Schedule.parse(str(schedule)) == schedule
@@ -32,7 +33,7 @@ def test_equal_schedules_are_one_key_and_survive_pickling():
     assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_split_is_where_the_backward_is_an_i_and_a_w(schedule):
     for stage in range(schedule.stages):
@@ -41,7 +42,7 @@ def test_split_is_where_the_backward_is_an_i_and_a_w(schedule):
             assert halves == ({Kind.I, Kind.W} if (stage, chunk) in schedule.split else {Kind.B})
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_the_halves_are_the_orders_without_the_other_half(schedule):
     for order, forward, backward in zip(schedule.orders, schedule.forward_half(), schedule.backward_half()):

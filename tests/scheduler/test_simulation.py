@@ -2,6 +2,7 @@ import random
 from fractions import Fraction
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
@@ -51,7 +52,7 @@ def any_costs(schedule, dice):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=examples(150))
 @given(schedules(), st.integers(0, 2**32))
 def test_simulate_gives_the_longest_paths_for_any_order_and_any_costs(schedule, seed):
     costs = any_costs(schedule, random.Random(seed))
@@ -62,7 +63,7 @@ def test_simulate_gives_the_longest_paths_for_any_order_and_any_costs(schedule, 
     assert len(timeline.events) == len(schedule.actions)
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=examples(30))
 @given(schedules())
 def test_events_are_sorted_by_start_and_each_lane_keeps_its_order(schedule):
     timeline = simulate(schedule)
@@ -120,7 +121,7 @@ wrong_actions = st.builds(Action, st.integers(-1, 2), st.sampled_from(COMPUTE), 
 wrong_orders = st.lists(wrong_actions, max_size=6).map(tuple)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=examples(300))
 @given(st.tuples(wrong_orders, wrong_orders))
 def test_any_wrong_schedule_is_simulated_and_drawn_or_refused_in_words(orders):
     schedule = Schedule("wrong", Placement.linear(2), 1, orders)
@@ -179,7 +180,7 @@ def test_what_does_not_exist_is_not_simulated():
         simulate(huge)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(schedules(), st.integers(0, 2**32))
 def test_no_lane_ends_before_the_way_to_it_its_work_and_the_way_back(schedule, seed):
     """The bound that simulate asserts on itself is tight for one chunk: the way there and back is all there is."""

@@ -1,4 +1,5 @@
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import schedules
@@ -10,7 +11,7 @@ def event(text, lane, start, end):
     return Event(Action.parse(text), lane, start, end)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules(), st.floats(-1e3, 1e3), st.randoms(use_true_random=False))
 def test_a_measured_timeline_is_the_simulated_one_whatever_the_clock_and_the_order(schedule, zero, random):
     simulated = simulate(schedule)
@@ -26,7 +27,7 @@ def test_a_measured_timeline_is_the_simulated_one_whatever_the_clock_and_the_ord
     assert measured.events[0].start == 0
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=examples(50))
 @given(schedules())
 def test_peak_in_flight_counts_pairs_from_the_start_of_f_to_the_end_of_b_or_w(schedule):
     timeline = simulate(schedule)

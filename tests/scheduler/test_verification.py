@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_strategies import depends, schedules
@@ -8,7 +9,7 @@ from scheduler_strategies import depends, schedules
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name, simulate, verify
 from scheduler.action import COMPUTE
 
-law = settings(derandomize=True, deadline=None, max_examples=60)
+law = settings(derandomize=True, deadline=None, max_examples=examples(60))
 
 
 def words(schedule, cap=None):

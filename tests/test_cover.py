@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from law_cover import pairwise
+from cover import pairwise
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 5, 2), (9, 6, 5, 5, 4, 2, 2, 2), (1, 3), (7, 1, 7)])
