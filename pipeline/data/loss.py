@@ -37,6 +37,16 @@ _LOOSE = 2e-2  # half precision
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
+    """Divide a gradient in place by the divisor of its loss; None: by nothing."""
+    return grad if divisor is None else grad.div_(divisor.to(grad.device))
+
+
+def divided(grad: Tensor, divisor: Tensor | None) -> Tensor:
+    """The same in a new tensor, for a gradient that others may share."""
+    return grad if divisor is None else grad / divisor.to(grad.device)
+
+
 class Loss:
     """The loss of one call, added up from its chunks.
 
@@ -199,7 +209,7 @@ class Loss:
         divisor = self.divisor
         largest = max([_largest(whole) for _, whole in pairs], default=0.0)
         for ours, whole in pairs:
-            ours = ours if divisor is None else ours / divisor.to(ours.device)
+            ours = divided(ours, divisor)
             tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
             if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
                 raise self._neither(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
-from pipeline.data.loss import Loss
+from pipeline.data.loss import Loss, divide_, divided
 from pipeline.entry.step import LossEnd, check_reached, summed
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Pair, Verdict, joined
@@ -122,7 +122,7 @@ class _Run:
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        inputs = inputs if own is None else [(each, grad / own.to(grad.device)) for each, grad in inputs]
+        inputs = [(each, divided(grad, own)) for each, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.last is not None else None, None, reached, is_trial, loss.metrics)
@@ -173,7 +173,7 @@ class _Run:
         if not self._divided:  # all losses are known by now
             self._divided.append(self._divisor())
         (divisor,) = self._divided
-        self._take(owner, grad if divisor is None else grad.div_(divisor.to(grad.device)))
+        self._take(owner, divide_(grad, divisor))
 
     def _take(self, owner: Tensor, grad: Tensor) -> None:
         if owner._backward_hooks:
@@ -204,7 +204,8 @@ class _Run:
     def _rest(self, call: Call, sums: GradientFinalizer) -> list[Pair]:
         of_loss, call.loss_sums = call.loss_sums, {}
         parts = [*((-1, owner, grad) for owner, grad in of_loss.values()), *sums.rest()]
-        return self._over(list(joined(parts).values()), self._divisor())
+        divisor = self._divisor()
+        return [(owner, divide_(grad, divisor)) for owner, grad in joined(parts).values()]
 
     def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:
         """Whole gradients over all processes, divided; and the divisor."""
@@ -212,17 +213,11 @@ class _Run:
         pairs = list(call.sums().values())
         if call.communicator.averages:
             return call.communicator.average(pairs, own, waits=True), divisor
-        return self._over(pairs, divisor), divisor
+        return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
     def _of_inputs(self, call: Call) -> list[Pair]:
         found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
         return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
-
-    def _over(self, pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
-        if divisor is not None:
-            for _, grad in pairs:
-                grad.div_(divisor.to(grad.device))
-        return pairs
 
 
 def _memory(tensor: Tensor) -> int:

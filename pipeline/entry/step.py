@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import MARK, Roots, edge, explore, gradients, owned, roots_of
 from pipeline.common.torch_modes import without_autocast
-from pipeline.data.loss import Loss
+from pipeline.data.loss import Loss, divide_, divided
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Grads, Tree, same_values
 from pipeline.entry.loss_check import check_joined
@@ -199,10 +199,9 @@ def collect(call: Call, loss: Loss) -> Collected:
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)
-    if divisor is not None:
-        for _, grad in [] if call.communicator.averages else pairs:  # means are of divided ones
-            grad.div_(divisor.to(grad.device))
-        inputs = [(tensor, grad / divisor.to(grad.device)) for tensor, grad in inputs]  # two may share one gradient
+    for _, grad in [] if call.communicator.averages else pairs:  # means are of divided ones
+        divide_(grad, divisor)
+    inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
     found = summed([*inputs, *pairs])
     if hooks:
         if any(owner._backward_hooks for owner, _ in found):

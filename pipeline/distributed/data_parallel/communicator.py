@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.common.interrupts import LATE, Deferral
 from pipeline.common.places import Place
+from pipeline.data.loss import divide_
 from pipeline.data.pytrees import Grads
 from pipeline.data.values import Values
 from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest
@@ -214,7 +215,8 @@ class DataParallelCommunicator(Communicator):
             with lost():
                 self._ranks.exchange(note[:1])
             self._call += _AGREED
-        return [*self._in_order(found), *_divided(_without(pairs, found), divisor)]  # the others are no parameters
+        others = [(owner, divide_(grad, divisor)) for owner, grad in _without(pairs, found)]  # no parameters
+        return [*self._in_order(found), *others]
 
     def _shared(self, divisor: Tensor | None) -> Tensor | None:
         """The divisor, which only the rank of the last stage knows."""
@@ -368,13 +370,6 @@ def _by_id(pairs: Iterable[Pair]) -> dict[int, Tensor]:
 def _without(pairs: Iterable[Pair], others: Iterable[Pair]) -> list[Pair]:
     taken = {id(owner) for owner, _ in others}
     return [pair for pair in pairs if id(pair[0]) not in taken]
-
-
-def _divided(pairs: list[Pair], divisor: Tensor | None) -> list[Pair]:
-    if divisor is not None:
-        for _, grad in pairs:
-            grad.div_(divisor.to(grad.device))
-    return pairs
 
 
 def _bits(value: Tensor | None) -> int:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pipeline.data.loss import divide_
 from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shares
 from pipeline.distributed.group import RankGroup
 from pipeline.transports.channel import ChannelError
@@ -205,8 +206,7 @@ def _mean(
         )
     total: Tensor | None = None
     for part, divisor in found:
-        here = part.to(parameter.device)
-        here = here if divisor is None else here.div_(divisor.to(here.device))
+        here = divide_(part.to(parameter.device), divisor)
         here = here.to(torch.float32) if here.dtype in _HALF else here
         here = here.coalesce() if here.is_sparse else here
         total = here if total is None else total.add_(here)  # in place: messages are ours, and our own part is replaced
