@@ -1,11 +1,11 @@
 """The public class: a module like the plain one, cut into stages and fed in chunks.
 
     Pipe(module, balance, chunks)            stages on devices, layers under the plain module's names
-    pipe(x)                                  the forward door: autograd does the rest      entry/forward.py
+    pipe(x)                                  differentiable by autograd, to any order      entry/forward.py
     pipe.step(x, y, loss_fn=f)               the schedule's order, F and B interleaved     entry/step.py
     pipe.evaluate(x, y, loss_fn=f)           eval mode, no gradients
 
-Everything about one call lives in a `Call` and goes with it; a Pipe holds settings and the plain module's layers.
+A `Call` holds all state of one call; a Pipe holds settings and the plain module's layers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Pipe(Settled, Stateful):
     Args:
         module: the model.
         balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
-        chunks: how many micro-batches a mini-batch is cut into, at most; min(chunks, rows) run.
+        chunks: the largest number of micro-batches that a mini-batch is cut into; min(chunks, rows) run.
         batch_dim: the dim that counts the rows of the mini-batch, of inputs, targets and outputs alike: 0, or 1 for
             time-first data [time, rows, ...]. Tensors with fewer dims (lengths, class labels) are cut along dim 0.
         mixes_rows: layers may look at all rows of a chunk (a mixture of experts with a capacity, say), as BatchNorm
@@ -117,7 +117,8 @@ class Pipe(Settled, Stateful):
 
     Raises:
         TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.
-        ValueError: the balance, devices, chunks, schedule or checkpoint cannot be; the message says why and what can.
+        ValueError: the balance, devices, chunks, schedule or checkpoint is invalid; the message says why and what is
+            valid.
         MismatchError: over ranks, which build different Pipes.
 
     Example:
@@ -176,10 +177,10 @@ class Pipe(Settled, Stateful):
         stages = split(module, self.balance)
         self._values = chain(len(self.balance), routes(stages))
         self._traces: list[TraceRecorder] = []
-        self._calls = 0  # how many calls had gradients: recomputations of the first, second, fourth, ... are compared
+        self._calls = 0  # the number of calls with gradients
         self._known = StageTraits()
-        self._probed: dict[tuple[tuple[bool, ...], int], int] = {}  # calls, by training flags and failures over ranks
-        self._losses = LossCounts()  # how many of a loss_fn were cut: number 1, 2, 4, ... is compared
+        self._probed: dict[tuple[tuple[bool, ...], int], int] = {}  # by training flags and failures over ranks
+        self._losses = LossCounts()  # the number of mini-batches of each loss_fn
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
         self._company: PipeTopology | None = None
@@ -200,7 +201,7 @@ class Pipe(Settled, Stateful):
             self._replicas.join(self, self._settings())
 
     def _join(self, stages: Sequence[nn.Sequential], ranks: RankGroup, materialize: How) -> None:
-        """Become one Pipe with those that the other ranks build now. Their layers stay here in name only."""
+        """Join the Pipes that the other ranks build now into one. Their layers become placeholders here."""
         rank_of = self._plans.resolved(self.chunks).placement.lane_of
         self._company = company = company_of(stages, rank_of, ranks, self._values)
         elsewhere = dict(company.elsewhere(stages))
@@ -214,7 +215,7 @@ class Pipe(Settled, Stateful):
         is_part(self)
 
     def __setstate__(self, state: Any) -> None:
-        """A copy has parameters of its own."""
+        """Restore a copy, which has parameters of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._company is not None:
             is_part(self)
@@ -223,12 +224,12 @@ class Pipe(Settled, Stateful):
 
     @property
     def balance(self) -> list[int]:
-        """How many layers each stage has."""
+        """The number of layers of each stage."""
         return list(self._balance)
 
     @property
     def devices(self) -> list[torch.device]:
-        """Where each stage computes."""
+        """The device of each stage."""
         return [place.device for place in self._places]
 
     @property
@@ -245,7 +246,7 @@ class Pipe(Settled, Stateful):
 
     @property
     def chunks(self) -> int:
-        """How many chunks a mini-batch is cut into, at most."""
+        """The largest number of chunks that a mini-batch is cut into."""
         return self._chunks
 
     @chunks.setter
@@ -259,12 +260,12 @@ class Pipe(Settled, Stateful):
 
     @property
     def batch_dim(self) -> int:
-        """Which dim counts the rows of a mini-batch."""
+        """The dim that counts the rows of a mini-batch."""
         return self._batch_dim
 
     @property
     def checkpoint(self) -> Policy:
-        """Which activations are computed again in the backward."""
+        """The policy that says which activations are computed again in the backward."""
         return self._checkpoint
 
     @checkpoint.setter
@@ -296,7 +297,7 @@ class Pipe(Settled, Stateful):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The stages, as Sequentials of the same layers. To look at: the Pipe runs the layers, not these."""
+        """The stages, as Sequentials of the same layers. For inspection: the Pipe runs the layers, not these."""
         return [StageView(stage) for stage in split(self.to_sequential(), self.balance)]
 
     def to_sequential(self) -> nn.Sequential:
@@ -320,7 +321,7 @@ class Pipe(Settled, Stateful):
         devices = ", ".join(str(device) for device in self.devices)
         return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, devices=[{devices}]"
 
-    # ------------------------------------------------------------------------------------------------------- doors
+    # ------------------------------------------------------------------------------------------------ entry points
 
     def forward(self, input: Any, *, output: str = "all") -> Any:
         """Compute `module(input)`.
@@ -328,9 +329,9 @@ class Pipe(Settled, Stateful):
         Args:
             input: any pytree of tensors and plain values; tensors are cut along `batch_dim`, `NoChunk(value)` and
                 plain values go to every chunk. Over ranks, the same on every rank.
-            output: over ranks, who gets the output: "all" ranks, so that each computes the same loss and calls its
-                backward; or the "last", which has the last stage, while the others get a number in its place, whose
-                backward they call.
+            output: over ranks, the ranks that get the output: "all" ranks, so that each computes the same loss and
+                calls its backward; or the "last", which has the last stage, while the others get a number in its place,
+                whose backward they call.
 
         Returns:
             What the plain module returns, on the last device. In one process differentiable to any order; over ranks
@@ -492,7 +493,7 @@ class Pipe(Settled, Stateful):
             )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As nn.Module's: over ranks, this rank's. Where it has none, an empty one, since an optimizer wants some."""
+        """As nn.Module's; over ranks, those of this rank. A rank without any gives an empty one, for its optimizer."""
         found = list(super().parameters(recurse))
         return iter(found or ([] if self._company is None else [self._company.nothing]))
 
@@ -545,7 +546,7 @@ class Pipe(Settled, Stateful):
         scaler: torch.amp.GradScaler | None,
         grads: str,
     ) -> Step:
-        """The rest of a step that ran well: who gets the gradients."""
+        """Finish a step that ran: hand over its gradients."""
         communicator = call.communicator
         try:
             firm()
@@ -575,7 +576,7 @@ class Pipe(Settled, Stateful):
         store.scale_(clip_factor(max_norm, total))
 
     def _communicator(self, door: str, averages: bool = False) -> Communicator:
-        """The processes that run a call: alone, or over ranks; with the replicas where gradients are averaged."""
+        """The communicator of a call: local, or over ranks; with replicas where gradients are averaged."""
         company = self._company
         tied = [] if company is None else company.hosting.tied(self)
         own: Communicator = LocalCommunicator() if company is None else DistributedCommunicator(company, tied, door)
@@ -609,7 +610,7 @@ class Pipe(Settled, Stateful):
         aim: Batch | None = None,
         draws: bool = True,
     ) -> Setup:
-        """All that a call needs; over ranks everyone has agreed to make it."""
+        """The settings of a call, on which all ranks have agreed."""
         tensors = [tensor for each in (batch, aim) if each is not None for tensor in each.tree.tensors]
         seed = communicator.open(lambda values: self._words(batch, aim, grad, options, values), draws, tensors)
         if grad and not torch.is_grad_enabled():
@@ -632,9 +633,9 @@ class Pipe(Settled, Stateful):
         return setup
 
     def _probe(self, setup: Setup, batch: Batch) -> None:
-        """Find out whether this mini-batch may be cut: in calls 1, 2, 4, 8, ... that went well, in each of the modes.
+        """Check whether this mini-batch may be cut: in validating calls, counted in each of the modes.
 
-        A failure over ranks is everyone's, and has all of them count anew.
+        A failure over ranks fails all of them, and restarts the count on all.
         """
         flags = tuple([layer.training for layer in self._modules.values() if layer is not None])
         key = (flags, setup.communicator.failures)
@@ -653,7 +654,7 @@ class Pipe(Settled, Stateful):
     def _words(
         self, batch: Batch, aim: Batch | None, grad: bool, options: Mapping[str, object], values: bool
     ) -> dict[str, str]:
-        """What all ranks must agree on."""
+        """The descriptions on which all ranks must agree."""
         given = {"x": batch} if aim is None else {"x": batch, "the target": aim}
         shapes = [f"{name} {described(each)}" for name, each in given.items()]
         more = {"gradients": "on" if grad and torch.is_grad_enabled() else "off", **options}
@@ -667,7 +668,7 @@ class Pipe(Settled, Stateful):
         return words
 
     def _modes(self) -> str:
-        """Which layers train, and under which autocast, in words."""
+        """A description of the layers in train mode and of autocast."""
         flags = [layer.training for layer in self._modules.values() if layer is not None]
         some = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
         training = "train" if all(flags) else some if any(flags) else "eval"
@@ -675,9 +676,9 @@ class Pipe(Settled, Stateful):
         return f"{training}, autocast {kinds or 'off'}"
 
     def _settings(self) -> str:
-        """How this Pipe is set up, in lines."""
+        """A description of this Pipe's settings, in lines."""
         joint = self._company or self._replicas
-        assert joint is not None  # or nobody asks
+        assert joint is not None  # only called over ranks
         key = (self.chunks, self.checkpoint, self._plans)
         if self._told is not None and self._told[0] == key:
             return self._told[1]
@@ -737,7 +738,7 @@ class Pipe(Settled, Stateful):
         scaler: torch.amp.GradScaler | None,
         begin: Callable[[LossEnd], None] | None = None,
     ) -> None:
-        """Run the call with the loss behind the last stage; now and then compare it with the un-pipelined one."""
+        """Run the call with the loss behind the last stage. Validating calls compare it with the un-pipelined one."""
         number = self._losses.get(loss.loss_fn) + (call.batch.chunks > 1)
         compare = call.batch.chunks > 1 and validates(number)
         end = LossEnd(call, loss, aim, len(self), scaler, compare)
@@ -750,11 +751,11 @@ class Pipe(Settled, Stateful):
                 begin(end)
             call.run_forward()
             end.check()
-        except BaseException:  # the next call compares
+        except BaseException:  # the next call validates
             self._losses.set(loss.loss_fn, 0)
             call.abandon()
             raise
-        # Under what it is now: one that counts its own calls is not new in each.
+        # Under its key after the call: a loss that counts its calls must not look new in each.
         self._losses.set(loss.loss_fn, number if loss.is_proven else 0)
 
     def _joined(self, call: Call) -> Any:

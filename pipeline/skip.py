@@ -1,4 +1,4 @@
-"""Skip connections: a value that one layer stashes and a later layer pops, past all layers between.
+"""Skip connections: a value that one layer stashes and a later layer pops, without passing the layers between.
 
     layer --yield stash("x", t)--> Skips --t = yield pop("x")--> layer
                                      |
@@ -75,8 +75,8 @@ Commands: TypeAlias = Generator[Any, Any, Any]
 class Skips:
     """The skips that the layers within see, to begin with. What they stash and pop is forgotten at the end.
 
-    What is stashed now is a value of the context (contextvars) that is replaced, never written: what runs in a copy
-    of the context, as `partition` does to run a layer twice, pops what was stashed before and changes nothing.
+    What is stashed now is a value of the context (contextvars) that is replaced, never written: code in a copy
+    of the context, as `partition` uses to run a layer twice, pops earlier values without an effect outside.
     """
 
     def __init__(self, values: Iterable[tuple[Key, Any]] = ()) -> None:

@@ -1,12 +1,12 @@
-"""`eager_backward(loss, update)`: a backward in which parameters are updated, and their gradients let go.
+"""`eager_backward(loss, update)`: a backward in which parameters are updated and their gradients freed.
 
-    loss's graph --walk--> its leaves, and who hands gradients to each
+    loss's graph --walk--> its leaves, and the nodes that give gradients to each
     AccumulateGrad of p has run: autograd adds up all parts first --> hook --> EagerStep.take(p, p.grad)
-    p is reached only through one pipe(x) --> that Pipe gives its whole gradient away, stage by stage
-    what a backward within the backward has left in .grad --> at the end
+    p is reached only through one pipe(x) --> that Pipe hands over its whole gradient, stage by stage
+    .grad from a backward within the backward --> at the end
 
 Autograd runs each node of a graph once, so the gradient is whole at that point. A layer that runs a backward of its own
-(reentrant checkpoints do) adds to `.grad` in another graph: what it leaves waits for the end.
+(reentrant checkpoints do) adds to `.grad` in another graph: that part is used at the end.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def eager_backward(
 
     Args:
         loss: of one number.
-        update: says how.
+        update: the optimizer or rule.
         retain_graph, create_graph: refused, with the reason: a graph cannot be used on weights written since.
 
     Raises:
-        RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks wait for one;
+        RuntimeError: the loss depends on none of the parameters; a `.grad` is set already; other hooks use one;
             an earlier step is torn; a parameter was updated and then got another part of its gradient.
         ValueError: retain_graph or create_graph.
 
@@ -91,7 +91,7 @@ def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> Non
 
 
 class _Leaf(NamedTuple):
-    """A leaf of the graph, and the nodes that hand gradients to it."""
+    """A leaf of the graph, and the nodes that give gradients to it."""
 
     tensor: Tensor
     parents: list[Any]
@@ -134,7 +134,7 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
             "pipe.step(..., optimizer=update), which knows all, or loss.backward(), pipe.clip_grad_norm_ and the "
             "optimizer."
         )
-    if not leaves and is_alone:  # over ranks others may have some, and wait for this one
+    if not leaves and is_alone:  # over ranks others may have leaves, and wait for this rank
         raise RuntimeError(
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
@@ -147,7 +147,7 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
 
 def _run(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep, retain: bool) -> None:
     with _taking(loss, leaves, step):
-        ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # others' `.grad` is added to once
+        ends = [leaf.tensor for leaf in leaves] if step.only_norms else None  # `.grad` of other leaves is added to once
         _autograd(loss, retain, ends)
 
 
@@ -165,7 +165,7 @@ def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[
     def take(param: Tensor) -> None:
         is_outer = torch._C._current_graph_task_id() == outer[0]
         if param.grad is None or not (is_outer or id(param) in step.updated):
-            return  # nothing came; or of a backward within the backward, and more is to come
+            return  # nothing arrived; or from a backward within the backward, with more to follow
         step.take(param, _taken(param))
 
     def begins(*_: Any) -> None:
@@ -197,5 +197,5 @@ def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
 
 def _taken(param: Tensor) -> Tensor:
     grad, param.grad = param.grad, None
-    assert grad is not None  # looked at before
+    assert grad is not None  # checked by the caller
     return grad

@@ -4,12 +4,12 @@
     over ranks     this rank's actions have run --> the divisor, from the last rank --> take; then all agree
     two runs       norms only --> factor --> everything put back --> once more, with the same seed
 
-Nothing that can refuse the step is left for after the first update, but for what other ranks may find.
+All checks that can refuse the step run before the first update, except those of other ranks.
 
-Two runs are two calls of one seed. The first is abandoned like a call that failed, which puts buffers and generators
-back: the second computes the same gradients, and only the factor is new.
+Two runs are two calls of one seed. The first is abandoned like a failed call, which restores buffers and
+generators. So the second computes the same gradients, and only the factor is new.
 
-Segments whose gradients are whole early are the order of a schedule (looped-bfs), not a second mechanism.
+A schedule's order (looped-bfs) makes the gradients of some stages whole early; there is no second mechanism for that.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
-Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # runs a call; first tells of the loss's end
+Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # runs a call, and first passes its LossEnd
 
 
 class Ended(NamedTuple):
-    """A run that went well.
+    """A run that succeeded.
 
     Attributes:
-        call: whose outputs are still there.
+        call: still has its outputs.
         loss: of the mini-batch.
-        strangers: gradients for `.grad`: of leaves of the caller, and of the input.
+        external: (leaf, gradient) for `.grad`: of leaves outside the Pipe, and of the input.
         metrics: that loss_fn reported.
     """
 
     call: Call
     loss: Tensor
-    strangers: list[Pair]
+    external: list[Pair]
     metrics: Mapping[str, Tensor]
 
 
@@ -72,9 +72,9 @@ def run(
 
 
 def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
-    """Give `.grad` what is for it; update what the input was computed with."""
-    with without_autocast(), grads_kept([*[owner for owner, _ in ended.strangers], *update.params]):
-        accumulate(ended.strangers)
+    """Add to `.grad` of external leaves; update the parameters with which the input was computed."""
+    with without_autocast(), grads_kept([*[owner for owner, _ in ended.external], *update.params]):
+        accumulate(ended.external)
         for param in update.params:
             if param.grad is not None:
                 grad, param.grad = param.grad, None
@@ -83,7 +83,7 @@ def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
 
 
 def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
-    """What all gradients are to be multiplied by, as torch.nn.utils.clip_grad_norm_ computes it."""
+    """The factor for all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
     names = {id(param): name for name, param in reversed(list(named.items()))}
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
     found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
@@ -98,12 +98,12 @@ class _Run:
         self.step = step
         self._update = update
         self._names = {id(param): name for name, param in named.items()}
-        self._strangers: list[Pair] = []  # whose gradients are for `.grad`: leaves of the caller
+        self._external: list[Pair] = []  # leaves outside the Pipe, whose gradients are for `.grad`
         self._divisor: Callable[[], Tensor | None] = lambda: None
         self._divided: list[Tensor | None] = []
 
     def play(self, call: Call, loss: Loss, play: Play) -> Ended:
-        """Run it all; the whole gradients of this process have been taken when it ends."""
+        """Run forward and backward, and take the whole gradients of this process."""
         self._divisor = lambda: loss.divisor
         sums: list[GradientFinalizer] = []
         if call.communicator.is_alone:
@@ -114,7 +114,7 @@ class _Run:
             return self._ended(call, loss, sums)
 
     def _ended(self, call: Call, loss: Loss, sums: Sequence[GradientFinalizer]) -> Ended:
-        """The run is over: take what is left, and agree on how it went. `sums`: took gradients while it ran."""
+        """End the run: take the remaining gradients, and agree. `sums`: took gradients while it ran."""
         inputs = self._of_inputs(call)
         own = loss.divisor if call.last is not None else None
         if sums:
@@ -129,7 +129,7 @@ class _Run:
         value, _, reached, _, metrics = call.communicator.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
-        return Ended(call, value, self._strangers, metrics)
+        return Ended(call, value, self._external, metrics)
 
     def _listening(self, call: Call, end: LossEnd) -> GradientFinalizer:
         """Take gradients from now on while the backward runs."""
@@ -141,19 +141,19 @@ class _Run:
                 self._refuse_later_weights(call)
             if waits:
                 return
-            if not by_threads:  # whose stages' buffers are swapped while they recompute
+            if not by_threads:  # with threads, buffers are swapped during recomputations
                 call.check_forwards(memory=False)
             end.check()
 
         def late() -> set[int]:
-            """What others than stages have a part in."""
+            """The parameters whose gradients have parts from outside the stages."""
             return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
         return GradientFinalizer(call, self._take_divided, ready, late, waits)
 
     def _refuse_later_weights(self, call: Call) -> None:
-        """Raise where a stage still needs a weight, past autograd, that will be updated before it goes backward."""
-        later: dict[int, str] = {}  # parameters of later stages: their names by where they lie
+        """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
+        later: dict[int, str] = {}  # names of later stages' parameters, by address
         for stage in reversed(call.stages):
             own = {_memory(param): param for param, _ in stage.aliases.trained}
             for tensor in saved(stage.kept_graphs) if later else ():
@@ -188,10 +188,10 @@ class _Run:
         if self.step.only_norms and owner.grad_fn is not None:
             raise RuntimeError(
                 "x was computed from something that requires a gradient, whose norm is known only when the backward "
-                f"goes on from x; clip={self._update.clip!r} wants all norms before. Make what computes x a layer of "
+                f"goes on from x; clip={self._update.clip!r} needs all norms before. Make what computes x a layer of "
                 "the model, give x.detach(), or step with the optimizer itself."
             )
-        self._strangers.append((owner, grad))
+        self._external.append((owner, grad))
 
     def _take_all(self, pairs: list[Pair], call: Call, is_all: bool) -> None:
         """`is_all`: nothing was taken while the backward ran."""
@@ -221,5 +221,5 @@ class _Run:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where a tensor's values lie. 0: nowhere in particular."""
+    """The address of a tensor's values. 0: it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -4,8 +4,8 @@
     loss.backward()       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
                                                  [2] create_graph: a differentiable recomputation (Call.differentiate)
 
-The F half runs before `apply`, so that which outputs are differentiable and which parameters are in use is known: the
-hooks of a parameter that no output depends on must not run.
+The F half runs before `apply`, which shows the differentiable outputs and the parameters in use: the hooks of a
+parameter that no output depends on must not run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pipeline.stage.hooks import deliver, skip_none
 
 
 def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
-    """The value of `pipe(x)`, attached to autograd's graph where something in it wants a gradient.
+    """The value of `pipe(x)`, attached to autograd's graph where a tensor of it needs a gradient.
 
     Args:
-        call: what to run.
-        now: its turn.
+        call: the call to run.
+        now: its hold of the call lock.
         everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
     """
     call.run_forward()
@@ -71,18 +71,18 @@ def _attach(
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     backward = Backward(call, now, sizes, wanted, owners, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
-    if not backward.owners:  # on other ranks there may be: this one takes part in the backward
+    if not backward.owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.stand_in)
     outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
     return outputs
 
 
 class GiveAway(NamedTuple):
-    """Whole gradients that someone takes before the backward ends.
+    """Whole gradients that are handed over before the backward ends.
 
     Attributes:
         keys: the ids of the parameters.
-        take: gets (parameter, whole gradient), once for each.
+        take: called with (parameter, whole gradient), once for each.
     """
 
     keys: set[int]
@@ -90,7 +90,7 @@ class GiveAway(NamedTuple):
 
 
 class Backward:
-    """What the backward of one forward needs: the call, and whose gradients are returned in which order."""
+    """The backward of one forward: its call, and the order of the returned gradients."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Backward:
         return self._call.communicator.is_alone
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
-        """The gradients of the wanted inputs and of the owners."""
+        """The gradients of the inputs that need one, and of the owners."""
         with turn(self._then, may_wait=not self._call.is_accelerated), self._call.communicator.again() as communicator:
             self._call.go_on_with(communicator)
             communicator.open(lambda values: {}, draws=False)
@@ -167,11 +167,11 @@ class Backward:
         if not retain:
             self._call.release()
         found = [sums.pop(id(owner), None) for owner in self.owners]
-        deliver(list(sums.values()))  # what the graph did not show: layers that run torch's reentrant checkpoint
+        deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
 
     def _given_away(self) -> GradientFinalizer | None:
-        """Who takes whole gradients while the backward runs; over ranks only when all have agreed that it went well."""
+        """A listener that hands over whole gradients during the backward; over ranks only after all have agreed."""
         wanted = self.give_away
         if wanted is None or not self._call.communicator.is_alone:
             return None
@@ -183,13 +183,13 @@ class Backward:
         return GradientFinalizer(call, wanted.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
-        """Second derivatives would need every stage in this process."""
+        """Raise over ranks: second derivatives need every stage in this process."""
         if self._call.communicator.is_alone:
             return
         if moved and not torch.is_grad_enabled() and not batched:
             raise RuntimeError(
                 "a buffer that the forward read was changed before its backward (a BatchNorm trained in between, "
-                "say). Over ranks that cannot be computed again: run the backward first."
+                "say). Over ranks it cannot be recomputed: run the backward first."
             )
         what = "is_grads_batched=True" if batched else "create_graph=True"
         raise RuntimeError(
@@ -227,7 +227,7 @@ class PipeFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.backward_call = backward
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0, device="cpu"))  # so that a second backward gets autograd's own words
+        ctx.save_for_backward(torch.empty(0, device="cpu"))  # so that a second backward raises autograd's own error
         ctx.mark_non_differentiable(*(out for out, needs in zip(outputs, needs_grad, strict=True) if not needs))
         return outputs
 
@@ -258,10 +258,10 @@ def _outside_vmap(batched: bool) -> Iterator[None]:
 
 
 def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
-    """Raise where the derivatives asked for do not go through autograd's graph, the only way that a Pipe offers.
+    """Raise for derivatives that do not go through autograd's graph, the only way that a Pipe supports.
 
     Args:
-        tensors: gives the input, the parameters and the buffers; asked only where forward-mode AD is on.
+        tensors: gives the input, the parameters and the buffers; called only if forward-mode AD is on.
 
     Raises:
         RuntimeError: within torch.func transforms, or with forward-mode tangents.

@@ -26,9 +26,9 @@ class Plans:
 
     Args:
         given: the schedule, or its name.
-        places: where each stage computes.
-        values: what crosses the stages.
-        ranks: how many ranks there are, and which this is. None: one process.
+        places: the place of each stage.
+        values: the table of values that cross stages.
+        ranks: the number of ranks, and this rank. None: one process.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Plans:
         self._uncut: dict[Placement, tuple[Plan, Sequence[P2PPlan]]] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
-        """The schedule, with a lane for each device or rank. Where it takes no so short mini-batch, its first chunks.
+        """The schedule, with a lane for each device or rank. For a shorter mini-batch, its first chunks.
 
         Args:
             chunks: of a mini-batch.
-            asked: how many the Pipe was told to cut.
+            asked: the Pipe's `chunks`.
 
         Raises:
             ScheduleError: it is made for fewer chunks.
@@ -81,7 +81,7 @@ class Plans:
         self._has_said = True
 
     def resolved(self, chunks: int) -> Schedule:
-        """The same, whatever number of chunks a Schedule is made for."""
+        """The schedule for `chunks`, cut to its first chunks or repeated as needed."""
         stages = len(self._places)
         if self._ranks is None:
             return self.given if isinstance(self.given, Schedule) else schedule_named(self.given, stages, chunks)
@@ -90,7 +90,7 @@ class Plans:
         return schedule_over(self.given, stages, chunks, self._ranks[0])
 
     def plan(self, chunks: int, planner: Planner, asked: int) -> Plan:
-        """What a call of so many chunks runs; `planner`: which halves of the schedule, see execution/plan.py."""
+        """The plan of a call of so many chunks; `planner` makes it, see execution/plan.py."""
         key = (chunks, planner)
         if key not in self._plans:
             rank = None if self._ranks is None else self._ranks[1]
@@ -117,7 +117,7 @@ class Plans:
         """The messages of each phase of a plan, to and from this rank."""
         key = (chunks, planner)
         if key not in self._traffic:
-            assert self._ranks is not None  # or there are none
+            assert self._ranks is not None  # one process sends no messages
             plan = self.plan(chunks, planner, asked)
             rank_of = plan.schedule.placement.lane_of
             self._traffic[key] = [P2PPlan(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]

@@ -1,4 +1,4 @@
-"""The probe: forwards of a few rows, uncut, that show whether a mini-batch may be cut into chunks at all.
+"""The probe: forwards of a few rows, uncut, that show whether a mini-batch may be cut into chunks.
 
     alone    the rows of chunk 0                     stage after stage, one chunk: the reference
     beside   every second row is its neighbour       the rows between must come out as they were, or layers mix rows
@@ -10,8 +10,8 @@ is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the 
 mode, since BatchNorm is known to look at all rows in train mode; only the order is looked at in the caller's modes.
 Afterwards buffers, attributes of modules and generators are as before; `is_recomputing()` says yes meanwhile.
 
-A probe says nothing where it cannot know: layers that raise on another number of rows, or that give something else
-each time.
+A probe raises nothing where it cannot judge: layers that raise on another number of rows, or give other values each
+time.
 
 It runs through the same engine and transports as any call, so that over ranks nothing is assumed of what lies between
 stages: only outputs are compared. Since the same kernels run, no tolerance had to be chosen, and what it finds must
@@ -48,8 +48,8 @@ from scheduler import Action
 
 _ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 _HALF_ROUNDING = 8e-3
-_LEAST = 1e-3  # what a row changes by, of what its neighbours change by, if layers mix rows
-_MOST_ROWS = 8  # how many rows are compared
+_LEAST = 1e-3  # the least change of a row, relative to that of its neighbours, if layers mix rows
+_MOST_ROWS = 8  # the number of rows that are compared
 _REPEATS = 3
 
 
@@ -76,14 +76,14 @@ class Probe:
         self._reachable = Reachable(self._modules)
         self._has_last = setup.communicator.has(len(setup.stages) - 1)
         lanes = Counter(setup.plan.schedule.placement.lane_of)
-        self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # some process has several stages
+        self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
 
         Raises:
             ValueError: layers mix rows, or an output has no rows.
-            RuntimeError: a stage reads what another stage left somewhere.
+            RuntimeError: a stage reads state that another stage wrote.
         """
         rows, total = self._rows, sum(self._batch.rows)
         alone = self._picked(range(rows))
@@ -136,9 +136,9 @@ class Probe:
                 row_sizes(pair, (self._rows, resized.rows[0]), self._batch.batch_dim)
 
     def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall) -> None:
-        """Raise if rows come out otherwise with others beside them."""
+        """Raise if a row's output depends on the rows beside it."""
         batch_dim, rows = self._batch.batch_dim, self._rows
-        among_others = self._run(beside)  # on every rank, as everything here: what follows are meetings
+        among_others = self._run(beside)  # on every rank, as everything here: votes follow
         if not self._communicator.any(_mixes(reference, among_others, batch_dim, rows)):
             return
         again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
@@ -150,7 +150,7 @@ class Probe:
         if self._communicator.any(culprit is not None and again.gathers(culprit.layer)):
             return  # statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
         if self._communicator.any(culprit is not None) and culprit is None:
-            return  # another rank has it, and says so
+            return  # another rank has the layer, and raises
         if culprit is None and not self._has_last:
             return
         what = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
@@ -164,7 +164,7 @@ class Probe:
         )
 
     def _check_order(self, alone: Batch, others: Batch) -> None:
-        """Raise if a stage gives something else when it runs after other rows have gone through all stages."""
+        """Raise if a stage gives other values after other rows have gone through all stages."""
         in_order, backwards = self._run(alone), self._new(others)
         found = backwards.first_astray(in_order)
         if not self._communicator.any(found is not None):
@@ -186,7 +186,7 @@ class Probe:
 
 
 class Layer(NamedTuple):
-    """A layer that has run: the tensors that came in, and those that it made."""
+    """A layer that has run: its input tensors and its output tensors."""
 
     number: int
     layer: nn.Module
@@ -195,10 +195,10 @@ class Layer(NamedTuple):
 
 
 class ProbeCall(Call):
-    """One forward of an uncut chunk. A stage that raises, and all behind it, make nothing; no error comes out.
+    """One forward of an uncut chunk. A stage that raises, and all after it, have no output; the error is dropped.
 
     Attributes:
-        made: by stage, what it made. None: nothing.
+        made: by stage, its output. None: it raised.
         output: of the last stage, if it is here and made any.
     """
 
@@ -227,7 +227,7 @@ class ProbeCall(Call):
                 self.abandon()
 
     def run_recorded(self) -> list[Layer]:
-        """The same, with what each layer does."""
+        """The same, with a record of each layer."""
         found: list[Layer] = []
         numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
         modules = [module for run in self.stages for module in run.layers.modules]
@@ -265,7 +265,7 @@ class ProbeCall(Call):
         ])
 
     def first_astray(self, in_order: ProbeCall) -> int | None:
-        """Run, then the stages of another call from the last to the first: which gives something else, every time?"""
+        """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
         found: list[int] = []
 
         def descend() -> None:
@@ -282,7 +282,7 @@ class ProbeCall(Call):
         return found[0] if found else None
 
     def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
-        """A stage as it ran before, but after others."""
+        """Run a stage as before, but after others."""
         run.rewind()
         with self._generators.at(states):
             return self._made_by(run, inbox)
@@ -300,7 +300,7 @@ class ProbeCall(Call):
     def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:
         try:
             return run.forward(0, inbox, False, False)
-        except Exception:  # where the layers cannot do this, the call itself says so, or nothing is known
+        except Exception:  # the call itself raises it, or nothing is known
             return None
 
 
@@ -308,7 +308,7 @@ class ProbeCall(Call):
 
 
 def _first_to_mix(ours: Sequence[Layer], theirs: Sequence[Layer], batch_dim: int, rows: int) -> Layer | None:
-    """The first layer whose rows have changed though those that came in have not."""
+    """The first layer whose output rows have changed though its input rows have not."""
     for one, other in zip(ours, theirs):
         if _any_mixed(one.came, other.came, batch_dim, rows):
             return None
@@ -318,7 +318,7 @@ def _first_to_mix(ours: Sequence[Layer], theirs: Sequence[Layer], batch_dim: int
 
 
 def _mixes(alone: ProbeCall, beside: ProbeCall, batch_dim: int, rows: int) -> bool:
-    """Whether rows came out otherwise since others stood beside them."""
+    """Whether rows of an output depend on the rows beside them."""
     if alone.output is None or beside.output is None:
         return False
     return _any_mixed(alone.output.tensors, beside.output.tensors, batch_dim, rows)
@@ -443,7 +443,7 @@ def _uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def _without_cached_weights() -> Iterator[None]:
-    """Within: `parametrize.cached()` keeps nothing. What is computed here has no graph, and is for nobody else."""
+    """Within: `parametrize.cached()` keeps nothing. Values computed here have no graph, and must not be reused."""
     module: Any = parametrize
     found = module._cache_enabled, module._cache
     module._cache_enabled, module._cache = 0, {}

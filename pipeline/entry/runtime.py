@@ -1,7 +1,7 @@
-"""The part of a Pipe that analyses of it build on: who has what, and all that one call needs.
+"""The part of a Pipe on which analyses build: the assignment of stages, and the settings of a call.
 
-    pipe.runtime  -->  topology, ranks, tied parameters           who has what
-                  -->  communicator("curvature")                  within it a failure on one rank is everyone's
+    pipe.runtime  -->  topology, ranks, tied parameters           the assignment of stages
+                  -->  communicator("curvature")                  within it a failure on one rank fails all
                   -->  setup(batch, target, communicator, options)       for a call that runs the schedule of a step
 """
 
@@ -24,11 +24,11 @@ NewSetup: TypeAlias = Callable[[Batch, Batch, Communicator, Mapping[str, object]
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a Pipe offers to code that runs calls of its own over its stages, such as `pipeline.curvature`.
+    """The interface of a Pipe for code that runs its own calls over the stages, such as `pipeline.curvature`.
 
     Attributes:
         module: the Pipe.
-        topology: who has what over ranks. None: all stages are in this process.
+        topology: the assignment of stages to ranks. None: all stages are in this process.
         has_replicas: whether other pipelines train the same stages on other mini-batches.
         stages: gives the layers of each stage, as they are now; a ValueError if their number has changed.
         communicator: gives the processes that run one operation of this name, a context.
@@ -45,12 +45,12 @@ class Runtime:
 
     @property
     def rank(self) -> int:
-        """Of this process among the Pipe's."""
+        """The number of this process among the Pipe's."""
         return 0 if self.topology is None else self.topology.ranks.rank
 
     @property
     def ranks(self) -> int:
-        """How many processes the Pipe has."""
+        """The number of the Pipe's processes."""
         return 1 if self.topology is None else self.topology.ranks.size
 
     @property

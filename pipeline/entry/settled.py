@@ -1,4 +1,4 @@
-"""A module that stays as it was built: nobody moves it to another device, records it, or sets what it was built with.
+"""A module that stays as it was built: it refuses to be moved to another device, recorded, or reconfigured.
 
     pipe.to(torch.float64)             cast, as nn.Module.to
     pipe.to("cuda:1"), parent.cuda()   TypeError, where any tensor of it would move
@@ -18,7 +18,7 @@ _BUILT_WITH = frozenset(["balance", "devices", "workers", "group", "replicas", "
 
 
 class Settled(nn.Module):
-    """What a Pipe refuses, as a module."""
+    """The operations of nn.Module that a Pipe refuses."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _BUILT_WITH:
@@ -33,7 +33,7 @@ class Settled(nn.Module):
             super().__setattr__(name, value)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Cast parameters and buffers, as `nn.Module.to(dtype)`. Devices are the Pipe's own affair.
+        """Cast parameters and buffers, as `nn.Module.to(dtype)`. The Pipe chooses devices.
 
         Raises:
             TypeError: a device was given.
@@ -55,7 +55,7 @@ class Settled(nn.Module):
         _refuse_to_move("cpu()")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What a module around this one calls for its own `.to`, `.cuda`, `.half` and the like."""
+        """Called by a module around this one for its own `.to`, `.cuda`, `.half` and the like."""
         here = {tensor.device for tensors in (self.parameters(), self.buffers()) for tensor in tensors}
         for device in here:
             there = fn(torch.empty(0, device=device)).device
@@ -65,12 +65,12 @@ class Settled(nn.Module):
         return self
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What torch.jit.script asks for."""
+        """Called by torch.jit.script: refused."""
         refuse_recording("torch.jit.script")
 
 
 def refuse_recording(what: str) -> NoReturn:
-    """Raise: a tool would write the engine down instead of the layers."""
+    """Raise: a tool would record the engine instead of the layers."""
     raise TypeError(
         f"{what} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
         f"{what}(pipe.to_sequential(), ...), or single layers before Pipe(...)."

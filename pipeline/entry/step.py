@@ -1,7 +1,7 @@
 """`pipe.step(x, y, loss_fn=f)`: forward, loss and backward of all chunks in the order of the schedule.
 
     F(last, i) --output--> loss_fn --gradient of its part--> B(last, i) ... --> sums
-    when all is done:  the first steps compare the loss with the un-pipelined one  -->  p.grad | GradStore | optimizer
+    when all is done:  validating steps compare the loss with the un-pipelined one  -->  p.grad | GradStore | optimizer
 
 Nothing reaches a parameter before everything has gone well: until then gradients are the call's own, and a failure puts
 the buffers back.
@@ -34,7 +34,7 @@ from scheduler import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step gives back.
+    """The result of a step.
 
     Attributes:
         loss: the un-pipelined loss of the mini-batch, a 0-d tensor.
@@ -54,7 +54,7 @@ class Step:
 class LossEnd:
     """The loss behind the last stage: from the outputs of a chunk to where the backward begins.
 
-    As a rule that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
+    Usually that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
     gradients are kept, the loss is differentiated by itself, on leaves.
 
     A chunk's loss is computed at its B, on the output that was kept or recomputed, so that no chunk's loss graph waits.
@@ -76,7 +76,7 @@ class LossEnd:
         self._target = target
         self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
-        self.reads: set[int] = set()  # the ids of leaves that the loss computes with
+        self.reads: set[int] = set()  # the ids of leaves that the loss reads
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
         self._is_target_there: bool | None = None  # on the device of the output
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
@@ -111,11 +111,11 @@ class LossEnd:
         return self._differentiated(chunk, roots, own, tree) if apart else roots
 
     def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
-        """Where the backward begins: what it would be behind a multiplication of the loss by its weight."""
+        """The gradient with which the backward begins: that of the loss times its weight."""
         left = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
         if type(loss) is not Tensor:
             return torch.ones_like(loss, requires_grad=False) * weight
-        if not left:  # one for each chunk: whoever gets it may keep it, or write it
+        if not left:  # one for each chunk: its receiver may keep or write it
             left.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
         return left.pop()
 
@@ -130,7 +130,7 @@ class LossEnd:
         )
 
     def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
-        """Go on from the outputs: add what the loss itself depends on to its sums."""
+        """Go on from the outputs, and add the gradients of leaves that the loss reads to its sums."""
         foreign = list(roots.foreign.values())
         with hooks_asleep(foreign), without_autocast():
             found = gradients(roots.tensors, [*own, *foreign], roots.grads, retain=bool(foreign))
@@ -147,7 +147,7 @@ class LossEnd:
     def check(self) -> None:
         """Raise if the chunks' losses do not combine to that of the mini-batch: all have been computed.
 
-        A call that compares computes it on the joined output; any other sees what the losses of the chunks divide by.
+        A validating call computes it on the joined output; any other checks the divisors in the chunks' losses.
         """
         call = self._call
         if self._is_checked or call.last is None:
@@ -165,12 +165,12 @@ class LossEnd:
 
 
 class Collected(NamedTuple):
-    """What a step has found, before anyone gets it.
+    """The results of a step before they are handed over.
 
     Attributes:
         pairs: (owner, whole gradient) of the parameters and of the input's tensors, each once; hooks have run.
         loss: of the mini-batch.
-        hooks: whether any process has hooks of its own on these.
+        hooks: whether any process has hooks on these.
         metrics: that loss_fn reported.
     """
 
@@ -183,7 +183,7 @@ class Collected(NamedTuple):
 def collect(call: Call, loss: Loss) -> Collected:
     """After the run: whole gradients, and the loss, on which all processes agree.
 
-    Tensor hooks are the user's: where any process has some, all of them agree once more when these have run.
+    Tensor hooks are the user's code: if any process has some, all agree again after these have run.
     """
     inputs = [
         (tensor, grad)
@@ -255,8 +255,8 @@ def undone(
     """Within: a failure leaves `.grad`, and what a scaler notes of the optimizer, as they were found.
 
     Args:
-        owners: who gets gradients, and may have hooks that fail.
-        optimizer: steps with them. None: nobody does.
+        owners: tensors that get gradients, and may have hooks that fail.
+        optimizer: steps with them. None: no optimizer does.
         scaler: unscales them first.
     """
     if optimizer is None and all(owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners):
@@ -289,7 +289,7 @@ def optimize(
     stepped = _stepped(optimizer)
     if scaler is not None and (clip is not None or not communicator.is_alone):
         unscale(scaler, optimizer, communicator)
-    if clip is not None:  # of what is stepped: a loss may have parameters of its own
+    if clip is not None:  # of all that is stepped: a loss may have parameters of its own
         known = {id(param) for _, param in named}
         clip_grads([*named, *[("", param) for param in stepped if id(param) not in known]], clip, 2.0, communicator)
     if scaler is None:
@@ -301,7 +301,7 @@ def optimize(
 def optimized(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, named: Sequence[tuple[str, Tensor]]
 ) -> None:
-    """The optimizer has stepped: every `.grad` is None afterwards."""
+    """Set every `.grad` to None after the optimizer's step."""
     optimizer.zero_grad(set_to_none=True)
     for _, parameter in named:
         parameter.grad = None

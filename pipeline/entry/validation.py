@@ -34,7 +34,7 @@ _ANEW = (
 
 
 class StageView(nn.Sequential):
-    """A stage as the caller sees it: the Pipe's own layers, in a Sequential that nobody runs."""
+    """A stage as the caller sees it: the Pipe's own layers, in a Sequential that is never run."""
 
     def __init__(self, stage: nn.Sequential) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def check_batch_dim(batch_dim: object) -> int:
 
 
 def check_plain(module: nn.Sequential) -> None:
-    """Refuse what the Sequential itself would do besides calling its layers: a Pipe would leave it out."""
+    """Refuse a Sequential that does more than call its layers: a Pipe would leave that out."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
     if module._state_dict_hooks or module._state_dict_pre_hooks or module._load_state_dict_pre_hooks:
@@ -101,10 +101,10 @@ def check_plain(module: nn.Sequential) -> None:
 def find_ranks(
     group: Any, devices: Sequence[Place] | None, workers: str | None, heartbeat: float, timeout: float
 ) -> RankGroup | None:
-    """The ranks to run on; None: this process runs everything, because devices are given or because it is alone.
+    """The ranks to run on; None: this process runs everything, because devices are given or because it is the only one.
 
     Raises:
-        TypeError, ValueError: arguments that cannot be, or that exclude each other.
+        TypeError, ValueError: arguments that are invalid, or that exclude each other.
     """
     for name, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
@@ -160,7 +160,7 @@ def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | Non
 
 
 def check_shared(stages: Sequence[nn.Sequential]) -> None:
-    """Refuse what stages cannot share: buffers, which two stages would write. (Parameters they can.)"""
+    """Refuse buffers that two stages share, since both would write them. (Parameters may be shared.)"""
     owner: dict[int, int] = {}
     for index, stage in enumerate(stages):
         for name, buffer in stage.named_buffers():
@@ -224,10 +224,10 @@ def settle(
 
     Args:
         stages: all.
-        own: those to settle.
+        own: those to place.
         devices: of each stage.
         how: where values come from, see entry/state/meta_init.py.
-        seed: draws one, if it is needed.
+        seed: draws a seed, if one is needed.
     """
     index, found, places = 0, [], []
     for stage, layers in enumerate(stages):
@@ -239,7 +239,7 @@ def settle(
             index += 1
     materialize(found, how, places, seed() if how is not None else 0)
     for stage in sorted(own, reverse=True):
-        stages[stage].to(devices[stage])  # what several stages share ends up with the first
+        stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
 
 
 def check_step(
@@ -283,13 +283,13 @@ def parameters_of(loss_fn: object) -> list[Tensor]:
 def check_holds(
     optimizer: torch.optim.Optimizer | EagerUpdate, named: Sequence[tuple[str, Tensor]], beside: Iterable[Tensor]
 ) -> None:
-    """Refuse an optimizer that would drop the gradients: of another model, or of parameters that are no more.
+    """Refuse an optimizer that would drop the gradients: of another model, or of parameters that were replaced.
 
     One with other tensors beside the Pipe's is fine (a loss's own parameters); so is one without some of the Pipe's.
 
     Args:
         named: the Pipe's parameters, of this process.
-        beside: what else a step gives gradients to: the input, the loss's own parameters.
+        beside: other tensors that get gradients in a step: the input, the loss's own parameters.
 
     Raises:
         ValueError: it has none of them; or, in place of some, others of their shapes.

@@ -3,7 +3,7 @@
     torch.distributed.checkpoint.save({"model": ..., "optimizer": ...}, checkpoint_id="run/100")    any number of ranks
     Saved("run/100", "model")["2.weight"]                                                           reads that tensor
 
-Each rank reads what it asks for, on its own: no rank waits for another, and none holds the whole model.
+Each rank reads its own entries: no rank waits for another, and none holds the whole model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 class Saved(Mapping[str, Any]):
     """A dict in a torch.distributed.checkpoint directory, whose values are each read when they are asked for.
 
-    Tensors come to the CPU, in memory of their own. What is no tensor was pickled by torch: read such values only where
-    you trust who wrote them.
+    Tensors come to the CPU, in memory of their own. Other values were pickled by torch: read them only
+    from a source that you trust.
 
     Args:
         path: the directory.
@@ -93,7 +93,7 @@ class Saved(Mapping[str, Any]):
         return unflatten_state_dict(into, ways)
 
     def _place(self, flat: str) -> torch.Tensor | None:
-        """Memory to read an entry into, where it is a tensor."""
+        """Memory to read an entry into, if it is a tensor."""
         entry = self._reader.found.state_dict_metadata[flat]
         if isinstance(entry, TensorStorageMetadata):
             return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
@@ -101,14 +101,14 @@ class Saved(Mapping[str, Any]):
 
 
 class _Entry(NamedTuple):
-    """Where torch.distributed.checkpoint has something: under its flat name, which a way of keys leads to."""
+    """An entry of torch.distributed.checkpoint: its flat name, and the path of keys to it."""
 
     flat: str
     way: tuple[str | int, ...]
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the list of entries once, and shows of it what is wanted: torch goes through all that it is shown."""
+    """Reads the list of entries once, and shows torch the requested ones only: torch goes through all that it sees."""
 
     wanted: Sequence[str] = ()
 

@@ -9,8 +9,8 @@
                  state_dict, or the path of a checkpoint directory: by the plain module's names
                  (callable, state): the callable first, then the state over it
 
-Initial values belong to (seed, layer), so they do not depend on how many ranks there are. Objects stay the same: what
-holds one of them (another place, a list, an optimizer) holds it still.
+Initial values belong to (seed, layer), so they do not depend on how many ranks there are. Objects stay the same, so
+other references to them (another place, a list, an optimizer) stay valid.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
         seed: of the initial values.
 
     Raises:
-        ValueError: values that nobody gives, or of another shape or type; tensors without memory that are no parameters
+        ValueError: values that are missing, or of another shape or type; tensors without memory that are no parameters
             or buffers, or are no plain tensors. The message names them.
         TypeError: `how` is none of these.
         RuntimeError: the callable put other objects in the place of those that it should fill.
@@ -153,7 +153,7 @@ def _sources(how: How) -> tuple[Init | None, State | None]:
 
 
 def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | None) -> None:
-    """Refuse, by name, what nobody will give a value."""
+    """Refuse, by name, tensors that would get no value."""
     if saved is None:
         if not init:
             names = [each.names[0] for each in empty]
@@ -198,7 +198,7 @@ def _initialise(
     devices: Sequence[torch.device],
     seed: int,
 ) -> None:
-    """Let the callable fill a layer; what got its value before keeps it."""
+    """Let the callable fill a layer; tensors that were filled before keep their values."""
     before = {place: tensor for place, tensor, _ in places(name, layer)}
     others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].at != position]
     kept = [(tensor, tensor.clone()) for tensor in others]
@@ -245,7 +245,7 @@ def _check_fits(name: str, tensor: Tensor, value: object) -> None:
 
 
 def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mapping[str, Any]) -> None:
-    """What a state_dict has besides tensors."""
+    """Load the extra state that a state_dict has besides tensors."""
     for _, name, layer in layers:
         for prefix, module in layer.named_modules(prefix=name):
             if f"{prefix}._extra_state" in saved:
@@ -253,7 +253,7 @@ def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mappin
 
 
 def _check_filled(empty: Iterable[Empty]) -> None:
-    """Refuse, by name, what the callable left without values."""
+    """Refuse, by name, tensors that the callable left without values."""
     left = [each.names[0] for each in empty if is_marked(each)]
     if left:
         raise ValueError(

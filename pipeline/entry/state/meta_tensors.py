@@ -4,7 +4,7 @@
                           |
                        MetaMemory.give         the same object, now with memory on its device, marked
                           |
-                       is_marked           after an initialisation: nobody wrote here
+                       is_marked           after an initialisation: not written yet
 
 Everything that a layer keeps in its parameters and buffers is found by `places`. Tensors on the meta device anywhere
 else in a layer are refused by `check_reachable`: nothing could give them values.
@@ -80,7 +80,7 @@ def _check_plain(name: str, tensor: Tensor) -> None:
 
 
 def check_reachable(layers: Layers, empty: Mapping[int, Empty]) -> None:
-    """Refuse tensors without memory that are neither parameters nor buffers: nobody could give them values."""
+    """Refuse tensors without memory that are neither parameters nor buffers: nothing could give them values."""
     stray = []
     for _, name, layer in layers:
         for prefix, module in layer.named_modules(prefix=name):
@@ -102,7 +102,7 @@ class MetaMemory:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def give(self, empty: Empty, marked: bool) -> None:
-        """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether anyone fills it."""
+        """Give a tensor memory, in the same object; `marked`, so that `is_marked` tells whether it was filled."""
         old = empty.tensor.untyped_storage()
         if old._cdata not in self._storages:  # an address, which stays the old one's, since that is kept
             self._storages[old._cdata] = old, torch.UntypedStorage(old.nbytes(), device=empty.device)
@@ -116,10 +116,10 @@ class MetaMemory:
 
 
 def _become(tensor: Tensor, real: Tensor) -> None:
-    """Let a tensor be another one, while it stays the same object: its type, attributes and hooks are kept.
+    """Replace a tensor's contents while it stays the same object: its type, attributes and hooks are kept.
 
-    What torch.utils.swap_tensors ends in. That one exchanges types and attributes too, and refuses tensors that anyone
-    refers to weakly, as nn.LSTM does.
+    torch.utils.swap_tensors ends in the same call. That one exchanges types and attributes too, and refuses tensors
+    with weak references, as nn.LSTM has.
     """
     real.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, real)
@@ -130,7 +130,7 @@ def _become(tensor: Tensor, real: Tensor) -> None:
 
 
 def _mark(tensor: Tensor) -> None:
-    """What an initialisation would not leave: nan, or the highest integer."""
+    """Mark a tensor with values that no initialisation leaves: nan, or the highest integer."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is not torch.bool:

@@ -3,8 +3,8 @@
     optimizer.state_dict()   parameters by number, in the order of this process's groups
           |  ^
           v  |
-    "state.<name>.exp_avg"           what the optimizer keeps for a parameter
-    "state_keys.<name>"              which of these there are: none, for a parameter that was never stepped
+    "state.<name>.exp_avg"           the optimizer's entry for a parameter
+    "state_keys.<name>"              the names of these entries; empty for a parameter that was never stepped
     "param_groups.<name>.lr"         the options of its group
 
 Every key has the name of one place of a parameter in it, so the dicts of several ranks are parts of one, and no two
@@ -86,9 +86,9 @@ def load_optimizer_state(
     state: Mapping[str, Any],
     all_names: Iterable[str] | None = None,
 ) -> None:
-    """Put an optimizer where `optimizer_state` found another one, whoever had which parameters then.
+    """Load the state that `optimizer_state` saved, whatever ranks had the parameters then.
 
-    What the optimizer kept before is gone. Only the values of own names are read. Tensors are taken over where they
+    It replaces the optimizer's earlier state. Only the values of own names are read. Tensors are taken over where they
     have the right type and device, as by `optimizer.load_state_dict`: do not load one dict into two optimizers.
 
     Args:
@@ -98,7 +98,7 @@ def load_optimizer_state(
         all_names: of the whole model's parameters. None: there are no others than this process's.
 
     Raises:
-        ValueError: entries of parameters that nobody has or that the optimizer does not hold; parameters that the
+        ValueError: entries of parameters that no rank has or that the optimizer does not hold; parameters that the
             state does not know; options that differ within a group; state that was saved but is not here.
 
     Example:
@@ -123,7 +123,7 @@ def load_optimizer_state(
 
 
 def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> OrderedDict[str, Any]:
-    """A state_dict of the whole model without the values of layers that are elsewhere: those are not even read.
+    """A state_dict of the whole model without the values of other ranks' layers, which are not read.
 
     Their keys stay, with None, so that loading still tells keys that belong to no layer.
 
@@ -194,7 +194,7 @@ def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator
 def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
     """What an optimizer of torch.optim would keep for a parameter after its first step: found by one, on a copy.
 
-    Others may do in a step what only they know, such as exchange with other ranks; they get no places.
+    Other optimizers may have side effects in a step, such as communication with other ranks; they get no places.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return {}
@@ -216,12 +216,12 @@ def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -
 
 @dataclass(eq=False)
 class _Entry:
-    """What was saved for a name.
+    """The saved entries of a name.
 
     Attributes:
         options: of its group.
         state: what the optimizer kept, by dotted keys.
-        keys: which keys of it count; None: nobody said, so all.
+        keys: the keys of it that count; None: all.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class _Entry:
 
 
 def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _Entry]:
-    """What a flat state holds for own names."""
+    """The entries of a flat state for this process's names."""
     known = {*own, *(all_names or ())}
     wanted: dict[str, tuple[str, str, str]] = {}  # (kind, name, what) of each key that is this process's
     unknown = []

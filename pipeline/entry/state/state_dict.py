@@ -39,7 +39,7 @@ class Stateful(Enclosed, ABC):
 
     @abstractmethod
     def _communicator(self, door: str) -> Communicator:
-        """The processes that run a call."""
+        """The communicator of a call."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
         """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
@@ -114,7 +114,7 @@ class Stateful(Enclosed, ABC):
         return first_names_of(self) if self._company is None else self._company.first_names
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Put an optimizer where another one was, on however many ranks that ran.
+        """Load an optimizer's state, from any number of ranks.
 
         Args:
             optimizer: of the same class, over this rank's parameters.
@@ -122,7 +122,7 @@ class Stateful(Enclosed, ABC):
                 `full_optimizer_state_dict`, or an optimizer of the plain module's parameters.
 
         Raises:
-            ValueError: names that nobody has, or that are missing.
+            ValueError: names that no rank has, or that are missing.
         """
         if is_packed(state_dict):
             state_dict = by_name(state_dict, self._first_names())

@@ -1,6 +1,6 @@
 """The state of an optimizer of the whole model, as the plain module's own optimizer has it; and back, by names.
 
-    each rank   {"0.weight": (group, what is kept), ...}  --gathered-->  one torch.optim state_dict, on rank 0
+    each rank   {"0.weight": (group, entries), ...}  --gathered-->  one torch.optim state_dict, on rank 0
     that dict, parameters by number  -->  "state.<name>.exp_avg", ...    which any number of ranks load
 
 Numbers follow the groups, and within each the order of the model, as in an optimizer of the plain module's parameters.
@@ -22,7 +22,7 @@ _GROUP, _PARAMETER = "group.", "parameter."
 
 
 def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, rank: int) -> dict[str, Any]:
-    """What this process's optimizer has: the options of its groups, and what it keeps for each parameter.
+    """The state of this process's optimizer: the options of its groups, and its entries for each parameter.
 
     Args:
         named_parameters: this process's, each once, in the order of the model. One named "" stands for none.
