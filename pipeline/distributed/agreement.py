@@ -1,9 +1,9 @@
 """Agreement of ranks on a call: digests find a difference, and an error describes it on every rank.
 
     each rank: {"call": "step (call 7 of the script)", "settings": ..., "input": ...}  --digests-->  all ranks compare
-    where they differ  --the words themselves-->  MismatchError
+    where they differ  --the descriptions-->  MismatchError
 
-A digest is a whole number of 63 bits for each entry; only where two differ do the words travel.
+A digest is a whole number of 63 bits for each entry; the descriptions themselves are exchanged only where two differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def encoded(words: Mapping[str, str]) -> str:
 
 
 def difference(texts: Sequence[str], names: Sequence[str]) -> str:
-    """What differs first, in words.
+    """A description of the first difference.
 
     Args:
         texts: of each rank, as `encoded` wrote them.
@@ -73,7 +73,7 @@ def difference(texts: Sequence[str], names: Sequence[str]) -> str:
         found = [words.get(name, "nothing") for words in all_words]
         if len(set(found)) > 1:
             return f"{name} differ between the ranks: {_who_has_what(found)}"
-    return f"the ranks differ in nothing that words tell: {names}"
+    return f"rank digests differ but their descriptions agree ({names}); please report this bug"
 
 
 def _who_has_what(found: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
     schedule --placement--> rank of each stage        stage 0 --> rank 0, stage 1 --> rank 1, ...
     the whole module's structure --> ties             '0.weight' (stage 0, rank 0) = '5.weight' (stage 3, rank 1)
 
-Every rank knows the structure of the whole module (on the meta device, if it is large), so all come to the same answer
-without asking. A tied parameter's owner is the rank of the first stage that reads it.
+Every rank knows the structure of the whole module (on the meta device, if it is large), so all compute the same
+assignment without communication. A tied parameter's owner is the rank of the first stage that reads it.
 
 Ranks share no memory, so a tied parameter has a copy on each rank that reads it. Its owner adds the stages' sums in the
 order of the stages, as one process does, and sends the whole gradient to every copy.
@@ -26,8 +26,8 @@ class TiedParameter(NamedTuple):
 
     Attributes:
         name: its first name in the plain module.
-        readers: which stages read it, ascending, and under which name.
-        owner: the rank whose values count, and which adds the gradients up.
+        readers: the stages that read it, ascending, with its name there.
+        owner: the rank whose values count and which adds up the gradients.
         holders: all ranks that have a copy, the owner first.
     """
 
@@ -38,7 +38,7 @@ class TiedParameter(NamedTuple):
 
 
 class StageAssignment(NamedTuple):
-    """Who has what.
+    """The ranks of all stages, and the tied parameters.
 
     Attributes:
         rank: this one.
@@ -75,7 +75,7 @@ class StageAssignment(NamedTuple):
 
 
 def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:
-    """Who has what, of a module whose every stage is known.
+    """The assignment of a module's stages, all of which are known.
 
     Args:
         stages: all stages.

@@ -1,11 +1,11 @@
 """The communicator of a call over ranks.
 
-    open     digests of the call, the settings and the mini-batch, and rank 0's seed        everyone to everyone
-    phases   messages in the order of the traffic
-    agree    the loss, its divisor: the step has happened, for everyone or for no one       everyone to everyone
+    open     digests of the call, the settings and the mini-batch, and rank 0's seed        all to all
+    phases   messages in the order of the P2PPlan
+    agree    the loss, its divisor: the step has happened on all ranks or on none       all to all
     share_*  the output from the last rank, the gradients of the input from the first, whole gradients of tied weights
 
-Where any rank has tensor hooks, they run between two votes: whether the run went well, and whether the hooks did. A
+Where any rank has tensor hooks, they run between two votes: whether the run succeeded, and whether the hooks did. A
 failure of an optimizer cannot be voted on beforehand: a barrier after its step reports it in the same call.
 """
 
@@ -47,7 +47,7 @@ from pipeline.transports.message import Message
 from scheduler import Action, Event
 
 _MAGIC = 0x70656E73746F636B  # "penstock"
-_FIRST = 12  # how many numbers a call's first exchange has
+_FIRST = 12  # the number of numbers in a call's first exchange
 _AGREED = (
     ", after all ranks had agreed that it took place: gradients, parameters and buffers may be changed on some ranks "
     "and not on others. Load a checkpoint before the next step"
@@ -68,11 +68,11 @@ class DistributedCommunicator(Communicator):
     """One call, over the ranks.
 
     Args:
-        company: the ranks.
+        company: the topology.
         tied: this rank's copies of tied parameters, None where it has none.
-        door: what is called: "step".
-        of: the call whose backward this is, in words that are the same on all ranks.
-        series: of that call: what its messages look like is known by it.
+        entry: the entry point that is called: "step".
+        of: the call whose backward this is, described equally on all ranks.
+        series: of that call; the key of its cached message specs.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DistributedCommunicator(Communicator):
         self._phase = 0
         self._unfinished: list[int] = []  # ranks that have a message on its way
         self._interrupts = Deferral()  # from the last vote to the end
-        self._standing = ""  # how far the step has come
+        self._standing = ""  # the progress of the step, for errors
         self._words: Callable[[bool], Mapping[str, str]] = lambda values: {}
         self._mini_batch = Fingerprint(())
         self._is_compared = True  # the mini-batch, with the others'
@@ -131,7 +131,7 @@ class DistributedCommunicator(Communicator):
     def open(
         self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
     ) -> int:
-        """Compare what everyone is about to do; validating calls compare all values of the mini-batch."""
+        """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
         values = validates(self.number)
         self._words = words
         mine = self._told(values)
@@ -152,14 +152,14 @@ class DistributedCommunicator(Communicator):
         return found[0][1]
 
     def _told(self, values: bool) -> dict[str, str]:
-        """What must be the same on all ranks, in words."""
+        """Descriptions of all that must be the same on all ranks."""
         return {"the calls": f"{self._door} of Pipe {self._company.number}, {self._name}", **self._words(values)}
 
     def _refuse(self) -> NoReturn:
-        """All ranks have seen that something is not: tell each other what.
+        """Raise on all ranks, after digests differed: exchange the descriptions.
 
         Raises:
-            MismatchError: in words.
+            MismatchError: describes the difference.
         """
         mine = self._told(True)
         texts = self._ranks.exchange_texts(encoded(mine))
@@ -183,7 +183,7 @@ class DistributedCommunicator(Communicator):
         return [late, *[_as_bits(value) for sketch in self._sketches.values for value in sketch]]
 
     def _compare(self, rows: Sequence[Sequence[int]]) -> None:
-        """Make sure that all ranks' numbers are alike; once."""
+        """Check once that all ranks' numbers are alike."""
         if len({late for late, *_ in rows}) > 1:
             self._refuse()
         found = [[_number(bits) for bits in row[1:]] for row in rows]
@@ -222,19 +222,19 @@ class DistributedCommunicator(Communicator):
         for leaf in leaves:
             name = self._company.name_of(leaf)
             if name is not None and stage is not None and self._company.is_own(name):
-                continue  # its gradient is wanted here, and only here
+                continue  # only this rank needs its gradient
             if name is not None:
                 raise RuntimeError(
                     f"{who} computes with parameter '{name}' of the model, past the stages. Over ranks each has its "
-                    "own stages' parameters, so the others would not see this gradient. Add a penalty on parameters in "
-                    "the forward door, loss_fn(pipe(x), target) + penalty on every rank, or use the optimizer's "
+                    "own stages' parameters, so the others would not see this gradient. Add a penalty on parameters to "
+                    "pipe(x)'s loss, loss_fn(pipe(x), target) + penalty on every rank, or use the optimizer's "
                     "weight_decay; pass a weight that several layers share as a tied parameter."
                 )
             if stage is None:
                 raise RuntimeError(
                     f"{who} has a tensor of shape {list(leaf.shape)} that requires a gradient. Over ranks only the "
-                    "last one computes the loss, so the copies of the others would not be trained. Use the forward "
-                    "door, loss_fn(pipe(x), target).backward(), where every rank computes it, or make it a layer of "
+                    "last one computes the loss, so the copies of the others would not be trained. Use "
+                    "loss_fn(pipe(x), target).backward(), where every rank computes it, or make it a layer of "
                     "the model."
                 )
 
@@ -308,10 +308,11 @@ class DistributedCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------------------ together
 
     def agree(self, verdict: Verdict) -> Verdict:
-        """Wait until everyone has come this far.
+        """Wait for all ranks, and merge their verdicts.
 
-        Who has told the others that all went well takes part, whatever comes: interrupts wait until the call has ended,
-        or until it turns out that a later vote counts.
+        A rank that has voted yes takes part in any case: interrupts wait until the call has ended, or until a later
+            vote
+        follows.
         """
         self._finish_all()
         self._interrupts.begin()
@@ -338,7 +339,7 @@ class DistributedCommunicator(Communicator):
         return Verdict(loss, divisor, reached, hooks, self._shared_metrics(metrics) if has_metrics else {})
 
     def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the last rank, on its device there and on this rank's here."""
+        """The metrics of the last rank, on this rank's device."""
         what = "the metrics"
         if self._hosting.rank == self._hosting.last:
             tree = flatten(dict(metrics), what)
@@ -353,9 +354,9 @@ class DistributedCommunicator(Communicator):
         self._ranks.exchange([_MAGIC + 2])
 
     def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
-        """From the last rank, which does not wait until the others have it: they have more to do.
+        """The divisor from the last rank, which does not wait until the others have it.
 
-        It is asked for before a rank updates its parameters on its own: from then on interrupts wait.
+        A rank needs it before it updates its own parameters: from then on interrupts wait.
         """
         self.compare()
         self._interrupts.begin()
@@ -368,7 +369,7 @@ class DistributedCommunicator(Communicator):
         return divisor
 
     def _finish_all(self) -> None:
-        """Wait until others have what they were sent without waiting."""
+        """Wait until others have received all that was sent without waiting."""
         while self._unfinished:
             self._finish(self._unfinished.pop())
 
@@ -425,7 +426,7 @@ class DistributedCommunicator(Communicator):
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         norms = [(name, norm_of(grad, norm_type)) for name, grad in named]
-        self._interrupts.begin()  # all scale their gradients then, or none does
+        self._interrupts.begin()  # all ranks scale their gradients, or none does
         return self.joined_norm(norms, norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
@@ -471,7 +472,7 @@ class DistributedCommunicator(Communicator):
     # --------------------------------------------------------------------------------------------------- tied weights
 
     def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
-        """What is in use on any rank is in use on all that have it."""
+        """A parameter in use on any rank is in use on all that have it."""
         if not self._hosting.ties:
             return owners
         used = {id(owner) for owner in owners}

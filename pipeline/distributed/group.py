@@ -1,16 +1,16 @@
-"""The ranks that run a Pipe together: who they are, and how this one talks to them.
+"""The ranks that run a Pipe together, and the connections between them.
 
     torchrun, or group=...  -->  RankGroup: rank, size, store, FailureMonitor, channels of a generation, links over them
 
-    within a call   exchange: a few whole numbers from everyone to everyone        Sender, Receiver: messages
+    within a call   exchange: a few whole numbers from all to all        Sender, Receiver: messages
     a failure       its record first, then every channel is closed; the next call builds the next generation of them
 
 All Pipes of one process group share one. Channels connect ordered pairs of ranks; control numbers travel on the same
 ones, before and after the messages of a phase.
 
 Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control numbers go as
-messages, since a collective of gloo takes much longer than two of these: up to three ranks tell each other directly,
-more tell rank 0.
+messages, since a collective of gloo takes much longer than two of these: up to three ranks send to each other
+directly, more send to rank 0.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pipeline.transports.message import Message
 from pipeline.transports.nccl import nccl_of
 from scheduler import Action
 
-_LATER = 60.0  # seconds after `timeout`, when the watch has spoken, that torch itself gives a wait up
+_LATER = 60.0  # seconds after `timeout`, when the monitor has decided, until torch itself ends a wait
 _GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
-_DIRECT = 3  # up to so many ranks each tells each; more tell rank 0, which tells all
+_DIRECT = 3  # up to so many ranks each sends to each; more send to rank 0, which sends to all
 
 
 class RankGroup:
@@ -48,7 +48,7 @@ class RankGroup:
     Args:
         group: the process group.
         heartbeat: seconds without a sign of life after which a rank is given up.
-        timeout: seconds without progress after which a call is.
+        timeout: seconds without progress after which a call is given up.
     """
 
     def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
@@ -59,7 +59,7 @@ class RankGroup:
         self.device = _device()
         self._carrier = nccl_of(group, self.device)
         self.calls = 0
-        self.calls_since = 0  # the last failure: after one, the ranks need not have made as many
+        self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
         self.pipes = 0
         self.generation = 0
         self.is_in_call = False
@@ -91,7 +91,7 @@ class RankGroup:
     # ---------------------------------------------------------------------------------------------------- channels
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Have a channel for each of these ordered pairs. All ranks ask for the same ones, in the same order."""
+        """Request channels for these ordered pairs. All ranks request the same ones, in the same order."""
         known = {pair for some in self._pairs for pair in some}
         new = tuple(sorted(set(pairs) - known))
         if new:
@@ -108,7 +108,7 @@ class RankGroup:
         )
         self._channels.append(found)
         self._of.update({pair: found for pair in self._pairs[index] if self.rank in pair})
-        if self._meeting.is_given_up:  # and what is new here may not have been
+        if self._meeting.is_given_up:  # some channels here may be new since then
             raise ChannelError(f"rank {self.rank} gave the call up")
 
     def ready(self) -> None:
@@ -118,13 +118,13 @@ class RankGroup:
                 self._build(index)
 
     def abort(self) -> None:
-        """Wake whoever waits for another rank. From any thread."""
+        """Wake all waits for another rank. From any thread."""
         self._meeting.give_up()
         for channels in self._channels:
             channels.abort()
 
     def close(self) -> None:
-        """Drop the channels, and what was learned of their messages; the next call builds the next generation."""
+        """Drop the channels and their cached specs; the next call builds the next generation."""
         self.abort()
         for channels in self._channels:
             channels.close()
@@ -172,13 +172,13 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------- numbers
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everyone's numbers, by rank. Everyone gives as many."""
+        """The numbers of all ranks, by rank. All give equally many."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = self._exchange(mine.view(torch.uint8))
         return [each.view(torch.int64).tolist() for each in found]
 
     def exchange_texts(self, text: str) -> list[str]:
-        """Everyone's text, by rank."""
+        """The texts of all ranks, by rank."""
         data = text.encode()
         sizes = [size for (size,) in self.exchange([len(data)])]
         buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
@@ -220,7 +220,7 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------- failure
 
     def enter(self, call: str) -> None:
-        """A call begins. What fails from now on fails for everyone."""
+        """Begin a call. A failure from now on fails it on all ranks."""
         if self.is_in_call:
             raise RuntimeError(
                 f"{call} was begun within another call over ranks, which the other ranks cannot know of. A loss_fn, a "
@@ -233,7 +233,7 @@ class RankGroup:
                 self.calls += 1
                 self.calls_since += 1
                 self.is_in_call = True
-                self._meeting.open()  # before the watch can give it up
+                self._meeting.open()  # before the monitor can give it up
                 self.watch.enter(self.generation, call, self.abort)
             finally:
                 interrupts.end()
@@ -242,16 +242,16 @@ class RankGroup:
             self.fail(error, call)
 
     def leave(self) -> None:
-        """The call has gone well here."""
+        """Note that the call has succeeded here."""
         self.watch.leave()
         self.is_in_call = False
         self._agreed_pairs = len(self._pairs)
 
     def fail(self, error: BaseException, call: str, action: Action | None = None, standing: str = "") -> NoReturn:
-        """The call failed here, in an action or elsewhere: make it everyone's failure, and raise what all raise.
+        """Report a failure of the call here to all ranks, and raise the error that all raise.
 
         Args:
-            standing: how far this rank had come. It is told where another one went silent, and nobody knows how far.
+            standing: the progress of this rank, added where another one went silent and its progress is unknown.
         """
         interrupts = Deferral()
         interrupts.begin()
@@ -262,19 +262,19 @@ class RankGroup:
 
     def _fail(self, error: BaseException, call: str, action: Action | None, standing: str) -> NoReturn:
         self.is_in_call = False
-        is_lost = isinstance(error, ChannelError)  # why is known to another rank, as a rule
+        is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
         own = self._lost(error, call) if is_lost else self._raised(error, call, action)
         first = self.watch.verdict(_GRACE) if is_lost else None
         if first is None:
             self.watch.fail(own)
             first = self.watch.verdict(_GRACE) or own
-        del self._pairs[self._agreed_pairs :]  # some ranks may not have come to ask for them
+        del self._pairs[self._agreed_pairs :]  # some ranks may not have requested them
         self.close()
         self.watch.leave()
         found = exception_of(first, self.rank)
-        if standing and isinstance(found, RankError) and not first.traceback:  # nobody raised: who knows what was done
+        if standing and isinstance(found, RankError) and not first.traceback:  # no rank raised: progress is unknown
             found.add_note(f"rank {self.rank} {standing}")
-        is_everyones = type(found) is type(error) and str(found) == str(error)  # all make the same mistake
+        is_everyones = type(found) is type(error) and str(found) == str(error)  # all ranks made the same error
         if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
             error.add_note(f"this is rank {self.rank}, in {call}")
             raise error
@@ -296,12 +296,12 @@ class RankGroup:
         self.watch.farewell()
         self.watch.stop()
         for channels in self._channels:
-            channels.drain(self.heartbeat)  # what others still have to receive
+            channels.drain(self.heartbeat)  # messages that others still have to receive
         self.close()
 
 
 def in_words(at: object) -> str:
-    """Where a rank is, as it noted it."""
+    """The text of a rank's mark `at`."""
     return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
 
 
@@ -312,14 +312,14 @@ def _control_pairs(size: int) -> list[tuple[int, int]]:
 
 
 def _device() -> torch.device:
-    """Where this rank computes."""
+    """The device of this rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", local % torch.cuda.device_count())
 
 
-# ---------------------------------------------------------------------------------------------------------- which ones
+# ----------------------------------------------------------------------------------------------------------- the groups
 
 _found: list[RankGroup] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
 
@@ -364,7 +364,7 @@ def _process_group(group: Any, timeout: float) -> Any:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # or 30 minutes, where a rank never comes
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # torch's default is 30 minutes
         atexit.register(_destroy, os.getpid())
     if group is None:
         return dist.group.WORLD

@@ -1,11 +1,11 @@
 """The abortable rendezvous: ranks build what takes all of them, and give up together if one does not come.
 
     main thread   build(key, make) ──► helper thread: here! ──store──► have all come?  "go" ──► make ──► what was made
-                  ChannelError ◄── give_up(), by the watch                      "void": nobody makes it
+                  ChannelError ◄── give_up(), by the monitor                    "void": no rank makes it
 
-What connects processes blocks its caller until the others are there, and cannot be woken. So nobody begins before all
-have come, which is asked, not waited for; and a helper thread does it, since the store itself may not answer. Whether a
-meeting takes place is decided once, for all: who gives it up when all have come takes part, or the others would wait.
+Functions that connect processes block until all of them call, and cannot be woken. So no rank begins before all have
+come, for which it polls the store; a helper thread does that, since the store itself may not answer. Whether a
+rendezvous takes place is decided once, for all: a rank that gives up after all have come takes part nevertheless.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GO, VOID = "go", "void"
 
 
 class AbortableRendezvous:
-    """Where the ranks of a group build things together, one after the other.
+    """A rendezvous at which the ranks of a group build objects together, one after the other.
 
     Args:
         store: any store of torch.distributed; it is cloned.
-        prefix: of every key; no two meetings in a store's life share one.
+        prefix: of every key; no two of them in a store's life share one.
         size: how many ranks there are.
 
     Example:
@@ -48,7 +48,7 @@ class AbortableRendezvous:
         self.is_given_up = False
 
     def open(self) -> None:
-        """From now on there is something to wait for."""
+        """Begin: from now on `build` waits."""
         self.is_given_up = False
 
     def give_up(self) -> None:
@@ -58,10 +58,10 @@ class AbortableRendezvous:
             self._changed.notify_all()
 
     def build(self, key: str, make: Callable[[dist.Store], T]) -> T:
-        """What `make` gives, which is called when all ranks have come to build under this key.
+        """The result of `make`, which is called when all ranks build under this key.
 
         Args:
-            key: new for everything that is built.
+            key: a new one for each object.
             make: is given a store for itself, under the prefix and the key.
 
         Raises:
@@ -87,13 +87,13 @@ class AbortableRendezvous:
             self._changed.wait_for(lambda: over or self.is_given_up)
         if made:
             return made[0]
-        helper.join(4 * LONGEST)  # as a rule it sees that it is over; the store may hold it
+        helper.join(4 * LONGEST)  # usually it sees the end; the store may block it
         if failed:
             raise ChannelError(f"the ranks cannot connect: {failed[0]}") from failed[0]
         raise ChannelError("not all ranks came to connect")
 
     def _takes_place(self, store: dist.Store) -> bool:
-        """Wait until all have come, or someone gives it up."""
+        """Wait until all have come, or one gives up."""
         come = store.add("come", 1)
         pause = SHORTEST
         while come < self._size and not self.is_given_up and not store.check(["outcome"]):

@@ -81,7 +81,7 @@ class Plans:
         self._has_said = True
 
     def resolved(self, chunks: int) -> Schedule:
-        """The schedule for `chunks`, cut to its first chunks or repeated as needed."""
+        """The same, without a check of the number of chunks that a given Schedule is made for."""
         stages = len(self._places)
         if self._ranks is None:
             return self.given if isinstance(self.given, Schedule) else schedule_named(self.given, stages, chunks)

@@ -23,7 +23,7 @@ class FailureDetector:
 
     Args:
         rank: this rank.
-        size: how many ranks there are.
+        size: the number of ranks.
         heartbeat: seconds that a rank may go without a beat.
         timeout: seconds that a call may go on while nothing moves on any rank.
     """
@@ -38,7 +38,7 @@ class FailureDetector:
         self._moved = 0.0
 
     def restart(self, now: float) -> None:
-        """Count from now: this rank itself was not running, so what it has not seen says nothing of the others."""
+        """Count from now: this rank itself was not running, so missed beats say nothing about the others."""
         self._changed = dict.fromkeys(self._beats, now)
         self._moved = now
 
@@ -53,18 +53,18 @@ class FailureDetector:
             self._beats[rank] = beat
 
     def accusation(self, now: float) -> Failure | None:
-        """What is wrong for the call that this rank is in, if anything is."""
+        """The failure of the call that this rank is in, or None."""
         own = self._beats.get(self._rank)
         if own is None or not own.is_in:
             return None
         return self._ended(own) or self._given_up(own) or self._silent(own, now) or self._stuck(own, now)
 
     def waits(self, but: int | None = None) -> str:
-        """Where every rank stands, but for that one."""
+        """A description of where every rank but one is."""
         return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
 
     def needy(self, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
-        """Who may still need the store for the call that this rank was in, which was this rank's last.
+        """The ranks that may still need the store for this rank's last call.
 
         Args:
             serials: of the beats when this rank parted; what such a beat says may be outdated.

@@ -3,7 +3,7 @@
     rank 2: ValueError --of_exception--> Failure --encode--> bytes ══► decode --> Failure --exception_of--> ValueError
 
 An error crosses as text: its type's name, its message, its traceback. The other side makes the same type from the
-message where it can; else, and where nobody raised (a rank went silent), it is a RankError. Nothing is unpickled.
+message where it can; else, and where no rank raised (one went silent), it is a RankError. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class RankError(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """What every rank is told about the failure of one.
+    """The description of one rank's failure that every rank gets.
 
     Args:
-        rank: where it happened, or who is silent.
+        rank: the rank that failed or is silent.
         stage, chunk, action: in what, as far as that is known ("2F3").
         call: the call it happened in ("step 7").
         type_name: the type's module and name ("builtins.ValueError").
         message: `str` of the error.
         traceback: as Python prints it; empty where nothing was raised.
-        waits: who waited where, if the failure is a silence.
+        waits: where each rank waited, if the failure is a silence.
 
     >>> decode(encode(Failure(2, 1, 3, "1F3", "step 7", "builtins.ValueError", "not like this")))
     Failure(rank=2, stage=1, chunk=3, action='1F3', call='step 7', type_name='builtins.ValueError', \
@@ -52,7 +52,7 @@ message='not like this', traceback='', waits='')
 
 
 def encode(failure: Failure) -> bytes:
-    """As bytes: JSON, in ASCII."""
+    """The failure as bytes: JSON, in ASCII."""
     return json.dumps(failure).encode("ascii")
 
 
@@ -71,7 +71,7 @@ def of_exception(
     action: str | None = None,
     waits: str = "",
 ) -> Failure:
-    """What the other ranks need to know of `error`, which was raised on `rank`."""
+    """The Failure for `error`, which was raised on `rank`."""
     message = _message(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
@@ -80,12 +80,12 @@ def of_exception(
 
 
 def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:
-    """A failure that nobody raised: a rank that does not answer, a connection that is closed."""
+    """A failure without an exception: a rank that does not answer, a connection that is closed."""
     return Failure(rank, None, None, None, call, _name(RankError), message, waits=waits)
 
 
 def exception_of(failure: Failure, here_rank: int) -> BaseException:
-    """What rank `here_rank` raises for this failure.
+    """The exception that rank `here_rank` raises for this failure.
 
     Returns:
         An error of the original's type, if that can be imported here, is an Exception and can be made from its message;
@@ -110,7 +110,7 @@ def _name(cls: type[BaseException]) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as why:  # the error's own __str__ is wrong: that may not hide the failure
+    except Exception as why:  # the error's own __str__ fails, which must not hide the failure
         return f"(its message cannot be had: {type(why).__name__})"
 
 
@@ -137,12 +137,12 @@ def _made(failure: Failure) -> Exception | None:
     try:
         error = cls(*_arguments(cls, failure.message))
         return error if isinstance(error, Exception) and failure.message in str(error) else None
-    except Exception:  # it wants other arguments (UnicodeDecodeError wants five), or refuses this one
+    except Exception:  # it needs other arguments (UnicodeDecodeError needs five), or refuses this one
         return None
 
 
 def _arguments(cls: type[Exception], message: str) -> tuple[object, ...]:
-    """What to call the type with. `str` of a KeyError is the `repr` of its key."""
+    """The arguments for the type's constructor. `str` of a KeyError is the `repr` of its key."""
     if not message:
         return ()
     if cls.__str__ is KeyError.__str__:
@@ -170,5 +170,5 @@ def _module(name: str) -> object:
         return sys.modules[name]
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit):  # whatever a module does when it is imported
+    except (Exception, SystemExit):  # an import can run any code
         return None

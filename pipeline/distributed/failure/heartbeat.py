@@ -3,7 +3,7 @@
     rank 2: Heartbeat(41, generation=0, number=7, call="step 7", is_in=True, at="2B3", ...)  --text-->  the store
 
 `serial` rises with every beat: a rank whose beat does not change is stopped or cut off. Calls are compared by
-generation and number, which all ranks count alike, since every call is everybody's.
+generation and number, which all ranks count alike, since all make every call.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Heartbeat(NamedTuple):
     """A sign of life.
 
     Args:
-        serial: how many there were before.
+        serial: the number of earlier beats.
         generation: the generation of the latest call, -1 before the first.
-        number: how many calls of this generation were entered.
+        number: the number of calls of this generation that were entered.
         call: the latest ("step 7"), "" before the first.
         is_in: whether that is still under way.
-        at: what it waits for or does there.
-        steps: how often it got on.
-        ended: "", or how this rank came to its end.
+        at: its wait or its action there.
+        steps: counts its progress.
+        ended: "", or how this rank ended.
 
     >>> beat = Heartbeat(41, 0, 7, "step 7", True, "2B3", 120, "")
     >>> Heartbeat.parse(beat.text()) == beat, beat.standing()
@@ -50,23 +50,23 @@ class Heartbeat(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Which call it is, the same on all ranks."""
+        """The position of the call, the same on all ranks."""
         return self.generation, self.number
 
     def has_entered(self, other: Heartbeat) -> bool:
-        """Whether this rank has come as far as to the call that the other is in."""
+        """Whether this rank has entered the call that the other is in."""
         return self.order >= other.order
 
     def has_left(self, other: Heartbeat) -> bool:
-        """Whether this rank has the call behind it that the other is in."""
+        """Whether this rank has left the call that the other is in."""
         return self.order > other.order or (self.order == other.order and not self.is_in)
 
     def movement(self) -> tuple[object, ...]:
-        """What changes when the rank gets on, and stays while it only lives."""
+        """A value that changes when the rank makes progress, and not by a beat alone."""
         return self.order, self.is_in, self.steps, self.ended
 
     def standing(self) -> str:
-        """Where the rank is, in words."""
+        """A description of where the rank is."""
         if not self.call:
             place = "before its first call"
         elif not self.is_in:

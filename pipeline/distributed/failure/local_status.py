@@ -16,7 +16,7 @@ from pipeline.distributed.failure.heartbeat import Heartbeat
 
 
 class Marks(Protocol):
-    """What the main thread says of itself, often, and so without the lock."""
+    """The marks that the main thread writes often, and so without the lock."""
 
     at: object
     steps: int
@@ -27,13 +27,13 @@ class LocalStatus:
 
     Args:
         rank: this rank.
-        marks: where the main thread leaves its marks; None when that is gone. (The threads, which hold this, hold no
-            watch: one that nobody else holds ends.)
+        marks: gives the main thread's marks; None when their owner is gone. (The threads refer to this object and not
+            to the monitor, so that a monitor without other references ends.)
     """
 
     def __init__(self, rank: int, marks: Callable[[], Marks | None]) -> None:
         self.rank = rank
-        self.is_asking = False  # whether the main thread stands in `ask`
+        self.is_asking = False  # whether the main thread is in `ask`
         self.changed = threading.Condition()
         self.failure: Failure | None = None  # of this generation
         self.ended = ""
@@ -51,7 +51,7 @@ class LocalStatus:
     # ------------------------------------------------------------------ what the main thread does
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
-        """This rank is in a call from now on."""
+        """Enter a call."""
         with self.changed:
             if self.ended:
                 raise RuntimeError(f"rank {self.rank} {self.ended}: it cannot enter {call}")
@@ -63,12 +63,12 @@ class LocalStatus:
             self._call, self._abort, self._was_aborted = call, abort, False
 
     def leave(self) -> None:
-        """It is not any more. No abort is under way when this returns."""
+        """Leave the call. No abort is under way when this returns."""
         with self.changed:
             self._abort = None
 
     def ask(self, seconds: float) -> Failure | None:
-        """The failure of this generation, waiting for one."""
+        """Wait for the failure of this generation and return it."""
         with self.changed:
             self.is_asking = True
             try:
@@ -78,7 +78,7 @@ class LocalStatus:
             return self.failure
 
     def tell(self, failure: Failure, seconds: float) -> None:
-        """Give the watcher a failure to post, waiting until it did."""
+        """Give the monitor's thread a failure to post, and wait for that."""
         with self.changed:
             if self.failure is None:
                 self._unposted.append((self._generation, failure))
@@ -86,20 +86,20 @@ class LocalStatus:
                 self.failure = self.failure or failure
 
     def end(self, how: str) -> None:
-        """This rank enters no call any more."""
+        """Note that this rank enters no further call."""
         with self.changed:
             self.ended = self.ended or how
             self.changed.notify_all()
 
     def drop(self) -> None:
-        """Nobody holds the watch any more. Without the lock: Python may find that out anywhere, in any thread."""
+        """Note that the monitor is gone. Without the lock: a finalizer may run anywhere, in any thread."""
         self._abort = None
         self.ended = self.ended or "dropped its Pipe"
 
     # ------------------------------------------------------------------ what the threads do
 
     def beat(self, serial: int) -> Heartbeat:
-        """How this rank stands now."""
+        """The present heartbeat of this rank."""
         with self.changed:
             marks = self._marks()
             if marks is not None:
@@ -109,31 +109,31 @@ class LocalStatus:
             return Heartbeat(serial, self._generation, self._number, self._call, is_in, at, self._steps, self.ended)
 
     def asked(self) -> int | None:
-        """The generation of which the main thread would want to know a failure, and knows none."""
+        """The generation whose failure the main thread needs and does not have."""
         with self.changed:
             wants = (self._abort is not None or self.is_asking) and self.failure is None
             return self._generation if wants else None
 
     def unposted(self) -> list[tuple[int, Failure]]:
-        """What the others are to be told, with its generation, oldest first."""
+        """The failures to be posted, with their generations, oldest first."""
         with self.changed:
             return list(self._unposted)
 
     def posted(self, generation: int, first: Failure) -> None:
-        """The others were told the oldest of these. The failure of that generation is `first`."""
+        """Note that the oldest of these was posted. The failure of that generation is `first`."""
         with self.changed:
             del self._unposted[0]
             self.deliver(generation, first)
 
     def lose(self, failure: Failure) -> None:
-        """A failure of which the others cannot be told yet, since the store does not answer."""
+        """Record a failure that cannot be posted yet, since the store does not answer."""
         with self.changed:
             if self.failure is None:
                 self._unposted.append((self._generation, failure))
             self.deliver(self._generation, failure)
 
     def deliver(self, generation: int, failure: Failure) -> None:
-        """Tell the main thread. What it knows already stays."""
+        """Give the main thread a failure, unless it has one."""
         with self.changed:
             if generation == self._generation:
                 self.failure = self.failure or failure
@@ -149,10 +149,10 @@ class LocalStatus:
             try:
                 self._abort()
             except Exception:
-                traceback.print_exc()  # the watcher must go on: without its beats this rank would be accused
+                traceback.print_exc()  # the thread must go on: without its beats this rank would be accused
 
     def part(self) -> None:
-        """No other rank needs this one any more."""
+        """Note that no other rank needs this one any more."""
         with self.changed:
             self.has_parted = True
             self.changed.notify_all()

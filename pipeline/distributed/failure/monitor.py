@@ -3,13 +3,13 @@
     main thread                        watcher thread                        the others' watchers
     enter, at, steps, leave ─state──►  a beat, once a second     ◄──store──►  beats
     fail(failure)           ────────►  the failure, first wins   ◄──store──►  looked for, ten times a second
-    a wait dies, verdict()  ◄─abort()  there is a failure, or a silence that is one
+    a wait ends, verdict()  ◄─abort()  there is a failure, or a silence that is one
                             ◄─abort()  guard thread: the store itself does not answer
 
 The main thread never touches the store, which may hold its caller for as long as the process that hosts it is stopped.
 
-A failure is first a record in the store, and then broken connections: a rank whose wait breaks looks for the record,
-and raises what it says.
+A failure is first a record in the store, and then broken connections: a rank whose wait breaks reads the record
+and raises its error.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from pipeline.distributed.failure.store_keys import StoreKeys
 from pipeline.distributed.failure.store_watchdog import StoreWatchdog
 from pipeline.distributed.failure.thread import PARTING, MonitorThread
 
-POSTING = 2.0  # seconds that `fail` waits at most until the others can know
+POSTING = 2.0  # seconds that `fail` waits at most for its record
 
 
 class FailureMonitor:
     """One rank's part in noticing failures. Every rank makes one, with the same prefix. Its threads end with it.
 
     The main thread assigns `at`, what it waits for or does, before each wait and action: a str, or a tuple whose parts
-    are joined when somebody asks. And it raises `steps` whenever it got on. Both are plain attributes: they are written
-    often.
+    are joined when they are read. It raises `steps` with each progress. Both are plain attributes, since they are
+    written often.
 
     Args:
         store: any store of torch.distributed; it is cloned.
-        prefix: of every key; no two watches in a store's life share one.
+        prefix: of every key; no two monitors in a store's life share one.
         rank: this rank.
         size: how many ranks there are.
         heartbeat: seconds after which a rank that gives no sign of life is given up. A library that holds Python's lock
             for longer than that looks the same.
         timeout: seconds after which a call is given up in which nothing moves on any rank.
 
-    >>> watch = FailureMonitor(dist.HashStore(), "doc", rank=0, size=1)
-    >>> watch.enter(0, "step 7", abort=lambda: None)
-    >>> watch.at = ("2B3", "for the gradient of", "h3")  # before each wait and action
-    >>> watch.steps += 1                                 # after it
-    >>> watch.leave()
-    >>> watch.stop()
+    >>> monitor = FailureMonitor(dist.HashStore(), "doc", rank=0, size=1)
+    >>> monitor.enter(0, "step 7", abort=lambda: None)
+    >>> monitor.at = ("2B3", "for the gradient of", "h3")  # before each wait and action
+    >>> monitor.steps += 1                                 # after it
+    >>> monitor.leave()
+    >>> monitor.stop()
     """
 
     def __init__(
@@ -70,39 +70,39 @@ class FailureMonitor:
         self._watcher = MonitorThread(standing, StoreKeys(store, prefix, rank, size), judge, heartbeat)
         self._guard = StoreWatchdog(standing, self._watcher, heartbeat)
         at_exit = partial(_end_with_script, standing, self._watcher, self._guard, os.getpid())
-        self._drop = weakref.finalize(self, standing.drop)  # the threads then end when no other rank needs them
+        self._drop = weakref.finalize(self, standing.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
         self._watcher.start(at_end=partial(_forget, self._guard, at_exit))
         self._guard.start()
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
-        """This rank enters a call, as all ranks do.
+        """Enter a call, as all ranks do.
 
         Args:
-            generation: how many failures there were before.
-            call: what to name it ("step 7").
+            generation: the number of earlier failures.
+            call: its name ("step 7").
             abort: is called once, in another thread, when any rank fails: it must wake every wait of the main thread,
                 and not wait itself.
 
         Raises:
-            RuntimeError: this watch was stopped.
+            RuntimeError: this monitor was stopped.
             ValueError: there was a later generation.
         """
         self.at = ""
         self._standing.enter(generation, call, abort)
 
     def leave(self) -> None:
-        """The call ended well on this rank. From here on its abort is not called, nor under way."""
+        """Leave the call, which succeeded on this rank. From here on its abort is not called, nor under way."""
         self._standing.leave()
 
     def fail(self, failure: Failure) -> None:
-        """This rank failed: tell the others. If another rank was first, its failure stays the one that all know.
+        """Report a failure of this rank to the others. If another rank was first, its failure stays the one for all.
 
         The call is over then, and its abort is not called. Where the store does not answer, this returns after two
-        seconds at most, and the others are told when it answers again.
+        seconds at most, and the record is posted when it answers again.
         """
-        with self._standing.changed:  # so that the watcher looks after it was told
+        with self._standing.changed:  # so that the thread looks after this
             self._standing.leave()
             self._watcher.hurry()
             self._standing.tell(failure, min(POSTING, self._heartbeat))
@@ -121,7 +121,7 @@ class FailureMonitor:
             return found
 
     def farewell(self) -> None:
-        """This rank ends its script: the others need not wait for it. At exit this is done without being asked.
+        """Note that this rank ends its script: the others need not wait for it. Runs at exit by itself.
 
         Waits for ranks that are still in a call that this one has left, five seconds at most: the store may live in
         this process, and they need it.
@@ -129,7 +129,7 @@ class FailureMonitor:
         _part(self._standing, self._watcher)
 
     def stop(self) -> None:
-        """End the threads at once, and tell the others so. May be called again."""
+        """End the threads at once, and report that to the others. May be called again."""
         self._drop()
         self._standing.leave()
         _join(self._watcher, self._guard)

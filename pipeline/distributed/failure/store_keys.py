@@ -4,7 +4,7 @@
     fail/<generation>    the first failure of that generation; those of earlier generations are deleted in the end
 
 A store that does not answer blocks its caller for as long as that lasts (its own timeouts do not help there), so one
-thread alone uses a board. The store is cloned: the clone has a connection of its own.
+thread alone uses a StoreKeys. The store is cloned: the clone has a connection of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ KEPT = 4  # failures: a rank that was stopped for some of them still finds its o
 
 
 class StoreKeys:
-    """The keys of one watch.
+    """The keys of one monitor.
 
     Args:
         store: any store; all ranks give one that leads to the same place.
         prefix: goes before every key.
-        rank, size: this rank, and how many there are.
+        rank, size: this rank, and the number of ranks.
     """
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, size: int) -> None:
@@ -34,11 +34,11 @@ class StoreKeys:
         self._oldest = 0
 
     def say(self, beat: Heartbeat) -> None:
-        """This rank's sign of life."""
+        """Write this rank's heartbeat."""
         self._store.set(f"beat/{self._rank}", beat.text())
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Of all other ranks that ever gave one."""
+        """The heartbeats of all other ranks that ever wrote one."""
         unseen = set(range(self._size)) - self._seen  # multi_get would wait for a key that is not there
         self._seen.update(rank for rank in unseen if self._store.check([_beat(rank)]))
         ranks = sorted(self._seen - {self._rank})
@@ -47,11 +47,11 @@ class StoreKeys:
         return dict(zip(ranks, map(Heartbeat.parse, self._store.multi_get([_beat(rank) for rank in ranks]))))
 
     def post(self, generation: int, failure: Failure) -> Failure:
-        """Make it the failure of that generation, unless there is one; return the one that there is then."""
+        """Make `failure` that of its generation unless there is one; return the generation's failure."""
         return decode(self._store.compare_set(_fail(generation), "", encode(failure).decode("ascii")))
 
     def failure(self, generation: int) -> Failure | None:
-        """That of this generation, if it failed."""
+        """The failure of a generation, or None."""
         return decode(self._store.get(_fail(generation))) if self._store.check([_fail(generation)]) else None
 
     def forget_before(self, generation: int) -> None:

@@ -1,7 +1,7 @@
 """The watchdog of the store: it ends a wait when the store does not answer, since the process that hosts it is stopped.
 
-    watcher:  |turn| |turn| |turn ........ held by the store
-    guard:       .      .      .      .      .   heartbeat is over: the main thread is told, without the store
+    monitor:  |turn| |turn| |turn ........ held by the store
+    watchdog:    .      .      .      .      .   heartbeat is over: the main thread is woken, without the store
 
 A second thread, since the first one cannot look at a clock while the store holds it.
 """
@@ -17,12 +17,12 @@ from pipeline.distributed.failure.thread import BEAT, JOINING, MonitorThread
 
 
 class StoreWatchdog:
-    """The thread that watches the watcher.
+    """The thread that watches the monitor's thread.
 
     Args:
         standing: of this rank.
-        watcher: the one that speaks with the store.
-        heartbeat: seconds that a turn of the watcher may take.
+        watcher: the monitor's thread, which uses the store.
+        heartbeat: seconds that a turn of that thread may take.
     """
 
     def __init__(self, standing: LocalStatus, watcher: MonitorThread, heartbeat: float) -> None:

@@ -1,9 +1,9 @@
 """The monitor's thread: one turn of its exchange with the store.
 
-    every 0.1 s, in a call    post what is to be told ─► look for a failure ─► deliver
-    every beat                say this rank's beat ─► read the others' ─► judge ─► accuse: post, deliver
+    every 0.1 s, in a call    post own failures ─► look for a failure ─► deliver
+    every beat                write this rank's beat ─► read the others' ─► detector ─► accuse: post, deliver
 
-It alone uses the board. When it is not back within `heartbeat` seconds, the guard (store_watchdog.py) speaks for it.
+It alone uses the store. When a turn takes longer than `heartbeat` seconds, store_watchdog.py acts in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOINING = 1.0  # seconds to wait for a thread's end: it may be held by a store t
 
 
 class MonitorThread:
-    """The thread of a watch that speaks with the store.
+    """The thread of a monitor that uses the store.
 
     Args:
         standing: of this rank.
@@ -70,7 +70,7 @@ class MonitorThread:
         self._wake.set()
 
     def is_alive(self) -> bool:
-        """Whether it still goes on."""
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def join(self) -> None:
@@ -138,7 +138,7 @@ class MonitorThread:
             self._part(beats, now)
 
     def _check_clock(self) -> float:
-        """Now. If this thread has not run for long (stopped, or held by the store), what it missed proves nothing."""
+        """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
         now = monotonic()
         if now - self._awake > self._heartbeat / 2:
             self.judge.restart(now)
