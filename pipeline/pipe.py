@@ -37,11 +37,11 @@ from pipeline.distributed.data_parallel.communicator import DataParallelCommunic
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
 from pipeline.distributed.data_parallel.shards import layout_of
 from pipeline.distributed.group import RankGroup
-from pipeline.distributed.topology import PipeTopology, company_of
+from pipeline.distributed.topology import PipeTopology, topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
-from pipeline.entry import eager_step as eager_door
-from pipeline.entry import forward as forward_door
-from pipeline.entry import step as step_door
+from pipeline.entry import eager_step as eager_entry
+from pipeline.entry import forward as forward_entry
+from pipeline.entry import step as step_entry
 from pipeline.entry.plans import Planner, Plans
 from pipeline.entry.probe import Probe
 from pipeline.entry.runtime import Runtime
@@ -183,7 +183,7 @@ class Pipe(Settled, Stateful):
         self._losses = LossCounts()  # the number of mini-batches of each loss_fn
         self._ranks = ranks
         self._told: tuple[object, str] | None = None  # the settings in words, and what they are made of
-        self._company: PipeTopology | None = None
+        self._topology: PipeTopology | None = None
         self._replicas: Replicas | None = None
         self.checkpoint = checkpoint
         self.chunks = chunks
@@ -203,21 +203,21 @@ class Pipe(Settled, Stateful):
     def _join(self, stages: Sequence[nn.Sequential], ranks: RankGroup, materialize: How) -> None:
         """Join the Pipes that the other ranks build now into one. Their layers become placeholders here."""
         rank_of = self._plans.resolved(self.chunks).placement.lane_of
-        self._company = company = company_of(stages, rank_of, ranks, self._values)
-        elsewhere = dict(company.elsewhere(stages))
-        with DistributedCommunicator(company, (), f"Pipe({len(self)} layers)") as communicator:
+        self._topology = topology = topology_of(stages, rank_of, ranks, self._values)
+        elsewhere = dict(topology.elsewhere(stages))
+        with DistributedCommunicator(topology, (), f"Pipe({len(self)} layers)") as communicator:
             seed = communicator.open(lambda values: {SETTINGS: self._settings()}, draws=materialize is not None)
-            ranks.connect(company.pairs)
-            settle(stages, company.hosting.own, self.devices, materialize, lambda: seed)
+            ranks.connect(topology.pairs)
+            settle(stages, topology.hosting.own, self.devices, materialize, lambda: seed)
             self._modules.update(elsewhere)
-            communicator.share_ties(company.hosting.tied(self))
+            communicator.share_ties(topology.hosting.tied(self))
             communicator.agree(Verdict(None, None, True))
         is_part(self)
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, which has parameters of its own."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._company is not None:
+        if self._topology is not None:
             is_part(self)
 
     # ---------------------------------------------------------------------------------------------------- settings
@@ -289,8 +289,8 @@ class Pipe(Settled, Stateful):
         plans = Plans(schedule, self._places, self._values, ranks)
         found = plans.resolved(self.chunks)
         check_schedule(found, len(self.balance))
-        if self._company is not None:
-            check_placement(found, self._company.hosting.rank_of)
+        if self._topology is not None:
+            check_placement(found, self._topology.hosting.rank_of)
         self._plans = plans
 
     # -------------------------------------------------------------------------------------------- like a Sequential
@@ -352,7 +352,7 @@ class Pipe(Settled, Stateful):
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
             call = self._call(batch, plan_forward, grad, True, communicator, {"output": output})
-            return forward_door.run(call, now, everywhere=output == "all")
+            return forward_entry.run(call, now, everywhere=output == "all")
 
     def step(
         self,
@@ -488,14 +488,14 @@ class Pipe(Settled, Stateful):
             check_norm_type(norm_type)
             check_flags(error_if_nonfinite=error_if_nonfinite)
             communicator.open(lambda values: {"the arguments": f"{max_norm}, {norm_type}"}, draws=False)
-            return step_door.clip_grads(
+            return step_entry.clip_grads(
                 list(self.named_parameters()), max_norm, norm_type, communicator, error_if_nonfinite
             )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As nn.Module's; over ranks, those of this rank. A rank without any gives an empty one, for its optimizer."""
         found = list(super().parameters(recurse))
-        return iter(found or ([] if self._company is None else [self._company.nothing]))
+        return iter(found or ([] if self._topology is None else [self._topology.nothing]))
 
     @contextmanager
     def trace(self) -> Iterator[TraceRecorder]:
@@ -531,7 +531,7 @@ class Pipe(Settled, Stateful):
             self._refuse_transforms(batch)
             return self._setup(batch, plan_step, True, False, communicator, options, None, target, draws=False)
 
-        return Runtime(self, self._company, self._replicas is not None, self._stages, self._communicator, setup)
+        return Runtime(self, self._topology, self._replicas is not None, self._stages, self._communicator, setup)
 
     # ------------------------------------------------------------------------------------------------ how they run
 
@@ -550,22 +550,22 @@ class Pipe(Settled, Stateful):
         communicator = call.communicator
         try:
             firm()
-            pairs, value, hooks, metrics = step_door.collect(call, loss)
+            pairs, value, hooks, metrics = step_entry.collect(call, loss)
             joined = self._joined(call) if outputs else None
             call.release()
             named = list(self.named_parameters())
             owners = [owner for owner, _ in pairs] if grads == "param" else call.batch.tree.tensors
-            with step_door.undone(owners, optimizer, scaler):
-                store = step_door.hand_over(pairs, call.batch.tree.tensors, grads, named)
+            with step_entry.undone(owners, optimizer, scaler):
+                store = step_entry.hand_over(pairs, call.batch.tree.tensors, grads, named)
                 if store is not None and clip is not None:
                     self._clip_store(store, clip, communicator)
                 if optimizer is not None:
-                    step_door.optimize(optimizer, scaler, named, clip, communicator)
+                    step_entry.optimize(optimizer, scaler, named, clip, communicator)
         except BaseException:
             call.abandon()
             raise
         if optimizer is not None:
-            step_door.optimized(optimizer, scaler, named)
+            step_entry.optimized(optimizer, scaler, named)
         if hooks or optimizer is not None or communicator.averages:
             communicator.close()
         return Step(value, store, joined, None if recorder is None else self._timeline(recorder, communicator), metrics)
@@ -575,15 +575,15 @@ class Pipe(Settled, Stateful):
         total = communicator.total_norm([(names.get(id(param), ""), grad) for param, grad in store.items()], 2.0)
         store.scale_(clip_factor(max_norm, total))
 
-    def _communicator(self, door: str, averages: bool = False) -> Communicator:
+    def _communicator(self, entry: str, averages: bool = False) -> Communicator:
         """The communicator of a call: local, or over ranks; with replicas where gradients are averaged."""
-        company = self._company
-        tied = [] if company is None else company.hosting.tied(self)
-        own: Communicator = LocalCommunicator() if company is None else DistributedCommunicator(company, tied, door)
+        topology = self._topology
+        tied = [] if topology is None else topology.hosting.tied(self)
+        own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if self._replicas is None or not averages:
             return own
         stages = {stage: layers for stage, layers in enumerate(self._stages()) if own.has(stage)}
-        return DataParallelCommunicator(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), door)
+        return DataParallelCommunicator(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
 
     def _call(
         self,
@@ -677,7 +677,7 @@ class Pipe(Settled, Stateful):
 
     def _settings(self) -> str:
         """A description of this Pipe's settings, in lines."""
-        joint = self._company or self._replicas
+        joint = self._topology or self._replicas
         assert joint is not None  # only called over ranks
         key = (self.chunks, self.checkpoint, self._plans)
         if self._told is not None and self._told[0] == key:
@@ -720,7 +720,7 @@ class Pipe(Settled, Stateful):
             self._run_with_loss(call, loss, aim, outputs, None, begin)
 
         try:
-            call, value, _, metrics = eager_door.run(update, call, new_loss, play, dict(self.named_parameters()))
+            call, value, _, metrics = eager_entry.run(update, call, new_loss, play, dict(self.named_parameters()))
             joined = self._joined(call) if outputs else None
         except BaseException:
             call.abandon()
@@ -767,4 +767,4 @@ class Pipe(Settled, Stateful):
         return tree.build(tree.tensors)
 
     def _refuse_transforms(self, batch: Batch) -> None:
-        forward_door.refuse_transforms(lambda: [*batch.tree.tensors, *self.parameters(), *self.buffers()])
+        forward_entry.refuse_transforms(lambda: [*batch.tree.tensors, *self.parameters(), *self.buffers()])

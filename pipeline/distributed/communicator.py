@@ -68,7 +68,7 @@ class DistributedCommunicator(Communicator):
     """One call, over the ranks.
 
     Args:
-        company: the topology.
+        topology: the topology.
         tied: this rank's copies of tied parameters, None where it has none.
         entry: the entry point that is called: "step".
         of: the call whose backward this is, described equally on all ranks.
@@ -76,18 +76,18 @@ class DistributedCommunicator(Communicator):
     """
 
     def __init__(
-        self, company: PipeTopology, tied: Sequence[Tensor | None], door: str, of: str | None = None, series: str = ""
+        self, topology: PipeTopology, tied: Sequence[Tensor | None], entry: str, of: str | None = None, series: str = ""
     ) -> None:
-        self._company = company
+        self._topology = topology
         self._tied = tied
-        self._ranks = company.ranks
-        self._hosting = company.hosting
-        self._door = door if of is None else f"{door} of {of}"
+        self._ranks = topology.ranks
+        self._hosting = topology.hosting
+        self._entry = entry if of is None else f"{entry} of {of}"
         self.number = 0  # of the calls since the last failure
         self._name = ""
-        self._call = door
+        self._call = entry
         self._is_backward = of is not None
-        self._builds = door.startswith("Pipe(")
+        self._builds = entry.startswith("Pipe(")
         self._series = series
         self._traffic: Sequence[P2PPlan] = ()  # of each phase
         self._now: P2PPlan | None = None
@@ -107,7 +107,7 @@ class DistributedCommunicator(Communicator):
         since, failures = self._ranks.calls_since + 1, self._ranks.generation
         self.number = since
         self._name = f"call {since} after failure {failures}" if failures else f"call {since}"
-        self._call = f"{self._door} (call {self._ranks.calls + 1} of the script)"
+        self._call = f"{self._entry} (call {self._ranks.calls + 1} of the script)"
         self._ranks.enter(self._call)
         return self
 
@@ -120,13 +120,13 @@ class DistributedCommunicator(Communicator):
                 self._ranks.leave()
                 return
             if self._builds:
-                self._ranks.pipes = self._company.number  # there is no such Pipe; other ranks may not have begun one
+                self._ranks.pipes = self._topology.number  # there is no such Pipe; other ranks may not have begun one
             self._ranks.fail(error, self._call, self._action, self._standing)
         finally:
             if error is None and self._is_backward:
                 self._interrupts.end_with_backward()
             else:
-                self._interrupts.end(LATE.format(self._door) if error is None else "")
+                self._interrupts.end(LATE.format(self._entry) if error is None else "")
 
     def open(
         self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
@@ -148,12 +148,12 @@ class DistributedCommunicator(Communicator):
             self._check_ties()
         if not self._series:
             of = digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
-            self._series = f"{self._company.number}/{self._door}/{of}"
+            self._series = f"{self._topology.number}/{self._entry}/{of}"
         return found[0][1]
 
     def _told(self, values: bool) -> dict[str, str]:
         """Descriptions of all that must be the same on all ranks."""
-        return {"the calls": f"{self._door} of Pipe {self._company.number}, {self._name}", **self._words(values)}
+        return {"the calls": f"{self._entry} of Pipe {self._topology.number}, {self._name}", **self._words(values)}
 
     def _refuse(self) -> NoReturn:
         """Raise on all ranks, after digests differed: exchange the descriptions.
@@ -220,8 +220,8 @@ class DistributedCommunicator(Communicator):
 
     def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
-            name = self._company.name_of(leaf)
-            if name is not None and stage is not None and self._company.is_own(name):
+            name = self._topology.name_of(leaf)
+            if name is not None and stage is not None and self._topology.is_own(name):
                 continue  # only this rank needs its gradient
             if name is not None:
                 raise RuntimeError(
@@ -240,11 +240,11 @@ class DistributedCommunicator(Communicator):
 
     @property
     def stand_in(self) -> Tensor:
-        return self._company.nothing
+        return self._topology.nothing
 
     def again(self) -> DistributedCommunicator:
         """The backward of this call."""
-        later = DistributedCommunicator(self._company, self._tied, "backward", self._name, self._series)
+        later = DistributedCommunicator(self._topology, self._tied, "backward", self._name, self._series)
         later._traffic = self._traffic
         return later
 
@@ -316,7 +316,7 @@ class DistributedCommunicator(Communicator):
         """
         self._finish_all()
         self._interrupts.begin()
-        steps = self._door == "step"
+        steps = self._entry == "step"
         self._standing = _VOTED if steps else ""
         loss, divisor, reached, hooks, metrics = verdict
         kind = -1 if loss is None else _DTYPES.index(loss.dtype)
@@ -431,7 +431,7 @@ class DistributedCommunicator(Communicator):
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         mine = [[name, str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()] for name, norm in norms]
-        names = self._company.first_names
+        names = self._topology.first_names
         found: dict[str, tuple[str, str]] = {}
         more = []
         for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(mine))):

@@ -1,7 +1,7 @@
 """RemoteLayer: the placeholder in a Pipe for a layer that another rank has.
 
-    rank 0   0 Linear   1 ReLU    2 Elsewhere        3 Elsewhere        _modules of the Pipe: names, len(), indices are
-    rank 1   0 Elsewhere  1 Elsewhere  2 Linear      3 Softmax          those of the plain nn.Sequential on every rank
+    rank 0   0 Linear   1 ReLU    2 RemoteLayer      3 RemoteLayer      _modules of the Pipe: names, len(), indices are
+    rank 1   0 RemoteLayer  1 RemoteLayer  2 Linear  3 Softmax          those of the plain nn.Sequential on every rank
 
 It holds no tensor and computes nothing, but it knows the layer's keys: a state_dict of the whole model loads strictly
 on every rank, and a state_dict from here tells the versions of all layers.
@@ -36,7 +36,7 @@ class RemoteLayer(nn.Module):
 
     Example:
         >>> from torch import nn
-        >>> from pipeline.distributed.remote_layer import Elsewhere
+        >>> from pipeline.distributed.remote_layer import RemoteLayer
         >>> RemoteLayer.of(nn.Linear(2, 3), index=4, stage=2, rank=1)
         Linear(...) of stage 2 on rank 1
     """

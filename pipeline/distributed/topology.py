@@ -1,4 +1,4 @@
-"""A Pipe's place among ranks: its number, who has what, and which ranks talk to each other.
+"""The topology of a Pipe over ranks: its number, the assignment of its stages, and the connected pairs of ranks.
 
     module, balance, schedule  -->  StageAssignment: the rank of each stage, tied parameters
                                -->  pairs of ranks that exchange: neighbours, skips, ties, the output, x.grad
@@ -27,7 +27,7 @@ class PipeTopology:
     Attributes:
         ranks: the ranks.
         number: of the Pipe, among those that run on these ranks.
-        hosting: who has what.
+        hosting: the assignment of stages.
         pairs: the ordered pairs of ranks that exchange.
         parameters: in words, those of the whole module: a line each.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
@@ -92,7 +92,7 @@ class PipeTopology:
                 index += 1
 
 
-def company_of(
+def topology_of(
     stages: Sequence[nn.Sequential], rank_of: Sequence[int], ranks: RankGroup, values: Values
 ) -> PipeTopology:
     """The next Pipe on some ranks.

@@ -87,7 +87,7 @@ def check_plain(module: nn.Sequential) -> None:
             f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
-    inner = [name for name, each in module.named_modules() if getattr(each, "_company", None) is not None]
+    inner = [name for name, each in module.named_modules() if getattr(each, "_topology", None) is not None]
     if inner:
         raise ValueError(
             f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "

@@ -51,7 +51,7 @@ class DataParallelCommunicator(Communicator):
         inner: the pipeline's own processes.
         replicas: the replicas.
         layout: what travels between them.
-        door: what is called: "step".
+        entry: what is called: "step".
         words: of the call whose backward this is: what the replicas must agree on.
     """
 
@@ -60,17 +60,17 @@ class DataParallelCommunicator(Communicator):
         inner: Communicator,
         replicas: Replicas,
         layout: Layout,
-        door: str,
+        entry: str,
         words: Mapping[str, str] | None = None,
     ) -> None:
         self._inner = inner
         self._replicas = replicas
         self._ranks = replicas.ranks
         self._layout = layout
-        self._door = door
+        self._entry = entry
         self._is_backward = words is not None
         self._words = dict(words or {})
-        self._call = door
+        self._call = entry
         self._action: Action | None = None  # under way
         self._means: GradientReducer | None = None
         self._final: dict[int, Sequence[Pair]] = {}  # by stage
@@ -81,10 +81,10 @@ class DataParallelCommunicator(Communicator):
 
     def __enter__(self) -> DataParallelCommunicator:
         ranks, pipeline = self._ranks, self._replicas.pipeline
-        self._call = f"{self._door} (call {ranks.calls + 1} among the replicas)"
+        self._call = f"{self._entry} (call {ranks.calls + 1} among the replicas)"
         is_within = ranks.is_in_call or (pipeline is not None and pipeline.is_in_call)
         failures = f" after failure {ranks.generation}" if ranks.generation else ""
-        name = f"{self._door} of Pipe {self._replicas.number}, call {ranks.calls_since + 1}{failures}"
+        name = f"{self._entry} of Pipe {self._replicas.number}, call {ranks.calls_since + 1}{failures}"
         self._words["the calls"] = f"{name}, of {self._words['the calls']}" if self._is_backward else name
         try:
             self._inner.__enter__()
@@ -119,7 +119,7 @@ class DataParallelCommunicator(Communicator):
             if error is None and self._is_backward:
                 self._interrupts.end_with_backward()
             else:
-                self._interrupts.end(LATE.format(self._door) if error is None else "")
+                self._interrupts.end(LATE.format(self._entry) if error is None else "")
 
     def _fail(self, error: BaseException, pipeline: RankGroup) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""

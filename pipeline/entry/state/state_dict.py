@@ -31,14 +31,14 @@ from pipeline.stage.batchnorm import batch_norms
 class Stateful(Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
-    _company: PipeTopology | None
+    _topology: PipeTopology | None
 
     @abstractmethod
     def to_sequential(self) -> nn.Sequential:
         """The plain module."""
 
     @abstractmethod
-    def _communicator(self, door: str) -> Communicator:
+    def _communicator(self, entry: str) -> Communicator:
         """The communicator of a call."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
@@ -99,19 +99,19 @@ class Stateful(Enclosed, ABC):
             >>> state["param_groups"][0]["param_names"], state["param_groups"][0]["params"]
             (['0.weight', '0.bias'], [0, 1])
         """
-        company = self._company
+        topology = self._topology
         with turn(), self._communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            nothing = [] if company is None else [("", company.nothing)]
+            nothing = [] if topology is None else [("", topology.nothing)]
             named = [*self.named_parameters(), *nothing]
-            entries = communicator.gather(own_entries(named, optimizer, 0 if company is None else company.ranks.rank))
+            entries = communicator.gather(own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
             communicator.close()
         return whole
 
     def _first_names(self) -> Mapping[str, str]:
         """For every name of a parameter of the whole model its first one, in order."""
-        return first_names_of(self) if self._company is None else self._company.first_names
+        return first_names_of(self) if self._topology is None else self._topology.first_names
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -126,7 +126,7 @@ class Stateful(Enclosed, ABC):
         """
         if is_packed(state_dict):
             state_dict = by_name(state_dict, self._first_names())
-        all_names = None if self._company is None else self._company.first_names
+        all_names = None if self._topology is None else self._topology.first_names
         load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
 
     def named_parameters(
@@ -136,16 +136,16 @@ class Stateful(Enclosed, ABC):
 
         A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
         """
-        company = self._company
-        if company is None or not company.hosting.ties or not recurse:
+        topology = self._topology
+        if topology is None or not topology.hosting.ties or not recurse:
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
-        return ((dot + name, each) for name, each in company.named(super().named_parameters(), remove_duplicate))
+        return ((dot + name, each) for name, each in topology.named(super().named_parameters(), remove_duplicate))
 
     def _all_places(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters by the names of its own layers: no two ranks save under one key."""
         found = list(super().named_parameters(remove_duplicate=False))
-        nothing = [] if found or self._company is None else [("", each) for each in self.parameters()]
+        nothing = [] if found or self._topology is None else [("", each) for each in self.parameters()]
         return iter([*found, *nothing])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
