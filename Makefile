@@ -45,7 +45,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/torchgpipe.py
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest --whole -m gpu
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
