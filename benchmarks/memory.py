@@ -110,7 +110,7 @@ def main() -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     print(f"torch {torch.__version__}; {STAGES} stages of {BLOCKS} Linear({WIDTH})-Tanh, {CHUNKS} chunks of", end=" ")
     print(f"{ROWS // CHUNKS} rows, all stages on one device\n")
-    print("| door | schedule | checkpoint | saved, KiB | analytic, KiB | ratio | inputs kept to recompute, KiB |")
+    print("| call | schedule | checkpoint | saved, KiB | analytic, KiB | ratio | inputs kept to recompute, KiB |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for door, schedule in (("forward", "gpipe"), ("step", "gpipe"), ("step", "1f1b")):
         for mode in ("never", "except_last", "always"):

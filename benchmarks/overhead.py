@@ -3,7 +3,7 @@
     python benchmarks/overhead.py            tiny and big layers, both doors, and torchgpipe where it is installed
     python benchmarks/overhead.py --quick    fewer rounds, one process
 
-The hand-written loops compute exactly what the pipe computes over the same chunks: for the forward door one joined
+The hand-written loops compute exactly what the pipe computes over the same chunks: for `pipe(x)` one joined
 loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "in its order" is over a loop by
 hand that runs the stages' forwards and backwards in the order in which the pipe runs them, with a cut between the
 stages: what is left there is the engine's, the rest is what another order costs in the processor's caches. "us/action"
@@ -230,7 +230,7 @@ def report(title: str, shape: Shape, processes: int, rows: Sequence[str]) -> Non
     actions = 2 * STAGES * CHUNKS
     stages = f"{STAGES} stages of {shape.depth} x Linear({shape.width})-ReLU, {CHUNKS} chunks of {shape.rows} rows"
     print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
-    print("| door | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
+    print("| call | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row, costs in zip(rows, zip(*found, strict=True), strict=True):
         ratios = sorted(each.hand for each in costs)

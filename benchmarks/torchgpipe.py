@@ -331,7 +331,7 @@ def print_bytes(name: str, found: dict[Setting, dict[str, tuple[int, int]]]) -> 
 
 
 def share(setting: Setting) -> float:
-    """The share of (stage, chunk) pairs that a Pipe's except_last recomputes in the forward door."""
+    """The share of (stage, chunk) pairs that a Pipe's except_last recomputes in `pipe(x)`."""
     plan = plan_forward(by_name("gpipe", setting.stages, setting.chunks), ["cpu"] * setting.stages)
     return len(plan.recomputed("except_last")) / (setting.stages * setting.chunks)
 

@@ -140,7 +140,7 @@ class Backward:
                 "is_grads_batched=True), which gives the same."
             )
         batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
-        moved = any(stage.recall.buffers.moved() for stage in self._call.stages)
+        moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
         parts = self._parts(grads) if self._call.last is not None else []
         if torch.is_grad_enabled() or batched or moved:
             self._refuse_over_ranks(batched, moved)

@@ -118,7 +118,7 @@ class Call:
         ]
         if not all([stage.is_quiet for stage in self.stages]):  # a user's layer may write another's parameters unseen
             for stage in self.stages:
-                stage.recall.samples = True
+                stage.snapshot.samples = True
         self._run = {stage.index: stage for stage in self.stages}
         self._last = len(setup.stages) - 1
         for index, chunk in setup.plan.schedule.split:
@@ -188,7 +188,7 @@ class Call:
         for trace, number in zip(self._setup.traces, self._recorded, strict=True):
             trace.forget_from(number)
         for stage in self.stages:
-            stage.recall.roll_attributes_back()
+            stage.snapshot.roll_attributes_back()
         return Call(self._setup._replace(compares=False), self.batch)
 
     @property
@@ -238,16 +238,16 @@ class Call:
                 stage.aliases.check_memory()
             self.communicator.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
-        check_shared([(stage.name, stage.recall) for stage in self.stages], elsewhere)
+        check_shared([(stage.name, stage.snapshot) for stage in self.stages], elsewhere)
         for stage in self.stages:
             if self.batch.chunks > 1:
-                stage.recall.buffers.check_unseen(stage.name)
+                stage.snapshot.buffers.check_unseen(stage.name)
 
     def _rewind(self) -> None:
         """Return to the state before the first action. From now on every stage holds the host's generators."""
         for stage in self.stages:
             stage.rewind()
-            stage.recall.roll_attributes_back()
+            stage.snapshot.roll_attributes_back()
             stage.learn_draws()
         self.loss_sums = {}
         self.outputs = []
@@ -288,7 +288,7 @@ class Call:
     def _resume(self) -> None:
         now = self._ambient.now()
         for stage in self.stages:
-            stage.recall.resume(now)
+            stage.snapshot.resume(now)
 
     def abandon(self) -> None:
         """Undo a failed call: restore the buffers, and drop what was kept."""

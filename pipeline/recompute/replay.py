@@ -37,7 +37,7 @@ class _Begun(NamedTuple):
     """The state of a replay once F has begun."""
 
     ambient: Ambient
-    recall: ForwardSnapshot
+    snapshot: ForwardSnapshot
 
 
 class Replay:
@@ -102,9 +102,9 @@ class Replay:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
         ambient = Ambient.capture(device_types)  # here, since torch's hooks hide those that R must not enter
         tables = [module._parameters for module in self._modules]
-        recall = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
-        recall.before_forward(_CHUNK)
-        self._begun = _Begun(ambient, recall)
+        snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
+        snapshot.before_forward(_CHUNK)
+        self._begun = _Begun(ambient, snapshot)
         args, kwargs = self._inputs.take()
         try:
             with checkpointing(True):
@@ -120,24 +120,24 @@ class Replay:
         outputs = _tensors(made)
         if self._compares:
             self._nodes = _nodes(outputs, _tensors((args, kwargs)))
-        recall.after_forward(_CHUNK, True, detached(outputs))
-        recall.note()
+        snapshot.after_forward(_CHUNK, True, detached(outputs))
+        snapshot.note()
         self._made = len(outputs)
         return made
 
-    def _compute_again(self, ambient: Ambient, recall: ForwardSnapshot) -> Any:
+    def _compute_again(self, ambient: Ambient, snapshot: ForwardSnapshot) -> Any:
         args, kwargs = self._inputs.again(self._name)
         self._check_parameters()
-        recall.resume(ambient.now())
+        snapshot.resume(ambient.now())
         with held(), ExitStack() as stack:
             stack.enter_context(generators_at(self._generators))
-            stack.enter_context(recall.as_at_forward(_CHUNK))
+            stack.enter_context(snapshot.as_at_forward(_CHUNK))
             stack.enter_context(checkpointing(False))
             made = _called(self._forward, args, kwargs)
         if self._nodes and holds(_with_graphs(_tensors(made)), OF_SCRIPTS):
             self._check_path(_nodes(_tensors(made), _tensors((args, kwargs))))
         if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
-            self._check_same(recall, _tensors(made))
+            self._check_same(snapshot, _tensors(made))
         return made
 
     def _check_parameters(self) -> None:
@@ -158,10 +158,10 @@ class Replay:
                 "run the block with gradients before it is checkpointed."
             )
 
-    def _check_same(self, recall: ForwardSnapshot, outputs: Sequence[Tensor]) -> None:
+    def _check_same(self, snapshot: ForwardSnapshot, outputs: Sequence[Tensor]) -> None:
         try:
             if len(outputs) == self._made:
-                return recall.check_same(_CHUNK, outputs)
+                return snapshot.check_same(_CHUNK, outputs)
         except CheckpointError:
             pass
         raise CheckpointError(

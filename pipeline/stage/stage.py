@@ -143,12 +143,12 @@ class StageRun:
         self._known = known
         # Between F and R of a step only layers run, and torch's own write nothing. See `Call` for a user's layers.
         samples = keep or compares or not self._layers.is_quiet
-        self.recall = ForwardSnapshot(modules, ambient, self.name, index, known, compares, samples)
+        self.snapshot = ForwardSnapshot(modules, ambient, self.name, index, known, compares, samples)
         self._watch = StrayGradientGuard(self.name)
         self._is_quiet = self._layers.is_quiet
         watch = None if self._is_quiet and not compares else self._watch  # torch's own layers expose no tensor
         self.aliases = Aliases(modules, self._layers.numbered, self.name, watch, compares and grad, bring, grad)
-        self._learns_draws = threads and (compares or self.recall.key not in known.draws_nothing)
+        self._learns_draws = threads and (compares or self.snapshot.key not in known.draws_nothing)
         self.may_draw = not threads or self._learns_draws
         kind = LearningSeeder if self._learns_draws else Seeder if self.may_draw else AcceleratorSeeder
         self.seeder: Seeder = kind(seed, [device], generators)
@@ -203,29 +203,29 @@ class StageRun:
         read, needs_grad = _read(inbox)
         if first:
             known = self._known.only_reads
-            self.writes_input = self.recall.compares or not self.grad or self._read_key(read) not in known
+            self.writes_input = self.snapshot.compares or not self.grad or self._read_key(read) not in known
         before = versions(read.tensors)
         if keep:
-            self.recall.before_forward(chunk)
+            self.snapshot.before_forward(chunk)
         cut, given, given_before, made = self._attempt(chunk, read, needs_grad, recompute, first)
         self.seeder.settle()
         if first and self.writes_input:
             self._learn_mutation(given, given_before, read)
         elif versions(read.tensors) != before:
             raise self._new_habit()
-        buffers = self.recall.buffers
+        buffers = self.snapshot.buffers
         if first:
             self._is_usual = self._passes_one and not (
                 self.writes_input
                 or self._spares_caller
-                or self.recall.compares
+                or self.snapshot.compares
                 or self._deferred
                 or buffers
                 or self.split
             )
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
         if keep or buffers:
-            self.recall.after_forward(chunk, keep, tensors)
+            self.snapshot.after_forward(chunk, keep, tensors)
         need = self._need(made.tensors)
         if True in need:
             nodes, sites = 0, _NO_SITES
@@ -234,7 +234,7 @@ class StageRun:
                 roots = [tensor for tensor in made.tensors if tensor.requires_grad]
                 nodes, sites = self._learn_graph(roots, (*cut.leaves, *given), split)
             if recompute:
-                fixed = constants(roots) if self.recall.compares else ()
+                fixed = constants(roots) if self.snapshot.compares else ()
                 self._records[chunk] = ChunkRecord(read, needs_grad, None, None, before, nodes, constants=fixed)
             else:
                 exits = OutputEdges.of(made, self.ends_in_loss)
@@ -249,7 +249,7 @@ class StageRun:
         (read,), (needs_grad,) = message.tree.tensors, message.needs_grad
         before = read._version
         if keep:
-            self.recall.before_forward(chunk)
+            self.snapshot.before_forward(chunk)
         try:
             saving = self._saving_nothing() if recompute else None
             cut, made = self._run_one(chunk, read, needs_grad, saving)
@@ -257,7 +257,7 @@ class StageRun:
             if self._saves_until_the_end:
                 raise
             self._saves_until_the_end = True
-            self.recall.put_back(chunk, first=False)
+            self.snapshot.put_back(chunk, first=False)
             return self._forward_one(chunk, message, recompute, keep)
         if self._learns_draws:
             self.seeder.settle()
@@ -265,7 +265,7 @@ class StageRun:
             raise self._new_habit()
         tensors = detached(made.tensors)
         if keep:
-            self.recall.after_forward(chunk, keep, tensors)
+            self.snapshot.after_forward(chunk, keep, tensors)
         need = self._need(made.tensors)
         if True in need:
             if not self._is_quiet:
@@ -338,7 +338,7 @@ class StageRun:
                 if self._saves_until_the_end:
                     raise
         self._saves_until_the_end = True
-        self.recall.put_back(chunk, first)
+        self.snapshot.put_back(chunk, first)
         return self._attempt(chunk, read, needs_grad, recompute, first)
 
     def _saving_nothing(self) -> AbstractContextManager[None]:
@@ -389,7 +389,7 @@ class StageRun:
 
     def _learn_mutation(self, given: Sequence[Tensor], given_before: Sequence[int], read: Bundle) -> None:
         """Observe, after F of chunk 0 on a clone, whether this stage writes its input."""
-        if (self.recall.compares or not self.grad) and _differ(given, read.tensors):
+        if (self.snapshot.compares or not self.grad) and _differ(given, read.tensors):
             self._known.writes_unseen.add(self.index)
         unseen = self.index in self._known.writes_unseen
         self.writes_input = unseen or versions(given) != given_before
@@ -398,7 +398,7 @@ class StageRun:
 
     def _read_key(self, read: Bundle) -> tuple[object, ...]:
         """The key of that trait. It has shapes: a stage may pad odd lengths and write the copy, and else its input."""
-        return *self.recall.key, *[tensor.shape[1:] for tensor in read.tensors]
+        return *self.snapshot.key, *[tensor.shape[1:] for tensor in read.tensors]
 
     def begin(self) -> None:
         """Begin a phase: note which modes are on, in a thread whose modes are those of all threads."""
@@ -407,9 +407,9 @@ class StageRun:
 
     def commit(self) -> None:
         """Record the observed traits, and apply deferred updates. Called after all forwards."""
-        self.recall.note()
+        self.snapshot.note()
         if self._deferred is not None:
-            self.recall.buffers.note_writes(self._deferred.commit(), self.name)
+            self.snapshot.buffers.note_writes(self._deferred.commit(), self.name)
 
     def learn_draws(self) -> None:
         """Hold the host's generators, and find out whether that was needed."""
@@ -420,7 +420,7 @@ class StageRun:
     def note_draws(self) -> None:
         """Record, after a phase, whether this stage drew from a default generator of the host."""
         if self._learns_draws:
-            key = self.recall.key
+            key = self.snapshot.key
             (self._known.draws_nothing.discard if self.seeder.drew else self._known.draws_nothing.add)(key)
 
     def _learn_graph(
@@ -441,7 +441,7 @@ class StageRun:
 
     def _reaches_the_same(self, read: Bundle) -> bool:
         """Whether each chunk's graph has the leaves of the first: torch's own layers capture nothing."""
-        if not self._is_quiet or self.recall.compares:
+        if not self._is_quiet or self.snapshot.compares:
             return False
         for tensor in read.tensors:
             if type(tensor) is not Tensor:
@@ -504,7 +504,7 @@ class StageRun:
                     self._differentiate(roots, cut, retain)
         self.seeder.settle()
         if not retain:
-            self.recall.forget(chunk)
+            self.snapshot.forget(chunk)
         return cut.grads()
 
     def _backward_one(self, chunk: int, kept: GraphRecord, begin: Begin, retain: bool) -> list[Grads]:
@@ -522,7 +522,7 @@ class StageRun:
         if self._learns_draws:
             self.seeder.settle()
         if not retain:
-            self.recall.forget(chunk)
+            self.snapshot.forget(chunk)
         return kept.cut.grads()
 
     def _differentiating(self) -> AbstractContextManager[None]:
@@ -593,12 +593,12 @@ class StageRun:
         assert record.inbox is not None  # a record holds its input or its graph
         self.check_unchanged(chunk)
         self._check_input(chunk, record.inbox.tensors, record.input_versions)
-        with self.recall.as_at_forward(chunk), self.aliases.stand_in():
+        with self.snapshot.as_at_forward(chunk), self.aliases.stand_in():
             cut, given = self._enter(record.inbox, record.needs_grad)
             outputs = self._outputs(chunk, record.inbox.build(given))
-        if self.recall.compares:
+        if self.snapshot.compares:
             self._check_path(chunk, outputs, record)
-        self.recall.check_same(chunk, outputs.tensors)
+        self.snapshot.check_same(chunk, outputs.tensors)
         return cut, outputs
 
     def _recompute_one(self, chunk: int, then: RecomputeRecord) -> GraphRecord:
@@ -606,8 +606,8 @@ class StageRun:
         self.check_unchanged(chunk)
         if then.read._version != then.version:
             self._check_input(chunk, (then.read,), (then.version,))
-        cut, made = self._run_one(chunk, then.read, then.needs_grad, self.recall.as_at_forward(chunk))
-        self.recall.check_same(chunk, made.tensors)
+        cut, made = self._run_one(chunk, then.read, then.needs_grad, self.snapshot.as_at_forward(chunk))
+        self.snapshot.check_same(chunk, made.tensors)
         return GraphRecord(cut, OutputEdges.of(Bundle((made,), made.tensors), whole=True))
 
     def _check_path(self, chunk: int, outputs: Bundle, record: ChunkRecord) -> None:
@@ -656,10 +656,10 @@ class StageRun:
             read: what the stage reads, attached to the caller's graph.
             views: for each real parameter (by id) the tensor to compute with.
         """
-        with self.recall.as_at_forward(chunk), self.on_views(views):
+        with self.snapshot.as_at_forward(chunk), self.on_views(views):
             tensors = [tensor.clone() for tensor in read.tensors] if self.writes_input else read.tensors
             made = self._outputs(chunk, read.build(tensors))
-        self.recall.check_same(chunk, made.tensors)
+        self.snapshot.check_same(chunk, made.tensors)
         return made
 
     def on_views(self, views: dict[int, Tensor]) -> Swap:
@@ -682,17 +682,17 @@ class StageRun:
 
     def rewind(self) -> None:
         """Undo what the forwards and backwards did; traits stay."""
-        self.recall.roll_back()
+        self.snapshot.roll_back()
         self.drop_sums()
         self._records.clear()
         self._is_usual = False
-        self.recall.release()
+        self.snapshot.release()
 
     def release(self) -> None:
         """Drop everything that was kept for a backward."""
         self._records.clear()
         self._waiting.clear()
-        self.recall.release()
+        self.snapshot.release()
         self.aliases.release()
 
 

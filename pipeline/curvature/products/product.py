@@ -128,11 +128,11 @@ class ProductCall:
             layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
             task.wanted,
         )
-        recall = ForwardSnapshot(layers.modules, self._ambient, layers.name, index, setup.known, setup.compares)
+        snapshot = ForwardSnapshot(layers.modules, self._ambient, layers.name, index, setup.known, setup.compares)
         along = partial(_along_at, task.along, place.device)
         add = partial(self._sums.add, index)
         return StageRule(
-            index, layers, aliases, recall, Seeder(setup.seed, [place.device], self._generators), task.number,
+            index, layers, aliases, snapshot, Seeder(setup.seed, [place.device], self._generators), task.number,
             along, add, task.wanted, doubt, self._batch.chunks > 1
         )
 
@@ -181,11 +181,11 @@ class ProductCall:
             stage.aliases.check_versions(self._batch.chunks - 1)
             stage.aliases.check_memory()
             if self._batch.chunks > 1:
-                stage.recall.buffers.check_unseen(stage.name)
-            stage.recall.note()
+                stage.snapshot.buffers.check_unseen(stage.name)
+            stage.snapshot.note()
             self._communicator.refuse_strangers(stage.captured.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
-        check_shared([(stage.name, stage.recall) for stage in stages], elsewhere)
+        check_shared([(stage.name, stage.snapshot) for stage in stages], elsewhere)
         if self._last in self._run:
             with torch.enable_grad():
                 self.loss.check()
@@ -251,7 +251,7 @@ class ProductCall:
         self, run: StageRule, chunk: int, record: ProductRecord, given: Sequence[Grads]
     ) -> list[Grads]:
         again = record.graph is None
-        with run.recall.as_at_forward(chunk) if again else nullcontext(), run.aliases.stand_in():
+        with run.snapshot.as_at_forward(chunk) if again else nullcontext(), run.aliases.stand_in():
             graph = run.again(chunk, record)
             groups = self._groups(given, record.lives)
             if self._task.rule is Rule.HESSIAN:

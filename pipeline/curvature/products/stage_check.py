@@ -55,7 +55,7 @@ def error_along(
     def values_at(step: float) -> list[Tensor | None]:
         views = {id(owner): (alias + step * part).detach().requires_grad_() for owner, alias, part in owners}
         moved = _moved(inbox, tangents, step)
-        with stage.recall.as_at_forward(chunk), stage.aliases.stand_back(views):
+        with stage.snapshot.as_at_forward(chunk), stage.aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
             each = at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in each]

@@ -134,7 +134,7 @@ class StageRule:
         index: the stage.
         layers: its layers.
         aliases: stand in for its parameters.
-        recall: what its recomputations must find as it was.
+        snapshot: what its recomputations must find as it was.
         seeder: seeds its layers.
         count: how many directions there are.
         along: the directions.
@@ -149,7 +149,7 @@ class StageRule:
         index: int,
         layers: StageLayers,
         aliases: Aliases,
-        recall: ForwardSnapshot,
+        snapshot: ForwardSnapshot,
         seeder: Seeder,
         count: int,
         along: Along,
@@ -163,7 +163,7 @@ class StageRule:
         self.name = layers.name
         self.layers = layers
         self.aliases = aliases
-        self.recall = recall
+        self.snapshot = snapshot
         self.seeder = seeder
         self.writes_input = False
         self.captured: dict[int, Tensor] = {}
@@ -189,7 +189,7 @@ class StageRule:
             with checkpointing(recompute):
                 graph = self.run(chunk, inbox)
             tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in range(self._count)]
-        tensors = self.recall.buffers.hand_over(graph.made.tensors)
+        tensors = self.snapshot.buffers.hand_over(graph.made.tensors)
         if graph.roots:
             self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
         known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
@@ -198,11 +198,11 @@ class StageRule:
 
     def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
         """A chunk's forward for the first time: learn what it does."""
-        self.recall.before_forward(chunk)
+        self.snapshot.before_forward(chunk)
         looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
         with RowsApart(self.name) if looks else nullcontext():
             graph = self.computed(chunk, inbox)
-        self.recall.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
+        self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
         self._learn(chunk, graph)
         return graph
 
@@ -330,7 +330,7 @@ class StageRule:
                 "it. Let layers write copies."
             )
         graph = self.computed(chunk, record.inbox)
-        self.recall.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
+        self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
         if live_of(graph.made) != record.lives:
             raise RuntimeError(
                 f"{self.name}, chunk {chunk}, took another path when it was computed again: other outputs depend on "
@@ -417,8 +417,8 @@ class StageRule:
         """Forget all; the buffers are what they were."""
         self._records.clear()
         self._parts.clear()
-        self.recall.roll_back()
-        self.recall.release()
+        self.snapshot.roll_back()
+        self.snapshot.release()
         self.aliases.release()
 
 
