@@ -4,7 +4,7 @@
                    └─┬─┘ └┬┘
     stages         0 1 2 | 3 4      the same layers under the same names, in one nn.Sequential per stage
 
-What cannot be cut so is refused here, at the edge; behind it a balance is positive ints that sum to the layers.
+Validation is here: a balance that passes it is positive ints that sum to the number of layers.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """ScheduleError, and the checks of numbers that make a schedule.
 
-    wrong input  --refused at the edge-->  ScheduleError: what was wrong, the value, what to do
+    wrong input  --validation-->  ScheduleError: what was wrong, the value, what to do
 
 A fault inside a schedule also has a place, so `faults.py` adds the grid with the failing cells marked.
 """

@@ -4,8 +4,8 @@
 
     lightness   24 B 37   45 F 57   64 I 72   84 W 89   95 idle        (CIE L*, from the first to the last stage)
 
-Each kind has a band of lightness of its own, so that kinds are told apart in grey print and under every kind of colour
-blindness; forward is blue, what goes backward is warm. Within its band a kind is the paler the later the stage.
+Each kind has a band of lightness of its own, so that kinds can be distinguished in grey print and under every kind of
+colour blindness; forward is blue, what goes backward is warm. Within its band a kind is the paler the later the stage.
 """
 
 from scheduler.action import Kind

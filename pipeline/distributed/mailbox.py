@@ -4,7 +4,7 @@
     F(s, i)  --same rank--> a dict --> F(reader, i)
              --other rank--> Sender ==channel==> Receiver --> F(reader, i)        gradients: the same, back
 
-What a message looks like travels with it (transports/link.py). Traffic knows the order of every channel.
+A message travels with its spec (transports/link.py). P2PPlan has the order of every channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeline.transports.message import Message
 
 
 class Lines(Protocol):
-    """What a mailbox asks of the links to other ranks. A message's slot is its name."""
+    """The interface of the links to other ranks. A message's slot is its name."""
 
     def send(self, rank: int, slot: str, letter: Message) -> None: ...
 
@@ -36,10 +36,10 @@ class RankMailbox(Post):
         values: the table.
         rank_of: the rank of each stage.
         rank: this one.
-        lines: to the others.
-        traffic: of the phase that runs.
-        place: where this rank computes.
-        transport: moves there what the caller gives, as that of one process does.
+        lines: the links to the others.
+        traffic: the plan of the phase that runs.
+        place: that of this rank.
+        transport: moves the caller's tensors there, as in one process.
     """
 
     def __init__(

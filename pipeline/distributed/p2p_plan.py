@@ -4,11 +4,11 @@
     order of rank 1:  1F0 1B0 1F1 ...                    1 to 0: the gradient of h1 of chunk 0, ...
 
 A rank sends as it goes, so the order of a channel is that of its sender's actions; a message goes straight from the
-stage that makes a value to the one that reads it, past all ranks between. Which actions send and what they need is
-`scheduler.requires`' affair: `scheduler.lower` has the same messages in the same order (a test compares them), and
+stage that makes a value to the one that reads it, past all ranks between. `scheduler.requires` says which actions
+send and what they need: `scheduler.lower` has the same messages in the same order (a test compares them), and
 `scheduler.verify` proves that such a program cannot wait for ever.
 
-A message proves that its sender had received some of ours: then those need not be kept any longer (`delivered`).
+A message proves that its sender has received some of this rank's messages, whose buffers are then freed (`delivered`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class P2PPlan:
 
     Args:
         orders: the actions of each rank.
-        values: what crosses the stages.
-        rank_of: which rank has each stage.
+        values: the table of values that cross stages.
+        rank_of: the rank of each stage.
         rank: this one.
 
     Attributes:
         slots: the messages of each channel from or to this rank, in order.
         name_of: for each message its name.
-        channel_of: and where it goes.
+        channel_of: for each message its channel.
 
     Example:
         >>> from pipeline.data.values import chain
@@ -71,7 +71,7 @@ class P2PPlan:
         self._delivered = {channel: self._proved(channel) for channel in self.slots if channel[1] == rank}
 
     def delivered(self, channel: Channel, count: int) -> int:
-        """How many messages of the opposite channel have arrived once `count` have come in on this one."""
+        """The number of messages of the opposite channel that have arrived once `count` have come in on this one."""
         return self._delivered[channel][count]
 
     def _proved(self, channel: Channel) -> list[int]:
@@ -89,7 +89,7 @@ def _last_taken(slots: Sequence[P2PMessage], index: int) -> int:
 
 
 def _sent(action: Action, values: Values, rank_of: Sequence[int]) -> Iterator[tuple[Key, int, Channel]]:
-    """What an action sends: the message, the stage that takes it, and the channel."""
+    """The messages that an action sends: each with the stage that takes it, and its channel."""
     stage, kind, chunk = action
     here = rank_of[stage]
     if kind is Kind.F:
@@ -104,7 +104,7 @@ def _sent(action: Action, values: Values, rank_of: Sequence[int]) -> Iterator[tu
 
 
 def _taken_at(key: Key, reader: int, place: Mapping[Action, int]) -> int:
-    """Where in its rank's order a message is taken: by the F that reads the value, or the backward that wants it."""
+    """The position in its rank's order at which a message is taken: by the F or the backward that reads it."""
     _, chunk, _, is_grad = key
     if not is_grad:
         return place[Action(reader, Kind.F, chunk)]
@@ -113,7 +113,7 @@ def _taken_at(key: Key, reader: int, place: Mapping[Action, int]) -> int:
 
 
 def _name(key: Key, numbers: Mapping[Name, int]) -> str:
-    """A message's name, the same on every rank. Skips of one name in several namespaces are told apart by number."""
+    """A message's name, the same on every rank. Skips of one name in several namespaces have numbers."""
     name, chunk, reader, is_grad = key
     value = name if isinstance(name, str) else f"{name} (value {numbers[name]})"
     if is_grad:

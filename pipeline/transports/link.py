@@ -3,12 +3,12 @@
     Sender.send("2F0", message) --[header | tensors]-->  Receiver.receive("2F0")
                   as predicted     buffers as long as predicted are posted ahead
 
-Both ends remember for each message of a series what it was like the last time it was sent. The message that looks like
-that, as nearly every one does, goes as one buffer: a header of 64 bytes and its tensors. Any other one is announced:
+Both ends keep for each message of a series the spec with which it was last sent. A message with that spec, as nearly
+every one has, goes as one buffer: a header of 64 bytes and its tensors. Any other one is announced:
 
     as predicted           stream        [header | tensors]
     any other              stream        [header | nothing, as long as predicted]
-                           extra stream  [what the message is like, as JSON | gap | tensors]
+                           extra stream  [the spec of the message, as JSON | gap | tensors]
 
     Where the channel has payloads, tensors that are on the device go there instead, in both cases:
                            payloads      [tensors]
@@ -50,7 +50,7 @@ class Sender:
     """The end of a channel where messages are sent.
 
     Args:
-        outgoing: the channel. Nobody else sends on it.
+        outgoing: the channel. Only this object sends on it.
         what: how errors name it: "rank 0 to rank 1".
     """
 
@@ -67,7 +67,7 @@ class Sender:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes of buffers are kept, since nobody knows yet that they have been received; without payloads."""
+        """The bytes of buffers that are kept until they are known to have been received; without payloads."""
         return self._held
 
     def begin(self, series: str, slots: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class Sender:
             self._announce(course, place, letter._replace(tensors=tensors))
 
     def reap(self, count: int) -> None:
-        """Let go of the first `count` messages of this phase, which are known to have been received.
+        """Free the first `count` messages of this phase, which are known to have been received.
 
         Raises:
             RuntimeError: so many have not been sent.
@@ -128,7 +128,7 @@ class Sender:
             self._reaped += 1
 
     def finish(self) -> None:
-        """End the phase: wait until all that was sent may be let go.
+        """End the phase: wait until all that was sent may be freed.
 
         Raises:
             RuntimeError: not all messages of the phase have been sent.
@@ -167,7 +167,7 @@ class Sender:
         return any([tensor is not None and payloads.takes(tensor) for tensor in tensors])
 
     def _packed(self, form: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The buffer that goes through the host; what goes as a payload is on its way."""
+        """The buffer that goes through the host; a payload is sent at once."""
         if not form.apart or self._payloads is None:
             return form.packing.pack(header, tensors)
         self._payloads.send(form.packing.pack_apart(tensors, self._payloads.device))
@@ -191,7 +191,7 @@ class Receiver:
     """The end of a channel where messages arrive.
 
     Args:
-        incoming: the channel. Nobody else receives on it.
+        incoming: the channel. Only this object receives on it.
         what: how errors name it: "rank 0 to rank 1".
         window: how many receives are posted when it waits for a message.
         device: where tensors shall be; None: on the host. Those of a payload are where payloads come.
@@ -214,7 +214,7 @@ class Receiver:
 
     @property
     def position(self) -> int:
-        """How many messages of this phase have been received, in order."""
+        """The number of messages of this phase that have been received, in order."""
         return self._position
 
     def begin(self, series: str, slots: Sequence[str]) -> None:
@@ -230,10 +230,10 @@ class Receiver:
         self._post_ahead(self._course)
 
     def receive(self, slot: str) -> Message:
-        """Wait for a message. Those before it are received too, and kept until they are asked for.
+        """Wait for a message. Those before it are received too, and kept until they are taken.
 
         Raises:
-            RuntimeError: no such message is expected, or another one has come.
+            RuntimeError: no such message is expected, or another one has arrived.
             ChannelError: the channel is dead.
         """
         course = self._course
@@ -273,7 +273,7 @@ class Receiver:
             self._posted.append((buffer, self._incoming.post(buffer)))
 
     def _receive_next(self, course: MessageSeries) -> None:
-        """Wait for the message at `position`, and know what is in it."""
+        """Wait for the message at `position`, and read its header."""
         self._post_ahead(course)  # now, when this rank would wait anyway, not when it has just got what it waited for
         buffer, handle = self._posted.popleft()
         handle.wait()
@@ -298,7 +298,7 @@ class Receiver:
         return self._arrival(form, extra, length + -length % ALIGNMENT)
 
     def _arrival(self, form: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
-        """A message whose header has come: only now is it known that a payload will, and how long it is."""
+        """A message whose header has arrived, which says whether a payload follows, and its length."""
         if not form.apart:
             return _Arrival(form, buffer, start, None)
         payloads = self._incoming.payloads
@@ -320,7 +320,7 @@ class Receiver:
 
 
 class _Arrival(NamedTuple):
-    """A message that has been received: what it is like, where its tensors begin in which buffer, or their payload."""
+    """A message that has been received: its spec, and its tensors' place in a buffer, or their payload."""
 
     form: MessageSpec
     buffer: Tensor

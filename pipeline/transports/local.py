@@ -33,7 +33,7 @@ class Parcel(NamedTuple):
 
 
 class Local:
-    """Moves tensors between places of one process. Holds the streams on which it copies, and no tensor."""
+    """A mover of tensors between places of one process. It holds its copy streams, and no tensor."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
@@ -47,8 +47,8 @@ class Local:
 
         Args:
             tensors: computed in the stream that is current now on their device.
-            source: where they are. None: with the caller, each on the device that it is on.
-            target: where they shall be. None: where they are.
+            source: their place. None: with the caller, each on its own device.
+            target: their new place. None: they stay.
         """
         found = tuple(tensors)
         if target is None or source == target or all([t is None or _is_there(t, source, target) for t in found]):
@@ -136,7 +136,7 @@ class Local:
 
 
 def _span(tensor: Tensor) -> int | None:
-    """How much memory to move for a tensor that a plain copy would lay out otherwise; None: a plain copy will do.
+    """The span of memory to move for a tensor whose layout a plain copy would change; None: a plain copy will do.
 
     Expanded, as the gradient of a sum is, it needs less than a number each; with gaps, as a real part has, more. In
     another layout kernels add in another order, so the numbers would depend on the place.

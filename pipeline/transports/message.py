@@ -1,8 +1,8 @@
 """A message, and its spec: all that it is but the numbers in its tensors.
 
-    Message --describe--> JSON text, over the channel --MessageSpec.read--> Form --message(tensors)--> Message
+    Message --describe--> JSON text, over the channel --MessageSpec.read--> MessageSpec --message(tensors)--> Message
 
-Both ends of a link keep the form of the last message and predict the next one by it.
+Both ends of a link keep the spec of the last message and predict the next one by it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pipeline.transports.plain import decode_plain, encode_plain
 
 
 class Message(NamedTuple):
-    """What one message holds.
+    """A value with its tensors apart.
 
     Attributes:
-        tensors: where they stand in the value.
+        tensors: those of the value, in order.
         skeleton: the rest of the value; None: the value is one tensor.
-        needs_grad: which of the tensors want a gradient.
-        memory: what stands for the memory of each, in tuples, whole numbers and None.
+        needs_grad: which of the tensors need a gradient.
+        memory: the identity of each one's memory, in tuples, whole numbers and None.
     """
 
     tensors: tuple[Tensor | None, ...]
@@ -35,9 +35,9 @@ class Message(NamedTuple):
 
 
 class MessageSpec(NamedTuple):
-    """What a message is like.
+    """All that a message is but the numbers in its tensors.
 
-    Nothing in it is anybody else's, so that nobody can change what both ends remember.
+    It shares no object with a message, so that no user can change what both ends keep.
 
     Attributes:
         apart: its tensors go as a payload, from device to device, and not with the header.
@@ -52,12 +52,12 @@ class MessageSpec(NamedTuple):
 
     @property
     def beside_header(self) -> int:
-        """How many bytes of tensors go with the header."""
+        """The bytes of tensors that go with the header."""
         return 0 if self.apart else self.packing.nbytes
 
     @classmethod
     def read(cls, text: bytes) -> MessageSpec:
-        """What `describe` has written.
+        """Read what `describe` wrote.
 
         Raises:
             LookupError: it names a class that this process does not know.
@@ -67,7 +67,7 @@ class MessageSpec(NamedTuple):
         return cls(Packing.from_plain(packing), decode(skeleton), needs_grad, memory, skeleton, apart)
 
     def says(self, message: Message) -> bool:
-        """Whether a message is like this, its tensors aside."""
+        """Whether a message has this spec."""
         return (
             self.needs_grad == message.needs_grad
             and self.memory == message.memory
@@ -75,7 +75,7 @@ class MessageSpec(NamedTuple):
         )
 
     def message(self, tensors: tuple[Tensor | None, ...]) -> Message:
-        """A message like this; what its reader may write in is its own."""
+        """A message with this spec, whose containers its reader may write."""
         skeleton = self.skeleton
         if skeleton is not None and not may_be_shared(skeleton.spec):
             skeleton = decode(self.written_skeleton)
@@ -86,7 +86,7 @@ NOTHING = MessageSpec(Packing(()), None, (), (), None)
 
 
 def describe(message: Message, packing: Packing, what: str, apart: bool = False) -> bytes:
-    """What a message is like, as text.
+    """The spec of a message, as text.
 
     Args:
         packing: of its tensors.
@@ -94,7 +94,7 @@ def describe(message: Message, packing: Packing, what: str, apart: bool = False)
         apart: its tensors go as a payload.
 
     Raises:
-        TypeError: its structure cannot be written. It says what, and what to do.
+        TypeError: its structure cannot be written. The message says why, and what to do.
     """
     try:
         skeleton = encode(message.skeleton)

@@ -1,6 +1,6 @@
 """The cache of message specs: it predicts each message from the last of its kind, and checks what came.
 
-    begin("step", ["2F0", "2F1"])  -->  Course: slots, and what the message of each was like the last time
+    begin("step", ["2F0", "2F1"])  -->  MessageSeries: slots, and the last spec of each
 
     header, 64 bytes: magic | call | place | digest of series and slots | bytes of tensors as predicted
                       | bytes of the description (0: as predicted) | bytes on the extra stream | unused
@@ -26,7 +26,7 @@ _MAGIC = 0x6B636F74736E6550  # "Penstock"
 
 
 class MessageSeries:
-    """The messages of a phase, in order, and what each was like the last time."""
+    """The messages of a phase, in order, with the last spec of each."""
 
     def __init__(self, series: str, slots: tuple[str, ...], what: str) -> None:
         self.series = series
@@ -40,11 +40,11 @@ class MessageSeries:
         self._predicted = [NOTHING] * len(slots)
 
     def predicted(self, place: int) -> MessageSpec:
-        """What the next message of this place will be like."""
+        """The predicted spec of the next message of this place."""
         return self._predicted[place]
 
     def learn(self, place: int, text: bytes) -> MessageSpec:
-        """What a message is like that had to be announced, from its description."""
+        """The spec of an announced message, from its description; it is the next prediction."""
         form = MessageSpec.read(text)
         is_steady = self._last[place] in (b"", text)
         self._last[place], self._predicted[place] = text, form if is_steady else NOTHING
@@ -74,7 +74,7 @@ class SpecCache:
         return course
 
     def mistaken(self, course: MessageSeries, place: int, header: tuple[int, ...]) -> str:
-        """How an error says that another message has come than was expected."""
+        """The error text for a message other than the expected one."""
         expected = f"message {place} ({course.slots[place]}) of {course.series!r} in call {course.call}"
         magic, call, came, digest, predicted, *_ = header
         if magic != _MAGIC:

@@ -1,4 +1,4 @@
-"""A click command run to its exit status: what goes wrong is told in words on stderr.
+"""A click command run to its exit status, with errors as text on stderr.
 
     words --click--> the command's function ──► 0, or the status that it returns
       └── wrong ──────────┴── cannot be ──────► 2, in words on stderr          Ctrl-C ──► 130

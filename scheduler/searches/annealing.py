@@ -1,6 +1,6 @@
 """Simulated annealing of a plan on the orders of its lanes.
 
-    Plan ──► Course ──► move an action past a few others ──► no longer, or by luck ──► Course ... ──► the best Plan seen
+    Plan ──► IncrementalTiming ──► move an action past a few others ──► no longer, or by luck ──► ... ──► the best Plan
 
 Most moves are of an action on a critical path, because only those can make a plan shorter; the others drift. A move
 that makes the value larger by x is taken with probability exp(-x / temperature), and the temperature falls from a
