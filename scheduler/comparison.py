@@ -1,6 +1,6 @@
 """A comparison of schedules: the same model under each, with step time and memory.
 
-    Costs of lanes ─split_costs► Costs of stages ┐
+    Costs of lanes ─split_costs─► Costs of stages ┐
     names ──by_name──► Schedule ──────────────────┴─simulate──► Timeline ──► Row: step, bubbles, peaks
                   └──► ScheduleError ──────────────────────────────────────► Row: why it is not defined
 
