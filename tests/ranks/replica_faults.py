@@ -223,11 +223,11 @@ def late() -> tuple[list[Told], bool]:
     mesh = mesh_of()
     torch.manual_seed(5)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
-    pipe = Pipe(model, [2, 2], 3, group=mesh["pp"], replicas=mesh["dp"], timeout=1.0)
+    pipe = Pipe(model, [2, 2], 3, group=mesh["pp"], replicas=mesh["dp"], timeout=2.5)
     x, y = batch(mesh["dp"].get_local_rank(), 0, 6)
     found = [told(lambda: pipe.step(x, y, loss_fn=broken_loss))]
     if dist.get_rank() == 0:
-        time.sleep(3.0)
+        time.sleep(6.0)
     found.append(told(lambda: pipe.step(x, y, loss_fn=mean_loss)))
     found.append(told(lambda: pipe.step(x, y, loss_fn=mean_loss)))
     return found, all(parameter.grad is not None for parameter in pipe.parameters())
