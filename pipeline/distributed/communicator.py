@@ -218,7 +218,7 @@ class DistributedCommunicator(Communicator):
     def failures(self) -> int:
         return self._ranks.generation
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         for leaf in leaves:
             name = self._topology.name_of(leaf)
             if name is not None and stage is not None and self._topology.is_own(name):

@@ -236,7 +236,7 @@ class Call:
         for stage in self.stages:
             if memory:
                 stage.aliases.check_memory()
-            self.communicator.refuse_strangers(stage.foreign.values(), stage.name, stage.index)
+            self.communicator.refuse_external(stage.foreign.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
         check_shared([(stage.name, stage.snapshot) for stage in self.stages], elsewhere)
         for stage in self.stages:

@@ -109,7 +109,7 @@ class Communicator(ABC):
         return 0
 
     @abstractmethod
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         """Raise if gradients of these leaves would be lost on other ranks.
 
         Args:
@@ -257,7 +257,7 @@ class LocalCommunicator(Communicator):
     def is_alone(self) -> bool:
         return True
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
         pass
 
     @property

@@ -183,7 +183,7 @@ class ProductCall:
             if self._batch.chunks > 1:
                 stage.snapshot.buffers.check_unseen(stage.name)
             stage.snapshot.note()
-            self._communicator.refuse_strangers(stage.captured.values(), stage.name, stage.index)
+            self._communicator.refuse_external(stage.captured.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._setup.stages, self._run)
         check_shared([(stage.name, stage.snapshot) for stage in stages], elsewhere)
         if self._last in self._run:

@@ -27,7 +27,7 @@ from pipeline.data.values import Values
 from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest
 from pipeline.distributed.data_parallel.gradient_means import GradientReducer, ReplicaLostError, lost
 from pipeline.distributed.data_parallel.replicas import Replicas, members, refuse
-from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_strangers
+from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_external
 from pipeline.distributed.failure.errors import Failure, RankError, silence
 from pipeline.distributed.group import RankGroup, in_words
 from pipeline.execution.communicator import Communicator, Output, Pair, Part, Verdict
@@ -200,7 +200,7 @@ class DataParallelCommunicator(Communicator):
         """
         means, self._means = self._begun(), None
         divisor = self._shared(divisor)
-        last, grads = with_strangers(self._layout, pairs), _by_id(pairs)
+        last, grads = with_external(self._layout, pairs), _by_id(pairs)
         note = self._note(last, divisor)
         while means.early is not None:
             means.send(grads)
@@ -236,8 +236,8 @@ class DataParallelCommunicator(Communicator):
             f"parameter {index} of shape {list(each.shape)} is {'trained' if each.requires_grad else 'frozen'}"
             for index, each in enumerate(self._layout.parameters)
         ]
-        strangers = last.parameters[len(self._layout.slots[-1].parameters) :]
-        lines += [f"a parameter of shape {list(each.shape)} that is not the module's" for each in strangers]
+        external = last.parameters[len(self._layout.slots[-1].parameters) :]
+        lines += [f"a parameter of shape {list(each.shape)} that is not the module's" for each in external]
         with lost():
             refuse(self._ranks, {**self._words, "the parameters": "\n".join(lines)})
 
@@ -269,8 +269,8 @@ class DataParallelCommunicator(Communicator):
     def failures(self) -> int:
         return self._inner.failures
 
-    def refuse_strangers(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
-        self._inner.refuse_strangers(leaves, who, stage)
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        self._inner.refuse_external(leaves, who, stage)
 
     @property
     def stand_in(self) -> Tensor:

@@ -94,12 +94,12 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] 
     return Layout((*slots, last), tuple(everything.values()))
 
 
-def with_strangers(layout: Layout, pairs: Sequence[Pair]) -> GradientBucket:
+def with_external(layout: Layout, pairs: Sequence[Pair]) -> GradientBucket:
     """The last slot, with parameters that are trained with the module but are not its own, those of a loss."""
     known = {id(parameter) for parameter in layout.parameters}
-    strangers = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
+    external = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
     last = layout.slots[-1]
-    return GradientBucket(last.stages, (*last.parameters, *strangers))
+    return GradientBucket(last.stages, (*last.parameters, *external))
 
 
 def shares(sizes: Sequence[int], count: int) -> list[list[Piece]]:
