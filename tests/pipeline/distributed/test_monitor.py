@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import monitor_scripts
 import pytest
 import torch.distributed as dist
-import watch_scripts
-from watch_scripts import Nursery, Remote, every
+from monitor_scripts import Nursery, Remote, every
 
 from pipeline.distributed.failure import thread as watch_thread
 from pipeline.distributed.failure.detector import FailureDetector
@@ -559,7 +559,7 @@ def test_times_that_are_none_are_refused(store: dist.Store) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with watch_scripts.nursery(tmp_path_factory.mktemp("w")) as found:
+    with monitor_scripts.nursery(tmp_path_factory.mktemp("w")) as found:
         yield found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from dense_map import DenseMap, DenseSpace, symmetric
+from dense_ranks import RankMap, over_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
@@ -17,8 +19,6 @@ from pipeline.curvature.estimates.krylov import Basis
 from pipeline.curvature.estimates.resume import ResumeError, Saves
 from pipeline.curvature.estimates.ritz import Ritz, ritz
 from pipeline.curvature.space import Vec
-from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
-from tests.pipeline.dense_ranks import RankMap, over_ranks
 
 # Two rounds that find something, a third that does not, and restarts on the way.
 VALUES = torch.tensor([6.0, 6.0, 6.0, 5.0] + [0.1 * place for place in range(26)])

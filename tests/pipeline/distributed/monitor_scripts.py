@@ -2,7 +2,8 @@
 
     test ──"fork"──► nursery (has imported torch) ──fork──► rank ──connects──► test:  ["enter", 0, "step 7"] ──► answer
 
-A rank is a script of its own: it ends as scripts end, with its exit handlers. `python watch_scripts.py` is the nursery.
+A rank is a script of its own, and ends as scripts do, with its exit handlers. `python monitor_scripts.py` is the
+nursery.
 """
 
 import atexit

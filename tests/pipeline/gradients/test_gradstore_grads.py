@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline import GradStore
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def network():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from dense_map import DenseMap, symmetric
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -16,7 +17,6 @@ from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.sharpness import SharpnessHistory
-from tests.pipeline.dense_map import DenseMap, symmetric
 
 
 @dataclass

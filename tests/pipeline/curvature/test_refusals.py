@@ -4,7 +4,7 @@
     at the first chunk     what a stage's graph shows, or what torch says when it is asked
     by numbers             autograd.Functions whose backward forgets what it depends on
 
-That everything else is right: test_curvature_operators.py.
+That everything else is right: test_operators.py.
 """
 
 import numpy

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from cover import examples
+from dense_map import DenseMap, DenseSpace, symmetric
+from dense_ranks import RankMap, over_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, eigsh
@@ -18,8 +20,6 @@ from pipeline.curvature.estimates.krylov import Basis, orthogonalise_
 from pipeline.curvature.estimates.ritz import Chain, limits, ritz, shortest, wanted
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.space import Vec
-from tests.pipeline.dense_map import DenseMap, DenseSpace, symmetric
-from tests.pipeline.dense_ranks import RankMap, over_ranks
 
 WHICH = ["LM", "LA", "SA", "BE"]
 

@@ -5,7 +5,7 @@
     H @ v   against   (gradient(w + h v) - gradient(w - h v)) / 2h                     of the plain module
     G @ v   against   J^T u,  u = (dL/dy (y + h J v) - ...) / 2h,  J v = (y(w + h v) - ...) / 2h
 
-Only first derivatives of torch are used for the reference. What cannot be right is refused: test_curvature_refusals.py.
+Only first derivatives of torch are used for the reference. What cannot be right is refused: test_refusals.py.
 """
 
 import math
