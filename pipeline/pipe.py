@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import eager_step as eager_entry
 from pipeline.entry import forward as forward_entry
 from pipeline.entry import step as step_entry
+from pipeline.entry.eager_step import Listens
 from pipeline.entry.plans import Planner, Plans
 from pipeline.entry.probe import Probe
 from pipeline.entry.runtime import Runtime
@@ -64,10 +66,12 @@ from pipeline.entry.validation import (
     parameters_of,
     settle,
 )
-from pipeline.execution.call import Call, Setup
+from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, LocalCommunicator, Output, Verdict
 from pipeline.execution.drivers import check_workers, in_turns
+from pipeline.execution.execution import Execution
 from pipeline.execution.plan import plan_forward, plan_step
+from pipeline.execution.setup import Setup
 from pipeline.execution.trace import TraceRecorder
 from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.eager import EagerUpdate
@@ -351,8 +355,8 @@ class Pipe(Settled, Stateful):
             batch = scatter(input, self.chunks, batch_dim=self._batch_dim)
             grad = torch.is_grad_enabled()
             self._refuse_transforms(batch)
-            call = self._call(batch, plan_forward, grad, True, communicator, {"output": output})
-            return forward_entry.run(call, now, everywhere=output == "all")
+            execution = self._execution(batch, plan_forward, grad, True, communicator, {"output": output})
+            return forward_entry.run(Call(execution), now, everywhere=output == "all")
 
     def step(
         self,
@@ -407,14 +411,14 @@ class Pipe(Settled, Stateful):
             self._refuse_transforms(batch)
             recorder = self._recorder() if trace else None
             aim = scatter_like(target, batch, "the target")
-            call = self._call(batch, plan_step, True, False, communicator, options, recorder, aim)
+            execution = self._execution(batch, plan_step, True, False, communicator, options, recorder, aim)
             if isinstance(optimizer, EagerUpdate):
                 new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
-                value, joined, metrics = self._eager_step(optimizer, call, new_loss, aim, outputs)
+                value, joined, metrics = self._eager_step(optimizer, execution, new_loss, aim, outputs)
                 timeline = None if recorder is None else self._timeline(recorder, communicator)
                 return Step(value, None, joined, timeline, metrics)
             loss = Loss(loss_fn, loss_reduction, batch.rows)
-            self._run_with_loss(call, loss, aim, outputs, scaler)
+            call = self._run_with_loss(execution, loss, aim, outputs, scaler)
             with without_autocast():
                 return self._finish(call, loss, optimizer, outputs, recorder, clip_grad_norm, scaler, grads)
 
@@ -443,16 +447,14 @@ class Pipe(Settled, Stateful):
                 with torch.no_grad():
                     recorder = self._recorder() if trace else None
                     options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
-                    call = self._call(batch, plan_forward, False, False, communicator, options, recorder, aim)
+                    execution = self._execution(
+                        batch, plan_forward, False, False, communicator, options, recorder, aim
+                    )
                     loss = Loss(loss_fn, loss_reduction, batch.rows)
-                    self._run_with_loss(call, loss, aim, outputs, None)
-                    try:
-                        verdict = Verdict(None if call.last is None else loss.value, None, True, False, loss.metrics)
-                        verdict = communicator.agree(verdict)
+                    with self._run_with_loss(execution, loss, aim, outputs, None) as call:
+                        value = loss.value if execution.has_last else None
+                        verdict = communicator.agree(Verdict(value, None, True, False, loss.metrics))
                         joined = self._joined(call) if outputs else None
-                    except BaseException:
-                        call.abandon()
-                        raise
             finally:
                 for module, training in flags:
                     module.training = training
@@ -548,7 +550,7 @@ class Pipe(Settled, Stateful):
     ) -> Step:
         """Finish a step that ran: hand over its gradients."""
         communicator = call.communicator
-        try:
+        with call:
             firm()
             pairs, value, hooks, metrics = step_entry.collect(call, loss)
             joined = self._joined(call) if outputs else None
@@ -561,9 +563,6 @@ class Pipe(Settled, Stateful):
                     self._clip_store(store, clip, communicator)
                 if optimizer is not None:
                     step_entry.optimize(optimizer, scaler, named, clip, communicator)
-        except BaseException:
-            call.abandon()
-            raise
         if optimizer is not None:
             step_entry.optimized(optimizer, scaler, named)
         if hooks or optimizer is not None or communicator.averages:
@@ -585,7 +584,7 @@ class Pipe(Settled, Stateful):
         stages = {stage: layers for stage, layers in enumerate(self._stages()) if own.has(stage)}
         return DataParallelCommunicator(own, self._replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
 
-    def _call(
+    def _execution(
         self,
         batch: Batch,
         planner: Planner,
@@ -595,8 +594,8 @@ class Pipe(Settled, Stateful):
         options: Mapping[str, object],
         trace: TraceRecorder | None = None,
         aim: Batch | None = None,
-    ) -> Call:
-        return Call(self._setup(batch, planner, grad, keep, communicator, options, trace, aim), batch)
+    ) -> Execution:
+        return Execution(self._setup(batch, planner, grad, keep, communicator, options, trace, aim), batch)
 
     def _setup(
         self,
@@ -624,8 +623,9 @@ class Pipe(Settled, Stateful):
         self._calls += grad
         compares = grad and validates(self._calls)
         setup = Setup(
-            stages, self._places, self._values, self._transport, self._workers, plan, recompute, grad, keep, compares,
-            self._known, self.deferred_batch_norm, traces, communicator, seed
+            stages=stages, places=self._places, values=self._values, transport=self._transport, workers=self._workers,
+            plan=plan, recompute=recompute, grad=grad, keep=keep, compares=compares, known=self._known,
+            defer=self.deferred_batch_norm, traces=traces, communicator=communicator, seed=seed
         )
         if batch.chunks > 1:
             self._probe(setup, batch)
@@ -646,7 +646,7 @@ class Pipe(Settled, Stateful):
         try:
             plan, traffic = self._plans.uncut(setup.plan.schedule.placement)
             setup.communicator.prepare(lambda: traffic)
-            Probe(setup._replace(plan=plan), batch, not self.mixes_rows).check()
+            Probe(replace(setup, plan=plan), batch, not self.mixes_rows).check()
         except BaseException:
             self._probed[key] = number - 1
             raise
@@ -712,55 +712,52 @@ class Pipe(Settled, Stateful):
         return [layers[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
     def _eager_step(
-        self, update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], aim: Batch, outputs: bool
+        self, update: EagerUpdate, execution: Execution, new_loss: Callable[[], Loss], aim: Batch, outputs: bool
     ) -> tuple[torch.Tensor, Any, Mapping[str, torch.Tensor]]:
         """The loss, the joined outputs if they are wanted, and metrics; the parameters are updated."""
 
-        def play(call: Call, loss: Loss, begin: Callable[[LossEnd], None]) -> None:
-            self._run_with_loss(call, loss, aim, outputs, None, begin)
+        def play(execution: Execution, loss: Loss, listens: Listens | None) -> Call:
+            return self._run_with_loss(execution, loss, aim, outputs, None, listens)
 
-        try:
-            call, value, _, metrics = eager_entry.run(update, call, new_loss, play, dict(self.named_parameters()))
+        named = dict(self.named_parameters())
+        call, value, _, metrics = eager_entry.run(update, execution, new_loss, play, named)
+        with call:
             joined = self._joined(call) if outputs else None
-        except BaseException:
-            call.abandon()
-            raise
         call.release()
         call.communicator.close()
         return value, joined, metrics
 
     def _run_with_loss(
         self,
-        call: Call,
+        execution: Execution,
         loss: Loss,
         aim: Batch,
         outputs: bool,
         scaler: torch.amp.GradScaler | None,
-        begin: Callable[[LossEnd], None] | None = None,
-    ) -> None:
-        """Run the call with the loss behind the last stage. Validating calls compare it with the un-pipelined one."""
-        number = self._losses.get(loss.loss_fn) + (call.batch.chunks > 1)
-        compare = call.batch.chunks > 1 and validates(number)
-        end = LossEnd(call, loss, aim, len(self), scaler, compare)
-        if scaler is not None and call.last is None:
+        listens: Listens | None = None,
+    ) -> Call:
+        """Run a call with the loss behind the last stage. Validating calls compare it with the un-pipelined one."""
+        several = execution.batch.chunks > 1
+        number = self._losses.get(loss.loss_fn) + several
+        compare = several and validates(number)
+        keeps_outputs = outputs or compare
+        end = LossEnd(execution, loss, aim, scaler, compare, keeps_outputs)
+        if scaler is not None and not execution.has_last:
             scaler.scale(torch.zeros((), device=self.devices[0]))  # its scale exists from its first use on
-        call.end_in(end)
-        call.keep_outputs = outputs or compare
         try:
-            if begin is not None:
-                begin(end)
-            call.run_forward()
-            end.check()
+            with Call(execution, end, keeps_outputs) as call:
+                call.run_forward(None if listens is None else listens(call, end))
+                end.check(call.outputs)
         except BaseException:  # the next call validates
             self._losses.set(loss.loss_fn, 0)
-            call.abandon()
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
         self._losses.set(loss.loss_fn, number if loss.is_proven else 0)
+        return call
 
     def _joined(self, call: Call) -> Any:
         output = None
-        if call.last is not None:
+        if call.execution.has_last:
             trees = [message.tree for message in call.outputs]
             output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
         tree, _ = call.communicator.share_output(output)

@@ -25,13 +25,15 @@ from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.entry.step import LossEnd, check_reached, summed
-from pipeline.execution.call import Call
+from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Pair, Verdict, joined
+from pipeline.execution.execution import Execution
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
-Play: TypeAlias = Callable[[Call, Loss, Callable[[LossEnd], None]], None]  # runs a call, and first passes its LossEnd
+Listens: TypeAlias = Callable[[Call, LossEnd], Listener]  # makes what takes gradients while a call runs
+Play: TypeAlias = Callable[[Execution, Loss, Listens | None], Call]  # runs a call
 
 
 class Ended(NamedTuple):
@@ -51,7 +53,7 @@ class Ended(NamedTuple):
 
 
 def run(
-    update: EagerUpdate, call: Call, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
+    update: EagerUpdate, execution: Execution, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
 ) -> Ended:
     """A step; with a norm over all gradients, of two runs."""
     update.get_ready()
@@ -60,14 +62,14 @@ def run(
     factor: Tensor | None = None
     if update.needs_two_runs:
         first = _Run(update, update.run(only_norms=True), named)
-        first.play(call, new_loss(), play)
-        factor = _factor(update, first.step, call, named)
-        call.abandon()
-        call = call.once_more()
+        trial = first.play(execution, new_loss(), play).call
+        factor = _factor(update, first.step, trial, named)
+        execution = trial.once_more()
     step = update.run(factor)
-    with update.guarded(step, call.communicator.is_alone):
-        ended = _Run(update, step, named).play(call, new_loss(), play)
-        _finish(update, step, ended)
+    with update.guarded(step, execution.communicator.is_alone):
+        ended = _Run(update, step, named).play(execution, new_loss(), play)
+        with ended.call:
+            _finish(update, step, ended)
     return ended
 
 
@@ -102,21 +104,23 @@ class _Run:
         self._divisor: Callable[[], Tensor | None] = lambda: None
         self._divided: list[Tensor | None] = []
 
-    def play(self, call: Call, loss: Loss, play: Play) -> Ended:
+    def play(self, execution: Execution, loss: Loss, play: Play) -> Ended:
         """Run forward and backward, and take the whole gradients of this process."""
         self._divisor = lambda: loss.divisor
         sums: list[GradientFinalizer] = []
-        if call.communicator.is_alone:
-            play(call, loss, lambda end: sums.append(self._listening(call, end)))
-        else:
-            play(call, loss, lambda end: None)
-        with without_autocast():
+
+        def listens(call: Call, end: LossEnd) -> Listener:
+            sums.append(self._finalizer(call, end))
+            return sums[0].settled
+
+        call = play(execution, loss, listens if execution.communicator.is_alone else None)
+        with call, without_autocast():
             return self._ended(call, loss, sums)
 
     def _ended(self, call: Call, loss: Loss, sums: Sequence[GradientFinalizer]) -> Ended:
         """End the run: take the remaining gradients, and agree. `sums`: took gradients while it ran."""
         inputs = self._of_inputs(call)
-        own = loss.divisor if call.last is not None else None
+        own = loss.divisor if call.execution.has_last else None
         if sums:
             pairs = self._rest(call, sums[0])
         else:
@@ -125,31 +129,31 @@ class _Run:
         inputs = [(each, divided(grad, own)) for each, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
         is_trial = self.step.only_norms
-        verdict = Verdict(loss.value if call.last is not None else None, None, reached, is_trial, loss.metrics)
+        verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics)
         value, _, reached, _, metrics = call.communicator.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
         return Ended(call, value, self._external, metrics)
 
-    def _listening(self, call: Call, end: LossEnd) -> GradientFinalizer:
-        """Take gradients from now on while the backward runs."""
-        by_threads = call.is_driven_by_threads
-        waits = by_threads and (call.compares or end.compares)
+    def _finalizer(self, call: Call, end: LossEnd) -> GradientFinalizer:
+        """What takes gradients while the backward runs."""
+        by_threads, compares = call.execution.has_threads, call.execution.setup.compares
+        waits = by_threads and (compares or end.compares)
 
         def ready() -> None:
-            if call.compares:  # one thread drives all lanes then
+            if compares:  # one thread drives all lanes then
                 self._refuse_later_weights(call)
             if waits:
                 return
             if not by_threads:  # with threads, buffers are swapped during recomputations
                 call.check_forwards(memory=False)
-            end.check()
+            end.check(call.outputs)
 
         def late() -> set[int]:
             """The parameters whose gradients have parts from outside the stages."""
-            return {*call.loss_sums, *end.reads, *map(id, call.batch.tree.tensors)}
+            return {*end.sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
-        return GradientFinalizer(call, self._take_divided, ready, late, waits)
+        return GradientFinalizer(call.stages, self._take_divided, ready, late, waits)
 
     def _refuse_later_weights(self, call: Call) -> None:
         """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
@@ -199,11 +203,10 @@ class _Run:
         while pairs:
             self._take(*pairs.pop(0))
         if is_all and call.stages:
-            call.note_update(call.stages[-1].index, start)
+            call.execution.record_update(call.stages[-1].index, start)
 
     def _rest(self, call: Call, sums: GradientFinalizer) -> list[Pair]:
-        of_loss, call.loss_sums = call.loss_sums, {}
-        parts = [*((-1, owner, grad) for owner, grad in of_loss.values()), *sums.rest()]
+        parts = [*call.parts_of_loss(), *sums.rest()]
         divisor = self._divisor()
         return [(owner, divide_(grad, divisor)) for owner, grad in joined(parts).values()]
 

@@ -37,11 +37,11 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
         everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
     """
     call.run_forward()
-    messages, call.outputs = call.outputs, []
-    try:
+    with call:
+        messages, call.outputs = call.outputs, []
         output: Output | None = None
         sizes: tuple[tuple[int, ...], ...] = ()
-        if call.last is not None:
+        if call.execution.has_last:
             joined, sizes = gather([message.tree for message in messages], call.batch.rows, call.batch.batch_dim)
             columns = zip(*[message.needs_grad for message in messages], strict=True)
             output = Output(joined, [any(column) for column in columns])
@@ -50,9 +50,6 @@ def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
             output = call.communicator.share_output(output)
         joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
         owners = call.owners() if any(needs_grad) else []
-    except BaseException:
-        call.abandon()
-        raise
     if not any(needs_grad):
         return joined.build(joined.tensors)
     return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, everywhere))
@@ -118,8 +115,9 @@ class Backward:
 
     def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners."""
-        with turn(self._then, may_wait=not self._call.is_accelerated), self._call.communicator.again() as communicator:
-            self._call.go_on_with(communicator)
+        execution = self._call.execution
+        with turn(self._then, may_wait=not execution.is_accelerated), execution.communicator.again() as communicator:
+            execution.go_on_with(communicator)
             communicator.open(lambda values: {}, draws=False)
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
@@ -141,7 +139,7 @@ class Backward:
             )
         batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
         moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
-        parts = self._parts(grads) if self._call.last is not None else []
+        parts = self._parts(grads) if self._call.execution.has_last else []
         if torch.is_grad_enabled() or batched or moved:
             self._refuse_over_ranks(batched, moved)
             self._check_input()
@@ -154,14 +152,12 @@ class Backward:
             self._call.communicator.check_output_grads(grads)
         given = self._given_away()
         try:
-            self._call.run_backward(parts, retain)
+            self._call.run_backward(parts, retain, None if given is None else given.settled)
         except BaseException:
             self._is_spent = not retain
             if self._is_spent:
                 self._call.release()
             raise
-        finally:
-            self._call.listen(None)
         inputs = self._call.input_grads()
         sums = self._call.sums() if given is None else joined(given.rest())
         if not retain:
@@ -171,16 +167,16 @@ class Backward:
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
 
     def _given_away(self) -> GradientFinalizer | None:
-        """A listener that hands over whole gradients during the backward; over ranks only after all have agreed."""
+        """What hands over whole gradients during the backward; over ranks only after all have agreed."""
         wanted = self.give_away
         if wanted is None or not self._call.communicator.is_alone:
             return None
-        call = self._call
+        stages = self._call.stages
 
         def late() -> set[int]:
-            return {key for stage in call.stages for key in stage.reads} - wanted.keys
+            return {key for stage in stages for key in stage.reads} - wanted.keys
 
-        return GradientFinalizer(call, wanted.take, lambda: None, late)
+        return GradientFinalizer(stages, wanted.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
         """Raise over ranks: second derivatives need every stage in this process."""

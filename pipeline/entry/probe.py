@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,15 @@ from pipeline.common.module_tables import buffers_of
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Activations, Tree, flatten, same_values
-from pipeline.execution.call import Call, Setup
+from pipeline.execution.call import stages_of
+from pipeline.execution.execution import Execution
+from pipeline.execution.setup import Setup
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
-from pipeline.recompute.randomness import generators_kept
 from pipeline.recompute.reachable import Generators, Reachable
 from pipeline.recompute.snapshot import StageTraits
 from pipeline.stage.stage import StageRun
-from scheduler import Action
+from scheduler import Kind
 
 _ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 _HALF_ROUNDING = 8e-3
@@ -65,9 +67,9 @@ class Probe:
     def __init__(self, setup: Setup, batch: Batch, checks_rows: bool) -> None:
         self._communicator = setup.communicator
         self._checks_rows = checks_rows
-        self._setup = setup._replace(
-            recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(), known=StageTraits(),
-            workers="inline" if setup.communicator.is_alone else setup.workers
+        self._setup = replace(
+            setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
+            known=StageTraits(), workers="inline" if setup.communicator.is_alone else setup.workers
         )
         self._batch = batch
         self._rows = max(2, batch.rows[0])
@@ -194,16 +196,19 @@ class Layer(NamedTuple):
     made: list[Tensor]
 
 
-class ProbeCall(Call):
+class ProbeCall:
     """One forward of an uncut chunk. A stage that raises, and all after it, have no output; the error is dropped.
 
     Attributes:
+        stages: those in this process.
         made: by stage, its output. None: it raised.
         output: of the last stage, if it is here and made any.
     """
 
     def __init__(self, setup: Setup, batch: Batch, generators: Generators) -> None:
-        super().__init__(setup, batch)
+        self._execution = Execution(setup, batch)
+        self.stages = stages_of(self._execution, ends_in_loss=False)
+        self._run = {stage.index: stage for stage in self.stages}
         self.made: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
@@ -211,20 +216,24 @@ class ProbeCall(Call):
 
     @property
     def output(self) -> Tree | None:
-        made = self.made.get(self._last)
+        made = self.made.get(self._execution.last)
         return None if made is None else made[0].tree
 
     def run(self, then: Callable[[], None] | None = None) -> None:
         """Stage after stage, and then something else. What they do to buffers and generators is undone."""
         states = self._generators.states()
-        with generators_kept(self.devices), weights_cast_anew(True), self._generators.at(states):
+        with self._execution.generators, weights_cast_anew(True), self._generators.at(states):
             try:
-                self._begin()
-                self._drive(0)
+                self._execution.feed(grad=False)
+                for stage in self.stages:
+                    stage.begin()
+                self._execution.run(0, {Kind.F: self._forward}, draws=True)
                 if then is not None:
                     then()
             finally:
-                self.abandon()
+                for stage in self.stages:
+                    stage.rewind()
+                    stage.release()
 
     def run_recorded(self) -> list[Layer]:
         """The same, with a record of each layer."""
@@ -287,14 +296,14 @@ class ProbeCall(Call):
         with self._generators.at(states):
             return self._made_by(run, inbox)
 
-    def _perform(self, action: Action) -> None:
-        stage = action.stage
-        run, inbox = self._run[stage], self._mailbox.take(stage, 0)
+    def _forward(self, stage: int, chunk: int) -> None:
+        execution, run = self._execution, self._run[stage]
+        inbox = execution.take(stage, chunk)
         self._inboxes[stage] = inbox, self._generators.states()
         self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
-        if stage != self._last:
-            nothing = Activations(flatten(None, run.name), ())
-            self._mailbox.put(stage, 0, [nothing] * len(self._setup.values.made_by[stage]) if made is None else made)
+        if stage != execution.last:
+            nothing = [Activations(flatten(None, run.name), ())] * len(execution.setup.values.made_by[stage])
+            execution.mailbox.put(stage, chunk, nothing if made is None else made)
 
     @staticmethod
     def _made_by(run: StageRun, inbox: Sequence[Activations]) -> list[Activations] | None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipeline.data.microbatch import Batch
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.topology import PipeTopology
-from pipeline.execution.call import Setup
 from pipeline.execution.communicator import Communicator
+from pipeline.execution.setup import Setup
 
 NewSetup: TypeAlias = Callable[[Batch, Batch, Communicator, Mapping[str, object]], Setup]
 

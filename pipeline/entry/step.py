@@ -23,10 +23,11 @@ from pipeline.common.graph import MARK, Roots, edge, explore, gradients, owned, 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Grads, Tree, same_values
+from pipeline.data.pytrees import Activations, Grads, Tree, same_values
 from pipeline.entry.loss_check import check_joined
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Pair, Verdict
+from pipeline.execution.execution import Execution
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked, hooks_asleep
 from scheduler import Timeline
@@ -62,28 +63,29 @@ class LossEnd:
 
     def __init__(
         self,
-        call: Call,
+        execution: Execution,
         loss: Loss,
         target: Batch,
-        layers: int,
         scaler: torch.amp.GradScaler | None,
         compares: bool,
+        keeps_outputs: bool,
     ) -> None:
-        self._call = call
+        self._execution = execution
         self.compares = compares
+        self._keeps_outputs = keeps_outputs
         self._is_checked = False
         self._loss = loss
         self._target = target
-        self._layers = layers  # the loss draws its random numbers as one more layer
         self._scaler = scaler
         self.reads: set[int] = set()  # the ids of leaves that the loss reads
+        self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
         self._is_target_there: bool | None = None  # on the device of the output
         self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
         self._writes = False  # loss_fn writes its output
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
-        apart = self._call.keep_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
+        apart = self._keeps_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
         tensors = given = tree.tensors
         if apart:
             tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
@@ -91,9 +93,6 @@ class LossEnd:
                 given = tuple([tensor.clone() for tensor in tensors])
         own = [tensor for tensor in tensors if tensor.requires_grad]
         ends = [edge(tensor) for tensor in own]
-        last = self._call.last
-        assert last is not None  # it runs here
-        last.seeder.seed(chunk, self._layers)
         loss, weight = self._loss.chunk(chunk, tree.build(given), self._target_of(chunk, tree))
         if apart and chunk == 0:
             self._writes = any(map(_is_written, given, tensors))
@@ -104,7 +103,7 @@ class LossEnd:
         foreign = explore([loss], until=ends).leaves
         if foreign:
             self.reads.update(foreign)
-            self._call.communicator.refuse_external(foreign.values(), "loss_fn")
+            self._execution.communicator.refuse_external(foreign.values(), "loss_fn")
             for leaf in foreign.values():
                 _refuse_ours(leaf)
         roots = Roots((loss,), (self._first_grad(loss, weight),), foreign)
@@ -126,7 +125,7 @@ class LossEnd:
             return value
         self._is_target_there = all([piece[chunk].device == device for piece in self._target.pieces])
         return value if self._is_target_there else tree_map_only(
-            Tensor, partial(self._call.carried, device=device), value
+            Tensor, partial(self._execution.carried, device=device), value
         )
 
     def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
@@ -136,21 +135,21 @@ class LossEnd:
             found = gradients(roots.tensors, [*own, *foreign], roots.grads, retain=bool(foreign))
         for leaf, grad in zip(foreign, found[len(own) :], strict=True):
             if grad is not None:
-                earlier = self._call.loss_sums.get(id(leaf))
-                self._call.loss_sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
+                earlier = self.sums.get(id(leaf))
+                self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
         grads = iter(found)
         of_outputs = tuple([next(grads) if tensor.requires_grad else None for tensor in tree.tensors])
         if self.compares:
             self._grads[chunk] = of_outputs
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
-    def check(self) -> None:
+    def check(self, outputs: Sequence[Activations]) -> None:
         """Raise if the chunks' losses do not combine to that of the mini-batch: all have been computed.
 
         A validating call computes it on the joined output; any other checks the divisors in the chunks' losses.
         """
-        call = self._call
-        if self._is_checked or call.last is None:
+        execution = self._execution
+        if self._is_checked or not execution.has_last:
             return
         self._is_checked = True
         self._loss.check_counts()
@@ -158,10 +157,10 @@ class LossEnd:
             if not self._loss.is_proven:
                 raise self._loss.unproven()
             return
-        with call.generators:
-            call.seeder.seed(0, self._layers)
+        with execution.generators:
+            execution.seeder().seed(0, execution.layer_of_loss)
             scale = None if self._scaler is None else self._scaler.get_scale()
-            check_joined(self._loss, self._target, call.outputs, self._grads, call.grad, scale)
+            check_joined(self._loss, self._target, outputs, self._grads, execution.setup.grad, scale)
 
 
 class Collected(NamedTuple):
@@ -191,7 +190,7 @@ def collect(call: Call, loss: Loss) -> Collected:
         if grad is not None and tensor.requires_grad
     ]
     pairs = list(call.sums().values())
-    reached, has_loss = bool(pairs or inputs), call.last is not None
+    reached, has_loss = bool(pairs or inputs), call.execution.has_last
     own = loss.divisor if has_loss else None
     pairs = call.communicator.average(pairs, own)
     hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])

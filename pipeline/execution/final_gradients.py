@@ -10,11 +10,10 @@ stage that reads a weight without computing its gradient still recomputes with i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from pipeline.execution.call import Call
 from pipeline.execution.communicator import Pair, joined
 from pipeline.stage.stage import StageRun
 
@@ -23,7 +22,7 @@ class GradientFinalizer:
     """A listener of a call that hands over each gradient as soon as it is whole.
 
     Args:
-        call: makes the sums.
+        stages: those in this process.
         take: called with (parameter, whole gradient), once for each parameter.
         ready: called once, after all forwards and before the first `take`.
         late: parameters whose gradients have a part from outside the stages; they wait for the end.
@@ -32,13 +31,13 @@ class GradientFinalizer:
 
     def __init__(
         self,
-        call: Call,
+        stages: Sequence[StageRun],
         take: Callable[[Tensor, Tensor], None],
         ready: Callable[[], None],
         late: Callable[[], Iterable[int]],
         waits: bool = False,
     ) -> None:
-        self._call = call
+        self._stages = stages
         self._take = take
         self._ready = ready
         self._late = late
@@ -48,7 +47,6 @@ class GradientFinalizer:
         self._parts: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         self._has_begun = False
         self._lock = threading.Lock()
-        call.listen(self.settled)
 
     def settled(self, stage: StageRun, pairs: list[Pair]) -> None:
         """Take the final sums of a stage whose last backward has run. Empties `pairs`."""
@@ -69,7 +67,7 @@ class GradientFinalizer:
 
     def _begin(self) -> None:
         self._has_begun = True
-        for stage in self._call.stages:
+        for stage in self._stages:
             stage.aliases.check_memory()
             for key in stage.reads:
                 self._open.setdefault(key, set()).add(stage.index)

@@ -27,6 +27,7 @@ class StageLayers:
         values: what each stage reads and makes.
 
     Attributes:
+        index: the stage.
         numbered: the layers with their indices.
         modules: all modules of the layers, each once, parents first.
         name: the stage, for messages.
@@ -35,6 +36,7 @@ class StageLayers:
     """
 
     def __init__(self, index: int, first: int, layers: Sequence[nn.Module], values: Values) -> None:
+        self.index = index
         self.numbered = tuple(enumerate(layers, first))
         self.modules = _modules(layers)
         self._popped = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]

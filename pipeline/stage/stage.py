@@ -17,13 +17,13 @@ a later chunk is an error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipeline.common.errors import CheckpointError, DroppedError
@@ -87,6 +87,7 @@ class Shared(NamedTuple):
         foreign: a lock, held while the hooks of leaves that several stages may have captured are disabled.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
+        samples: whether to compare some entries of every recomputed output.
         seed: of the call.
         generators: puts the default generators back when a phase is over.
     """
@@ -100,6 +101,7 @@ class Shared(NamedTuple):
     threads: bool
     foreign: threading.Lock
     keep: bool
+    samples: bool
     seed: int
     generators: KeptGenerators
 
@@ -113,36 +115,36 @@ class StageRun:
     the same bits.
 
     Args:
-        index: the stage.
-        first_layer: index of its first layer in the Sequential.
-        layers: the layers.
+        layers: its layers.
         device: that on which it computes.
         bring: from a parameter to its values at this stage's place: itself, or a copy.
         shared: the settings that all stages share.
+        split: the chunks whose backward is I and W.
+        ends_in_loss: whether the loss is computed on its output, and differentiated with it.
     """
 
     def __init__(
         self,
-        index: int,
-        first_layer: int,
-        layers: Sequence[nn.Module],
+        layers: StageLayers,
         device: torch.device,
         bring: Callable[[Tensor], Tensor],
         shared: Shared,
+        split: Collection[int],
+        ends_in_loss: bool,
     ) -> None:
-        values, grad, ambient, known, compares, defer, threads, self._foreign_lock, keep, seed, generators = shared
-        self.index = index
+        values, grad, ambient, known, compares, defer, threads, self._foreign_lock, keep, samples, seed, generators = (
+            shared
+        )
+        index = self.index = layers.index
         self.grad = grad
-        self._layers = StageLayers(index, first_layer, layers, values)
-        self._deferred = Deferred(layers) if defer else None
-        self.ends_in_loss = False
+        self._layers = layers
+        self._deferred = Deferred([layer for _, layer in layers.numbered]) if defer else None
+        self.ends_in_loss = ends_in_loss
         self._passes_one = len(values.rows) == len(values.made_by)  # there are no skips
         modules = self._layers.modules
         self.name = self._layers.name
         self._input_name = f"the input of {self.name}"
         self._known = known
-        # Between F and R of a step only layers run, and torch's own write nothing. See `Call` for a user's layers.
-        samples = keep or compares or not self._layers.is_quiet
         self.snapshot = ForwardSnapshot(modules, ambient, self.name, index, known, compares, samples)
         self._watch = StrayGradientGuard(self.name)
         self._is_quiet = self._layers.is_quiet
@@ -161,7 +163,7 @@ class StageRun:
         self._met: set[int] = set()  # ids of aliases and foreign leaves that a chunk has reached
         self._foreign_sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._records: dict[int, ChunkRecord | GraphRecord | RecomputeRecord] = {}
-        self.split: set[int] = set()  # the chunks whose backward is I and W
+        self.split = split
         self._waiting: dict[int, list[Part]] = {}  # the gradients that W of a chunk will compute
         self._first = True  # no chunk has run yet
         self._is_usual = False  # see `_forward_one`

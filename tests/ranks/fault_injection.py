@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import pipeline.execution.call
 from pipeline import is_recomputing
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.group import RankGroup
+from pipeline.execution.call import Call
+from pipeline.execution.execution import Work
 from scheduler import Action, Kind
 
 
@@ -177,9 +178,7 @@ def watch_actions() -> None:
     """Make every action pass two points, by the table of what actions do; and calls some, over ranks."""
     RankGroup.connect = _connecting(RankGroup.connect)  # type: ignore[method-assign]
     DistributedCommunicator.open = _opening(DistributedCommunicator.open)  # type: ignore[method-assign]
-    table: dict[Kind, Callable[..., None]] = pipeline.execution.call._WORK
-    for kind, work in list(table.items()):
-        table[kind] = _watched(kind, work)
+    Call._work = _working(Call._work)  # type: ignore[method-assign]
 
 
 def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
@@ -199,12 +198,19 @@ def _opening(open: Callable[..., int]) -> Callable[..., int]:
     return opening
 
 
-def _watched(kind: Kind, work: Callable[..., None]) -> Callable[..., None]:
-    def watched(call: Any, stage: int, chunk: int) -> None:
+def _working(work: Callable[[Call, bool], Work]) -> Callable[[Call, bool], Work]:
+    def working(call: Call, retain: bool) -> Work:
+        return {kind: _watched(kind, does) for kind, does in work(call, retain).items()}
+
+    return working
+
+
+def _watched(kind: Kind, work: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def watched(stage: int, chunk: int) -> None:
         global _now
         _now = Action(stage, kind, chunk)
         point("before")
-        work(call, stage, chunk)
+        work(stage, chunk)
         point("after")
         _now = None
 

@@ -10,6 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -194,7 +195,7 @@ class Passes:
             "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
             "loss_reduction": self._reduction,
         }  # fmt: skip
-        setup = self.pipe.runtime.setup(batch, aim, communicator, options)._replace(seed=self._seed + number)
+        setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self._seed + number)
 
         def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossProduct:
             compares = setup.compares or self._compares

@@ -32,11 +32,11 @@ from pipeline.curvature.products.sums import Sums
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree, sum_grads
 from pipeline.data.values import CALLER
-from pipeline.execution.call import Setup
 from pipeline.execution.communicator import Verdict
 from pipeline.execution.drivers import Driver
 from pipeline.execution.mailbox import check_alone
 from pipeline.execution.placement import ParameterPlacement
+from pipeline.execution.setup import Setup
 from pipeline.recompute.randomness import KeptGenerators, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers

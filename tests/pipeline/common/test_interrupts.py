@@ -281,7 +281,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "_before": "gpipe", "_put_back": "gpipe", "Deferred.commit": "gpipe", "waiting": "zero bubble",
     "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
     "optimize": "optimizer", "optimized": "scaler", "PerParameterOptimizer.step": "eager",
-    "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Pipe._call": "evaluate",
+    "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Pipe._execution": "evaluate",
     "_fresh": "forward", "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
     "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
     "checkpointing": "product", "StageRule.forward": "product",

@@ -1,0 +1,55 @@
+"""The settings of one call: one frozen object, handed on by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from pipeline.common.places import Place
+from pipeline.data.values import Values
+from pipeline.execution.communicator import Communicator
+from pipeline.execution.plan import Plan
+from pipeline.execution.trace import TraceRecorder
+from pipeline.recompute.snapshot import StageTraits
+from pipeline.transports.local import Local
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """The settings that a Pipe gives to a call.
+
+    Attributes:
+        stages: the layers of each stage.
+        places: the place of each stage.
+        values: the table of values that cross stages.
+        transport: moves tensors between places.
+        workers: how lanes run, see execution/drivers.py.
+        plan: the orders that run.
+        recompute: the (stage, chunk) pairs that are recomputed.
+        grad: whether this call has gradients.
+        keep: whether every chunk may have to be recomputed later, kept ones too (second order of `pipe(x)`).
+        compares: whether whole recomputations are compared with their forwards.
+        known: the traits of the stages that earlier calls have observed; this call adds to them.
+        defer: whether batch norms update their running statistics once, at the end.
+        traces: the recorders of its actions.
+        communicator: reaches the other processes that run this call.
+        seed: of the call.
+    """
+
+    stages: Sequence[Sequence[nn.Module]]
+    places: Sequence[Place]
+    values: Values
+    transport: Local
+    workers: str | None
+    plan: Plan
+    recompute: frozenset[tuple[int, int]]
+    grad: bool
+    keep: bool
+    compares: bool
+    known: StageTraits
+    defer: bool
+    traces: Sequence[TraceRecorder]
+    communicator: Communicator
+    seed: int
