@@ -5,8 +5,10 @@
     crew.outcomes("jobs:fail")   -->  [Raised, ...]      exceptions as data
     a hang, a dead rank          -->  CrewFailed: every rank's state, exception or stacks, and output
 
-The processes live until `stop`; after a hang, a death or a thread left behind they are replaced at the next job. Each
-job has a store of its own, held by this process as torchrun's agent holds it, so no job sees another one's keys.
+The processes live until `stop`; after a hang, a death or a thread left behind they are replaced at the next job. They
+are forked from nurseries, which all crews share. There is one for even ranks and one for odd ones: Python orders the
+words of a set in another way in each of the two, as in the processes of a torchrun. Each job has a store of its own,
+held by this process as torchrun's agent holds it, so no job sees another one's keys.
 """
 
 from __future__ import annotations
@@ -14,10 +16,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
@@ -28,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from crew_worker import CLEAN, Job, Raised, Returned
+from nursery import Nursery
 from torch.distributed import TCPStore
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent / "pipeline"), os.environ.get("PYTHONPATH", "")])
+NURSERIES = [Nursery(HERE / "crew_nursery.py", {"PYTHONPATH": PATH}) for _ in range(2)]  # for even ranks, for odd ones
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,12 @@ class CrewFailed(AssertionError):
 
 
 class Rank:
-    """One process, its connection, and the files it writes to."""
+    """One process and its connection."""
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         self.rank = rank
-        self._stacks, self._output = folder / f"stacks{rank}", folder / f"output{rank}"
         self.connection, theirs = connections()
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-        threads = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": PATH}
-        environment = {**os.environ, **{name: str(value) for name, value in ranks.items()}, **threads}
-        with self._stacks.open("wb") as stacks, self._output.open("wb") as output:
-            fds = theirs.fileno(), stacks.fileno()
-            code = f"import crew_worker; crew_worker.main({rank}, {fds[0]}, {fds[1]})"
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", code], pass_fds=fds, env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        self.process = NURSERIES[rank % 2].fork(folder / str(rank), [rank, size], theirs.fileno())
         theirs.close()
 
     def receive(self) -> Any:
@@ -85,37 +76,16 @@ class Rank:
         except BrokenPipeError:
             pass  # receive() will say so
 
-    def state(self) -> str:
-        try:
-            code = self.process.wait(0.0)
-        except subprocess.TimeoutExpired:
-            letter = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return "stopped" if letter in "Tt" else "running"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
     def lost(self) -> Lost:
         """Why there is no answer, with the stacks of all threads where there are any."""
-        try:
-            self.process.wait(0.2)  # its connection closes a little earlier than it is dead
-        except subprocess.TimeoutExpired:
-            pass
-        state = self.state()
-        if state == "running":
-            self.process.send_signal(signal.SIGUSR1)
-            size, until = -1, time.monotonic() + 5
-            while size != (size := self._stacks.stat().st_size) or (not size and time.monotonic() < until):
-                time.sleep(0.1)
-        return Lost(self.rank, state, self._stacks.read_text(errors="replace"))
+        self.process.wait(0.2)  # its connection closes a little earlier than it is dead
+        return Lost(self.rank, self.process.state(), self.process.stacks())
 
     def output(self) -> str:
-        return self._output.read_text(errors="replace")[-4000:]
+        return self.process.output()[-4000:]
 
     def kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
+        self.process.kill()
         self.connection.close()
 
 
@@ -204,7 +174,7 @@ class Crew:
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _ensure(self) -> None:
-        if self._ranks and all(rank.state() == "running" for rank in self._ranks):
+        if self._ranks and all(rank.process.state() == "running" for rank in self._ranks):
             return
         self.stop()
         self._folder = Path(tempfile.mkdtemp(prefix="crew"))

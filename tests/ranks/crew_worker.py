@@ -9,13 +9,11 @@ Warnings are errors. What only reached a hook (an exception in a thread or in a 
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
 import importlib
 import os
 import pickle
-import signal
+import random
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -80,12 +79,14 @@ def name_of(kind: type[BaseException]) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def main(rank: int, connection: int, stacks: int) -> None:
-    """Serve jobs until the other end closes; SIGUSR1 writes the stacks of all threads to the file `stacks`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent, whatever this process waits for then
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+def main(rank_and_size: tuple[int, int], connection: int) -> None:
+    """Serve jobs until the other end closes, as one of so many ranks."""
+    rank, size = rank_and_size
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    os.environ.update({name: str(number) for name, number in ranks.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
+    random.seed()  # or all ranks would draw what the nursery would have drawn
+    numpy.random.seed()
     asides: list[str] = []
     _hook(asides)
     crew = Connection(connection)

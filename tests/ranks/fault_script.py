@@ -4,7 +4,7 @@
     this rank                a round with a fault: what is raised here? is everything as it was before?
                              the same round once more: does it give what it gives in one process?
 
-`python fault_script.py` is the nursery of fault_launcher.py; it forks a process for each rank, which runs `main`.
+`python fault_script.py` is the nursery of fault_launcher.py: of it a process is forked for each rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def threads() -> list[str]:
 
 import sys  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
 from typing import Any  # noqa: E402
 
 import fault_injection  # noqa: E402
-import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 (else optimizers import it, in each process)
 from fault_injection import Fault, Point, PointAdam, arm, hook_parameter, point, tell, watch_actions  # noqa: E402
-from fault_launcher import serve  # noqa: E402
+from nursery import serve  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -165,7 +166,12 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def main(job: Job) -> None:
+def main(order: Mapping[str, Any]) -> None:
+    os.environ.update(order["environment"])
+    run(order["job"])
+
+
+def run(job: Job) -> None:
     rank = int(os.environ["RANK"])
     rounds = [(door, None if fault is None else Fault(*fault)) for door, fault in job["rounds"]]
     expected = reference(job)
