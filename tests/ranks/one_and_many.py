@@ -6,6 +6,7 @@
     once with make = a Pipe over the ranks      {"loss 0", "0.weight"}                this rank's part: the same bits
 
 Once its Pipe is built a rank has a seed of its own, as in a script that sets none; rank 0's is that of the one process.
+The ranks divide among them what one process does in a job's cases.
 """
 
 from __future__ import annotations
@@ -59,26 +60,58 @@ def over_ranks(model: nn.Sequential, *args: Any, **settings: Any) -> Pipe:
     return pipe
 
 
-def compare(script: str, *args: Any) -> Compared:
-    """Run a script both ways."""
+def compare_all(script: str, cases: Iterable[tuple[Any, ...]]) -> list[Compared]:
+    """Run a script both ways with these arguments, one case after the other."""
     module, _, name = script.partition(":")
     function = getattr(importlib.import_module(module), name)
-    alone: Found = function(in_one_process, *args)
-    here: Found = function(over_ranks, *args)
-    return Compared(differences(here, alone), list(here), list(alone))
+    return compared(cases, lambda case: function(in_one_process, *case), lambda case: function(over_ranks, *case))
 
 
-def compare_all(script: str, cases: Iterable[tuple[Any, ...]]) -> list[Compared]:
-    """The same for many arguments, one after the other."""
-    return [guarded(compare, script, *case) for case in cases]
+def compared(
+    cases: Iterable[Any],
+    alone: Callable[[Any], Found],
+    here: Callable[[Any], Found],
+    differ: Callable[[Found, Found], list[str]] | None = None,
+) -> list[Compared]:
+    """In each case, what this rank knows against what one process knows.
+
+    Args:
+        cases: the same on all ranks.
+        alone, here: what one process knows, and this rank.
+        differ: how two Found differ, in words; by default in any bit.
+    """
+    cases = list(cases)
+    results = []
+    for case, known in zip(cases, divided(alone, cases), strict=True):
+        try:
+            if isinstance(known, Failed):
+                raise AssertionError(f"in one process: {known.words}")
+            found = here(case)
+            results.append(Compared((differ or differences)(found, known), list(found), list(known)))
+        except Exception as error:  # is a difference like any other: the cases after it are run too
+            results.append(Compared([f"{type(error).__name__}: {error}", traceback.format_exc()], [], []))
+    return results
 
 
-def guarded(compare: Callable[..., Compared], *args: Any) -> Compared:
-    """An exception is a difference like any other: the cases after it are run too."""
+class Failed(NamedTuple):
+    """What was raised instead of a result."""
+
+    words: str
+
+
+def divided(function: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
+    """function(case) of each case, or Failed, on all ranks; each case is one rank's work."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts: list[list[Any]] = [[] for _ in range(size)]
+    dist.all_gather_object(parts, [_tried(function, case) for case in cases[rank::size]])
+    return [parts[place % size][place // size] for place in range(len(cases))]
+
+
+def _tried(function: Callable[[Any], Any], case: Any) -> Any:
     try:
-        return compare(*args)
-    except Exception as error:
-        return Compared([f"{type(error).__name__}: {error}", traceback.format_exc()], [], [])
+        return function(case)
+    except Exception:
+        return Failed(traceback.format_exc())
 
 
 def differences(here: Mapping[str, Any], alone: Mapping[str, Any]) -> list[str]:

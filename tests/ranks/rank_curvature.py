@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_and_many import SEED, Compared, Found, Make, differences, guarded, in_one_process, over_ranks
+from one_and_many import SEED, Compared, Found, Make, compared, differences, in_one_process, over_ranks
 from pipeline_probes import outside
 from rank_eager import CHECKPOINTS, MODELS
 from rank_models import even, padded, rows, square
@@ -56,6 +57,7 @@ def dropping(stages: int) -> nn.Sequential:
 
 NETWORKS = {**MODELS, "dropping": dropping}
 LOSSES: dict[str, Any] = {"square": square, "curved": curved, "counted": counted}
+NEAR = 1e-7  # sums over ranks are added in another order than in one process, and eigenvectors are known to 1e-8 or so
 
 
 # -------------------------------------------------------------------------------------------------- what is multiplied
@@ -146,7 +148,7 @@ def multiplied(
     found = {**more, **by_all_names(pipe, gradient, "gradient"), **by_all_names(pipe, one, "hvp")}
     for number, product in enumerate(several):
         found |= by_all_names(pipe, product, f"product {number}")
-    if make is over_ranks and not training:
+    if make is in_one_process and not training:
         assert_as_written_out(found, model_of(model, stages), matrix, loss, data_of(counts), params)
     return found
 
@@ -209,7 +211,7 @@ def dense(model: nn.Module, matrix: str, loss_fn: Any, data: Data, names: list[s
 def assert_as_written_out(
     found: Found, model: nn.Module, matrix: str, loss: str, data: Data, params: Any
 ) -> None:
-    """What this rank found are entries of the matrix times the vectors."""
+    """What one process found are the entries of the matrix times the vectors."""
     assert isinstance(model, nn.Sequential)
     whole = in_one_process(model, [len(model)])
     names = list(MATRICES[matrix](whole, data, LOSSES[loss], params=params).space.slots)
@@ -237,23 +239,26 @@ def assert_as_written_out(
 
 def compare_all(script: str, cases: Iterable[Mapping[str, Any]]) -> list[Compared]:
     """For each case: what differs, by a bit, between what a script of this file finds here and in one process."""
-    return [guarded(_compare, globals()[script], case) for case in cases]
-
-
-def _compare(function: Callable[..., Found], case: Mapping[str, Any]) -> Compared:
-    alone, here = function(in_one_process, **case), function(over_ranks, **case)
-    return Compared(differences(here, alone), list(here), list(alone))
+    function: Callable[..., Found] = globals()[script]
+    return compared(cases, lambda case: function(in_one_process, **case), lambda case: function(over_ranks, **case))
 
 
 def compare_close(script: str, cases: Iterable[Mapping[str, Any]]) -> list[Compared]:
     """The same, but for rounding: a convolution may take another kernel for what came in another layout."""
-    return [guarded(_compare_close, globals()[script], case) for case in cases]
+    function: Callable[..., Found] = globals()[script]
+    return compared(
+        cases, lambda case: function(in_one_process, **case), lambda case: function(over_ranks, **case),
+        partial(apart_by_more, 1e-12),
+    )  # fmt: skip
 
 
-def _compare_close(function: Callable[..., Found], case: Mapping[str, Any]) -> Compared:
-    alone, here = function(in_one_process, **case), function(over_ranks, **case)
-    apart = [name for name in here if not near(here[name], alone[name], 1e-12)]
-    return Compared([f"{name}: {here[name]} instead of {alone[name]}" for name in apart], list(here), list(alone))
+def apart_by_more(bound: float, here: Found, alone: Found) -> list[str]:
+    """What differs by more than rounding, in words."""
+    wrong = [f"{name} is known here alone" for name in here if name not in alone]
+    return wrong + [
+        f"{name}: {here[name]} instead of {alone[name]}"
+        for name in here if name in alone and not near(here[name], alone[name], bound)
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- estimates
@@ -362,27 +367,21 @@ ESTIMATORS: dict[str, Callable[[Operator], Estimate]] = {
 }
 
 
-def compare_near(script: str, cases: Iterable[tuple[Any, ...]]) -> list[tuple[Compared, Any]]:
+def compare_near(script: str, cases: Sequence[tuple[Any, ...]]) -> list[tuple[Compared, Any]]:
     """For each case: this rank's comparison with one process, but for rounding; and its numbers, to the bit."""
-    function, results = globals()[script], []
-    for case in cases:
-        kept: list[Any] = []
-        results.append((guarded(_compare_near, function, kept, case), _bits(kept)))
-    return results
+    function: Callable[..., tuple[Found, list[Any]]] = globals()[script]
+    numbers: dict[Any, list[Any]] = {}
+
+    def here(case: tuple[Any, ...]) -> Found:
+        found, numbers[case] = function(over_ranks, *case)
+        return found
+
+    results = compared(cases, lambda case: function(in_one_process, *case)[0], here, partial(apart_by_more, NEAR))
+    return [(result, _bits(numbers.get(case, []))) for result, case in zip(results, cases, strict=True)]
 
 
-def _compare_near(function: Callable[..., tuple[Found, list[Any]]], kept: list[Any], case: tuple[Any, ...]) -> Compared:
-    alone, _ = function(in_one_process, *case)
-    here, numbers = function(over_ranks, *case)
-    kept.extend(numbers)
-    wrong = [f"{name} is known here alone" for name in here if name not in alone]
-    wrong += [f"{name}: {here[name]} instead of {alone[name]}" for name in here if name in alone
-              and not near(here[name], alone[name])]
-    return Compared(wrong, list(here), list(alone))
-
-
-def near(one: Any, other: Any, bound: float = 1e-7) -> bool:
-    """Sums over ranks are added in another order than in one process, and eigenvectors are known to 1e-8 or so."""
+def near(one: Any, other: Any, bound: float) -> bool:
+    """Whether two results are the same but for rounding."""
     left, spec = pytree.tree_flatten(one)
     right, other_spec = pytree.tree_flatten(other)
     return spec == other_spec and all(_leaves_near(*pair, bound) for pair in zip(left, right, strict=True))

@@ -1,7 +1,7 @@
 """Does an EagerUpdate over ranks do what the optimizer itself does? Scripts that train both ways.
 
-    script(make, ...)  trains with EagerUpdate(optimizer), then anew with the optimizer itself: the same bits, or it
-                       raises; returns what it found, for one_and_many.py to compare with one process
+    script(make, ...)  trains over ranks with EagerUpdate(optimizer), in one process with the optimizer itself; returns
+                       what it found, for one_and_many.py to compare. In `make soak` both places train both ways.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cover import is_whole
 from one_and_many import Found, Make, differences, in_one_process, over_ranks
 from rank_door import OPTIMIZERS
 from rank_models import even, layered, rows, square
@@ -44,22 +45,28 @@ CHECKPOINTS: dict[str, Any] = {
 }
 
 
-def both_ways(build: Build, optimizer: str, train: Train, **how: Any) -> Found:
-    """What a training with an EagerUpdate leaves, if the optimizer itself leaves the same.
+def ways_of(make: Make) -> tuple[bool, ...]:
+    """Over ranks an EagerUpdate, in one process the optimizer itself; in `make soak` both ways in both places."""
+    return (True, False) if is_whole() else (make is over_ranks,)
+
+
+def both_ways(build: Build, optimizer: str, train: Train, ways: Sequence[bool] = (True, False), **how: Any) -> Found:
+    """What a training leaves, if it leaves the same in these ways.
 
     Args:
         build: makes the Pipe anew.
         optimizer: a key of OPTIMIZERS.
         train: gets (pipe, optimizer, update); without an update it trains with the optimizer.
+        ways: each with an EagerUpdate, or without.
         how: of the EagerUpdate.
     """
     found: list[Found] = []
-    for is_eager in (True, False):
+    for is_eager in ways:
         pipe = build()
         stepper = OPTIMIZERS[optimizer](pipe.parameters())
         update = EagerUpdate(stepper, **how) if is_eager else None
         found.append({**train(pipe, stepper, update), **state_of(pipe, "end"), **memory_of(pipe, stepper)})
-    wrong = differences(*found) + differences(*reversed(found))
+    wrong = differences(found[0], found[-1]) + differences(found[-1], found[0])
     if wrong:
         raise AssertionError(f"unlike the ordinary step: {wrong[:3]}")
     return found[0]
@@ -116,17 +123,18 @@ def stepped(
     """Linear layers, BatchNorm, dropout."""
     settings = {"schedule": schedule, "checkpoint": CHECKPOINTS[checkpoint], "deferred_batch_norm": deferred}
     chunks = 6 if stages % 3 == 0 else 4
-    return both_ways(lambda: make(layered(8), even(8, stages), chunks, **settings), optimizer, steps(losses, size=13))
+    build = lambda: make(layered(8), even(8, stages), chunks, **settings)  # noqa: E731
+    return both_ways(build, optimizer, steps(losses, size=13), ways_of(make))
 
 
 def clipped(make: Make, model: str, stages: int, clip: str, norm: float, optimizer: str, loss: str) -> Found:
     """Against `clip_grad_norm`."""
     train = steps([loss], norm, count=1 if model == "not a number" else 3)
-    return both_ways(_built(make, model, stages), optimizer, train, clip=clip, max_norm=norm)
+    return both_ways(_built(make, model, stages), optimizer, train, ways_of(make), clip=clip, max_norm=norm)
 
 
 def of_model(make: Make, model: str, stages: int, schedule: str, optimizer: str, loss: str) -> Found:
-    return both_ways(_built(make, model, stages, schedule=schedule), optimizer, steps([loss]))
+    return both_ways(_built(make, model, stages, schedule=schedule), optimizer, steps([loss]), ways_of(make))
 
 
 def _built(make: Make, name: str, stages: int, **settings: Any) -> Build:
@@ -196,7 +204,7 @@ def ruled(make: Make, stages: int, loss: str) -> Found:
         param.sub_(grad.sign(), alpha=0.01).mul_(0.99)
 
     found: list[Found] = []
-    for is_eager in (True, False):
+    for is_eager in ways_of(make):
         pipe = make(layered(8), even(8, stages), 3)
         here: Found = {}
         for step in range(3):
@@ -206,7 +214,7 @@ def ruled(make: Make, stages: int, loss: str) -> Found:
                 _apply(rule, pipe)
             here |= state_of(pipe, step)
         found.append(here)
-    wrong = differences(*found) + differences(*reversed(found))
+    wrong = differences(found[0], found[-1]) + differences(found[-1], found[0])
     assert not wrong, wrong[:3]
     return found[0]
 
@@ -236,7 +244,7 @@ def backward(make: Make, model: str, stages: int, optimizer: str, parts: int) ->
             found |= {f"{step} loss": loss.detach(), **state_of(pipe, step)}
         return found
 
-    return both_ways(_built(make, model, stages), optimizer, train)
+    return both_ways(_built(make, model, stages), optimizer, train, ways_of(make))
 
 
 # --------------------------------------------------------------------------------------------------------- replicas

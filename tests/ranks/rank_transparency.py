@@ -3,7 +3,7 @@
     config --one_call(make)--> outputs, loss, x.grad, gradients and buffers of this process, after one call of a Pipe
     config --plainly----------> the same of the plain module, chunk by chunk (law_reference.py): it knows of no Pipe
 
-    compare(config)   this rank's one_call against both: one process, and the plain module
+    compare_all(configs)   this rank's one_call against both: one process, and the plain module
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from law_check import CHECKPOINTS, expect, ready, through_the_door
 from law_reference import Result
-from one_and_many import SEED, Compared, Found, Make, differences, guarded, in_one_process, over_ranks
+from one_and_many import SEED, Compared, Found, Make, compared, differences, in_one_process, over_ranks
 from rank_models import even, padded
 from skip_models import MANY_READERS
 from torch import Tensor
@@ -99,25 +99,21 @@ def named(result: Result) -> Iterator[tuple[str, Any]]:
 
 def compare_all(configs: list[dict[str, Any]]) -> list[Compared]:
     """Each configuration on this rank, against one process and against the plain module."""
-    return [guarded(compare, config) for config in configs]
+    return compared(configs, alone, partial(one_call, over_ranks))
 
 
-def compare(config: Mapping[str, Any]) -> Compared:
+def alone(config: Mapping[str, Any]) -> Found:
+    """What one process knows, if it is what the plain module knows; where the schedule has no lanes for it, the latter.
+
+    In one process a schedule has a lane for each stage, of which there may be too few or too many.
+    """
     torch.manual_seed(SEED)
     plain = plainly(config)
-    wrong = []
-    here = one_call(over_ranks, config)
-    others = {"one process": alone(config)}
-    if config["model"] not in MANY_READERS:  # their gradients are summed in another order than the plain module's
-        others["the plain module"] = plain
-    for words, other in others.items():
-        wrong += [f"against {words}: {each}" for each in differences(here, other or here)]
-    return Compared(wrong, list(here), list(plain))
-
-
-def alone(config: Mapping[str, Any]) -> Found | None:
-    """In one process. None: there the schedule would have other lanes, for which the stages are too few or too many."""
     try:
-        return one_call(in_one_process, config)
+        piped = one_call(in_one_process, config)
     except ScheduleError:
-        return None
+        return plain
+    assert piped.keys() == plain.keys()
+    if config["model"] not in MANY_READERS:  # their gradients are summed in another order than the plain module's
+        assert not (wrong := differences(piped, plain)), wrong
+    return piped

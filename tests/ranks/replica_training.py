@@ -4,7 +4,7 @@
       |        |                                                    .grad = (grad 0 + grad 1) / 2, in both
     rank 2 - rank 3     pipeline 1
 
-Every rank runs both sides and returns in words what differs.
+Every rank runs the left side, some rank the right side of each case; what differs is returned in words.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_and_many import differences
+from one_and_many import Compared, compared, differences
 from rank_models import rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -286,7 +286,7 @@ def note(found: Found, step: int, pipe: Pipe, loss_fn: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ jobs
 
 
-def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[tuple[list[str], list[str], list[str]]]:
+def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[Compared]:
     """For each case what differs, what this rank knows and what there is to know.
 
     Args:
@@ -295,18 +295,30 @@ def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[t
     """
     mesh = mesh_of(dist.get_world_size() if in_process else 2)
     replica = mesh["dp"].get_local_rank()
-    results = []
-    for case in cases:
-        build, balance, door = MODELS[case["model"]], case["balance"], case["door"]
-        counts, loss = case.get("counts", [7] * mesh["dp"].size()), case.get("loss", "mean")
+
+    def words_of(case: dict[str, Any]) -> tuple[tuple[Any, ...], list[int], dict[str, Any]]:
+        counts = case.get("counts", [7] * mesh["dp"].size())
         settings = {name: case[name] for name in ("schedule", "checkpoint", "workers") if name in case}
         settings["mixes_rows"] = case["model"] == "choosing"  # by the first number of a chunk
-        where = {"devices": ["cpu"] * len(balance)} if in_process else {"group": mesh["pp"]}
-        expected = by_hand(build, balance, door, counts, loss, **settings)[replica]
+        return (MODELS[case["model"]], case["balance"], case["door"]), counts, settings
+
+    def alone(case: dict[str, Any]) -> Found:
+        """Of each name, what each replica should know."""
+        how, counts, settings = words_of(case)
+        replicas = by_hand(*how, counts, case.get("loss", "mean"), **settings)
+        return {name: [known[name] for known in replicas] for name in replicas[0]}
+
+    def here(case: dict[str, Any]) -> Found:
+        how, counts, settings = words_of(case)
+        where = {"devices": ["cpu"] * len(case["balance"])} if in_process else {"group": mesh["pp"]}
         with travelling_alone(case.get("alone", False)):
-            here = over_ranks(build, balance, door, counts[replica], loss, replicas=mesh["dp"], **where, **settings)
-        results.append((differences(here, expected), list(here), list(expected)))
-    return results
+            loss = case.get("loss", "mean")
+            return over_ranks(*how, counts[replica], loss, replicas=mesh["dp"], **where, **settings)
+
+    def differ(found: Found, known: Found) -> list[str]:
+        return differences(found, {name: values[replica] for name, values in known.items()})
+
+    return compared(cases, alone, here, differ)
 
 
 MODELS: dict[str, Sequential] = {
