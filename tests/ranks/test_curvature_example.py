@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from under_torchrun import torchrun
+from crew import Crew
+from under_torchrun import Ran, torchrun
 
 from pipeline.__main__ import main
 from pipeline.curvature.results.result import Result
@@ -60,13 +61,25 @@ def test_the_example_tells_the_same_in_one_process_and_over_ranks(
     assert abs(sum(squares) - 1.0) < 1e-5
 
 
+LAUNCHERS = ["crew", pytest.param("torchrun", marks=pytest.mark.soak)]
+
+
+def over_ranks(by: str, crew2: Crew, words: list[str]) -> Ran:
+    """How a command ends over two ranks, and what both print."""
+    if by == "torchrun":
+        return torchrun("-m", ["pipeline", *words])
+    codes, *written = zip(*crew2.run("rank_command:ran", words, init=False), strict=True)
+    return Ran(max(codes), *map("".join, written))
+
+
+@pytest.mark.parametrize("by", LAUNCHERS)
 def test_the_command_line_over_ranks_prints_once_and_gives_the_numbers_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    by: str, crew2: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "fit_over_ranks.py").write_text(SCRIPT)
     words = ["curvature", f"{tmp_path}/fit_over_ranks.py:build", "--check", "--top", "2", "--trace", "--save"]
-    ran = torchrun("-m", ["pipeline", *words, str(tmp_path / "two")])
+    ran = over_ranks(by, crew2, [*words, str(tmp_path / "two")])
     assert ran.code == 0, ran.stderr
     assert main([*words, str(tmp_path / "one")]) == 0
     sys.modules.pop("fit_over_ranks")
@@ -79,8 +92,9 @@ def test_the_command_line_over_ranks_prints_once_and_gives_the_numbers_of_one_pr
         torch.testing.assert_close(getattr(two, field), getattr(one, field), rtol=1e-9, atol=1e-9)
 
 
-def test_a_wrong_command_over_ranks_is_told_and_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_a_wrong_command_over_ranks_is_told_and_fails(by: str, crew2: Crew, tmp_path: Path) -> None:
     (tmp_path / "fit_over_ranks.py").write_text(SCRIPT)
-    ran = torchrun("-m", ["pipeline", "curvature", f"{tmp_path}/fit_over_ranks.py:plain"])
+    ran = over_ranks(by, crew2, ["curvature", f"{tmp_path}/fit_over_ranks.py:plain"])
     assert ran.code and "there are 2 processes, and" in ran.stderr and "Return a Pipe" in ran.stderr
     assert ran.stdout == ""

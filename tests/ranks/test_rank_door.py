@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from itertools import product
 from pathlib import Path
@@ -121,11 +121,15 @@ say("all", pipe.evaluate(x, loss_fn=lambda out, y: out.square().mean()).loss)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_script_that_knows_of_no_ranks_prints_the_same_bits_under_torchrun(size: int, tmp_path: Path) -> None:
+def test_a_script_that_knows_of_no_ranks_prints_the_same_bits_under_torchrun(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    alone = subprocess.run([sys.executable, script, str(size)], check=True, capture_output=True, text=True)
+    monkeypatch.setattr(sys, "argv", ["script.py", str(size)])
+    runpy.run_path(str(script), run_name="__main__")
+    alone = capsys.readouterr().out.splitlines()
     over = torchrun(script, [str(size)], nproc=size)
     assert (over.code, over.stderr) == (0, "")
-    assert len(alone.stdout.splitlines()) == 4
-    assert sorted(over.stdout.splitlines()) == sorted(alone.stdout.splitlines() * size)
+    assert len(alone) == 4
+    assert sorted(over.stdout.splitlines()) == sorted(alone * size)
