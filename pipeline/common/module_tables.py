@@ -1,4 +1,6 @@
-"""The tables of a module's parameters and buffers: a dict, or, in a ScriptModule, an object of C++.
+"""Modules' tables of parameters and buffers, and their training flags.
+
+A table is a dict, or, in a ScriptModule, an object of C++.
 
     module._parameters                  {"weight": p, ...}
     Scripted(script, "_parameters")     the same interface for reading and writing
@@ -6,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -67,3 +70,16 @@ def parameters_of(module: nn.Module) -> Table:
 def buffers_of(module: nn.Module) -> Table:
     """The table of a module's own buffers."""
     return Scripted(module, "_buffers") if isinstance(module, torch.jit.ScriptModule) else module._buffers
+
+
+@contextmanager
+def training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    """Within: modules are in train mode where `flags` say so; at the end as they were."""
+    found = [module.training for module in modules]
+    for module, flag in zip(modules, flags, strict=True):
+        module.training = flag
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, found, strict=True):
+            module.training = flag

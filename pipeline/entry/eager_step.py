@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,49 @@ from torch import Tensor
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
-from pipeline.entry.step import LossEnd, check_reached, summed
+from pipeline.entry.run_with_loss import RunWithLoss
+from pipeline.entry.sinks import Result, Sink, check_reached, input_pairs, summed
+from pipeline.entry.step import LossEnd
 from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Pair, Verdict, joined
-from pipeline.execution.execution import Execution
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
 
-Listens: TypeAlias = Callable[[Call, LossEnd], Listener]  # makes what takes gradients while a call runs
-Play: TypeAlias = Callable[[Execution, Loss, Listens | None], Call]  # runs a call
+
+class EagerSink(Sink):
+    """An EagerUpdate, which gets each gradient as soon as it is whole."""
+
+    def __init__(self, update: EagerUpdate) -> None:
+        super().__init__()
+        self._update = update
+
+    @property
+    def optimizer(self) -> EagerUpdate:
+        return self._update
+
+    def run(self, run: RunWithLoss) -> Result:
+        """A step; with a norm over all gradients, of two runs."""
+        update, named = self._update, dict(run.runtime.module.named_parameters())
+        update.get_ready()
+        others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+        check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
+        factor: Tensor | None = None
+        if update.needs_two_runs:
+            norms = update.run(only_norms=True)
+            trial = _Taking(update, norms, named).play(run).call
+            factor = _factor(update, norms, trial, named)
+            run.again(trial)
+        step = update.run(factor)
+        with update.guarded(step, run.execution.communicator.is_alone):
+            call, loss, external, metrics = _Taking(update, step, named).play(run)
+            with call:
+                _finish(update, step, external)
+        with call:
+            joined = run.joined(call)
+        call.release()
+        call.communicator.close()
+        return Result(loss, metrics, joined)
 
 
 class Ended(NamedTuple):
@@ -52,31 +85,10 @@ class Ended(NamedTuple):
     metrics: Mapping[str, Tensor]
 
 
-def run(
-    update: EagerUpdate, execution: Execution, new_loss: Callable[[], Loss], play: Play, named: Mapping[str, Tensor]
-) -> Ended:
-    """A step; with a norm over all gradients, of two runs."""
-    update.get_ready()
-    others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
-    check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
-    factor: Tensor | None = None
-    if update.needs_two_runs:
-        first = _Run(update, update.run(only_norms=True), named)
-        trial = first.play(execution, new_loss(), play).call
-        factor = _factor(update, first.step, trial, named)
-        execution = trial.once_more()
-    step = update.run(factor)
-    with update.guarded(step, execution.communicator.is_alone):
-        ended = _Run(update, step, named).play(execution, new_loss(), play)
-        with ended.call:
-            _finish(update, step, ended)
-    return ended
-
-
-def _finish(update: EagerUpdate, step: EagerStep, ended: Ended) -> None:
+def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:
     """Add to `.grad` of external leaves; update the parameters with which the input was computed."""
-    with without_autocast(), grads_kept([*[owner for owner, _ in ended.external], *update.params]):
-        accumulate(ended.external)
+    with without_autocast(), grads_kept([*[owner for owner, _ in external], *update.params]):
+        accumulate(external)
         for param in update.params:
             if param.grad is not None:
                 grad, param.grad = param.grad, None
@@ -93,7 +105,7 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     return factor_of(update, call.communicator.joined_norm(norms, 2.0))
 
 
-class _Run:
+class _Taking:
     """One run of forward and backward whose gradients go to an EagerStep."""
 
     def __init__(self, update: EagerUpdate, step: EagerStep, named: Mapping[str, Tensor]) -> None:
@@ -104,30 +116,30 @@ class _Run:
         self._divisor: Callable[[], Tensor | None] = lambda: None
         self._divided: list[Tensor | None] = []
 
-    def play(self, execution: Execution, loss: Loss, play: Play) -> Ended:
+    def play(self, run: RunWithLoss) -> Ended:
         """Run forward and backward, and take the whole gradients of this process."""
-        self._divisor = lambda: loss.divisor
-        sums: list[GradientFinalizer] = []
+        finalizers: list[GradientFinalizer] = []
 
-        def listens(call: Call, end: LossEnd) -> Listener:
-            sums.append(self._finalizer(call, end))
-            return sums[0].settled
+        def listens(call: Call, end: LossEnd, loss: Loss) -> Listener:
+            self._divisor = lambda: loss.divisor
+            finalizers.append(self._finalizer(call, end))
+            return finalizers[0].settled
 
-        call = play(execution, loss, listens if execution.communicator.is_alone else None)
+        call, loss = run.play(listens if run.execution.communicator.is_alone else None)
         with call, without_autocast():
-            return self._ended(call, loss, sums)
+            return self._ended(call, loss, finalizers)
 
-    def _ended(self, call: Call, loss: Loss, sums: Sequence[GradientFinalizer]) -> Ended:
-        """End the run: take the remaining gradients, and agree. `sums`: took gradients while it ran."""
-        inputs = self._of_inputs(call)
+    def _ended(self, call: Call, loss: Loss, finalizers: Sequence[GradientFinalizer]) -> Ended:
+        """End the run: take the remaining gradients, and agree. `finalizers`: took gradients while it ran."""
+        inputs = input_pairs(call)
         own = loss.divisor if call.execution.has_last else None
-        if sums:
-            pairs = self._rest(call, sums[0])
+        if finalizers:
+            pairs = self._rest(call, finalizers[0])
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
         inputs = [(each, divided(grad, own)) for each, grad in inputs]
-        self._take_all(summed([*inputs, *pairs]), call, is_all=not sums)  # two inputs may share one gradient
+        self._take_all(summed([*inputs, *pairs]), call, is_all=not finalizers)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics)
         value, _, reached, _, metrics = call.communicator.agree(verdict)
@@ -217,10 +229,6 @@ class _Run:
         if call.communicator.averages:
             return call.communicator.average(pairs, own, waits=True), divisor
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
-
-    def _of_inputs(self, call: Call) -> list[Pair]:
-        found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
-        return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline.common.call_lock import Turn, turn
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import refuse_tangents
 from pipeline.data.microbatch import gather, row_dim
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.execution.call import Call
@@ -28,8 +27,8 @@ from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
 
-def run(call: Call, now: Turn, everywhere: bool = True) -> Any:
-    """The value of `pipe(x)`, attached to autograd's graph where a tensor of it needs a gradient.
+def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
+    """The value of a call, attached to autograd's graph where a tensor of it needs a gradient.
 
     Args:
         call: the call to run.
@@ -251,21 +250,3 @@ def _outside_vmap(batched: bool) -> Iterator[None]:
     finally:
         for _ in range(levels):
             torch._C._vmapmode_increment_nesting()
-
-
-def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
-    """Raise for derivatives that do not go through autograd's graph, the only way that a Pipe supports.
-
-    Args:
-        tensors: gives the input, the parameters and the buffers; called only if forward-mode AD is on.
-
-    Raises:
-        RuntimeError: within torch.func transforms, or with forward-mode tangents.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
-            "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
-        )
-    if torch.autograd.forward_ad._current_level >= 0:
-        refuse_tangents(tensors())

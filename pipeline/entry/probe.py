@@ -34,7 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from pipeline.common.module_tables import buffers_of
+from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Activations, Tree, flatten, same_values
@@ -102,7 +102,7 @@ class Probe:
             stack.enter_context(_on_copies_of_buffers(self._modules))
             if self._shares:
                 self._check_order(alone, self._picked(range(total - 1, total - 1 - rows, -1)))
-            stack.enter_context(_in_eval_mode(self._modules))
+            stack.enter_context(training_flags(self._modules, [False] * len(self._modules)))
             reference = self._run(alone)
             self._check_sizes(reference, self._run(resized), resized)
             if self._checks_rows:
@@ -411,18 +411,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------ what is left alone
-
-
-@contextmanager
-def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    found = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module, training in zip(modules, found, strict=True):
-            module.training = training
 
 
 @contextmanager

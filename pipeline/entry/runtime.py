@@ -1,47 +1,107 @@
-"""The part of a Pipe on which analyses build: the assignment of stages, and the settings of a call.
+"""The runtime of a Pipe: all that its calls need, whether an entry point makes them or an analysis.
 
-    pipe.runtime  -->  topology, ranks, tied parameters           the assignment of stages
-                  -->  communicator("curvature")                  within it a failure on one rank fails all
-                  -->  setup(batch, target, communicator, options)       for a call that runs the schedule of a step
+    settings, layers, history of earlier calls  -->  Runtime  --communicator(entry)-->  within it a call
+                                                             --execution(request, batch, ...)-->  on which ranks agreed
+
+A Runtime is made for one operation and holds nothing of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from pipeline.data.microbatch import Batch
+from pipeline.common.cadence import validates
+from pipeline.data.loss_key import LossCounts
+from pipeline.data.microbatch import Batch, described, gather
+from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
 from pipeline.distributed.assignment import TiedParameter
+from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
+from pipeline.distributed.data_parallel.shards import layout_of
 from pipeline.distributed.topology import PipeTopology
-from pipeline.execution.communicator import Communicator
+from pipeline.entry.plans import Planner
+from pipeline.entry.probe import Probe
+from pipeline.entry.settings import Settings, stages_of
+from pipeline.entry.validation import refuse_transforms
+from pipeline.execution.call import Call
+from pipeline.execution.communicator import Communicator, LocalCommunicator, Output
+from pipeline.execution.drivers import in_turns
+from pipeline.execution.execution import Execution
+from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
-
-NewSetup: TypeAlias = Callable[[Batch, Batch, Communicator, Mapping[str, object]], Setup]
+from pipeline.execution.trace import TraceRecorder
+from pipeline.recompute.snapshot import StageTraits
+from scheduler import Timeline
 
 
 @dataclass(frozen=True)
+class Request:
+    """What an operation asks of a call.
+
+    Attributes:
+        planner: makes the plan, see execution/plan.py.
+        grad: whether the call has gradients.
+        keep: whether every chunk may have to be recomputed later, kept ones too.
+        draws: whether the call draws a seed.
+        options: its arguments, by name, on which all ranks must agree.
+    """
+
+    planner: Planner
+    grad: bool
+    options: Mapping[str, object]
+    keep: bool = False
+    draws: bool = True
+
+
+@dataclass(eq=False)
+class History:
+    """What earlier calls of a Pipe have shown.
+
+    Attributes:
+        traits: of the stages.
+        losses: the number of mini-batches of each loss_fn.
+        calls: the number of calls with gradients.
+        probed: the number of mini-batches by training flags and failures over ranks.
+        traces: the recorders of the calls under way.
+    """
+
+    traits: StageTraits = field(default_factory=StageTraits)
+    losses: LossCounts = field(default_factory=LossCounts)
+    calls: int = 0
+    probed: dict[tuple[tuple[bool, ...], int], int] = field(default_factory=dict)
+    traces: list[TraceRecorder] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
 class Runtime:
-    """The interface of a Pipe for code that runs its own calls over the stages, such as `pipeline.curvature`.
+    """The interface of a Pipe for code that runs calls over its stages: entry points, `pipeline.curvature`.
 
     Attributes:
         module: the Pipe.
-        topology: the assignment of stages to ranks. None: all stages are in this process.
-        has_replicas: whether other pipelines train the same stages on other mini-batches.
-        stages: gives the layers of each stage, as they are now; a ValueError if their number has changed.
-        communicator: gives the processes that run one operation of this name, a context.
-        setup: (the input, the target, who runs it, options) -> what a call with gradients needs, which runs the order
-            of a step, seeds nothing, and keeps nothing for later. Over ranks all have agreed to make it.
+        settings: its settings.
+        history: what its earlier calls have shown; a call adds to it.
     """
 
     module: nn.Module
-    topology: PipeTopology | None
-    has_replicas: bool
-    stages: Callable[[], Sequence[Sequence[nn.Module]]]
-    communicator: Callable[[str], Communicator]
-    setup: NewSetup
+    settings: Settings
+    history: History
+
+    # -------------------------------------------------------------------------------------------------- who has what
+
+    @property
+    def topology(self) -> PipeTopology | None:
+        """The assignment of stages to ranks. None: all stages are in this process."""
+        return self.settings.layout.topology
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other pipelines train the same stages on other mini-batches."""
+        return self.settings.layout.replicas is not None
 
     @property
     def rank(self) -> int:
@@ -64,3 +124,170 @@ class Runtime:
             return []
         hosting = self.topology.hosting
         return list(zip(hosting.ties, hosting.tied(self.module), strict=True))
+
+    def stages(self) -> list[list[nn.Module]]:
+        """The layers of each stage, as they are now.
+
+        Raises:
+            ValueError: their number has changed.
+        """
+        table: Mapping[str, Any] = self.module._modules
+        return stages_of(table.values(), self.settings.balance)
+
+    # ------------------------------------------------------------------------------------------------------- a call
+
+    def communicator(self, entry: str, averages: bool = False) -> Communicator:
+        """The processes that run one operation, a context: within it a failure on one rank fails all.
+
+        Args:
+            entry: the name of the operation.
+            averages: whether it averages gradients over replicas.
+        """
+        topology, replicas = self.topology, self.settings.layout.replicas
+        tied = [] if topology is None else topology.hosting.tied(self.module)
+        own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
+        if replicas is None or not averages:
+            return own
+        stages = {stage: layers for stage, layers in enumerate(self.stages()) if own.has(stage)}
+        return DataParallelCommunicator(own, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
+
+    def execution(
+        self,
+        request: Request,
+        batch: Batch,
+        communicator: Communicator,
+        target: Batch | None = None,
+        recorder: TraceRecorder | None = None,
+    ) -> Execution:
+        """The execution of a call, which all ranks have agreed to make.
+
+        Args:
+            request: what is asked of it.
+            batch: the input, cut.
+            communicator: the processes that run it.
+            target: the target, cut alike.
+            recorder: gets its trace, beside the recorders of the Pipe.
+        """
+        return Execution(self._setup(request, batch, communicator, target, recorder), batch)
+
+    def setup(
+        self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
+    ) -> Setup:
+        """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
+        self.refuse_transforms(batch)
+        return self._setup(Request(plan_step, True, options, draws=False), batch, communicator, target, None)
+
+    def _setup(
+        self,
+        request: Request,
+        batch: Batch,
+        communicator: Communicator,
+        target: Batch | None,
+        recorder: TraceRecorder | None,
+    ) -> Setup:
+        settings, history, layout = self.settings, self.history, self.settings.layout
+        given = {"x": batch} if target is None else {"x": batch, "the target": target}
+        tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
+        seed = communicator.open(lambda values: self._words(request, given, values), request.draws, tensors)
+        if request.grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
+            )
+        plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks)
+        history.calls += request.grad
+        setup = Setup(
+            stages=self.stages(),
+            places=layout.places,
+            values=layout.values,
+            transport=layout.transport,
+            workers=layout.workers,
+            plan=plan,
+            recompute=plan.recomputed(settings.checkpoint) if request.grad else frozenset(),
+            grad=request.grad,
+            keep=request.keep,
+            compares=request.grad and validates(history.calls),
+            known=history.traits,
+            defer=settings.deferred_batch_norm,
+            traces=[*history.traces, *([] if recorder is None else [recorder])],
+            communicator=communicator,
+            seed=seed,
+        )
+        if batch.chunks > 1:
+            self._probe(setup, batch)
+        communicator.prepare(lambda: settings.plans.traffic(batch.chunks, request.planner, settings.chunks))
+        return setup
+
+    def _probe(self, setup: Setup, batch: Batch) -> None:
+        """Check whether this mini-batch may be cut: in validating calls, counted in each of the modes.
+
+        A failure over ranks fails all of them, and restarts the count on all.
+        """
+        key = (self._flags(), setup.communicator.failures)
+        number = self.history.probed.get(key, 0) + 1
+        self.history.probed[key] = number
+        if not validates(number):
+            return
+        try:
+            plan, traffic = self.settings.plans.uncut(setup.plan.schedule.placement)
+            setup.communicator.prepare(lambda: traffic)
+            Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
+        except BaseException:
+            self.history.probed[key] = number - 1
+            raise
+
+    def refuse_transforms(self, batch: Batch) -> None:
+        """Raise for derivatives that do not go through autograd's graph."""
+        refuse_transforms(lambda: [*batch.tree.tensors, *self.module.parameters(), *self.module.buffers()])
+
+    # -------------------------------------------------------------------------------------------------- descriptions
+
+    def _words(self, request: Request, given: Mapping[str, Batch], values: bool) -> dict[str, str]:
+        """The descriptions on which all ranks must agree."""
+        gradients = "on" if request.grad and torch.is_grad_enabled() else "off"
+        options = {"gradients": gradients, **request.options}
+        words = {
+            SETTINGS: self.settings.words,
+            MODES: self._modes(),
+            OPTIONS: "\n".join([f"{name}={value}" for name, value in options.items()]),
+            MINI_BATCHES: ", ".join([f"{name} {described(each)}" for name, each in given.items()]),
+        }
+        if values:
+            words[VALUES] = values_in_words([tensor for each in given.values() for tensor in each.tree.tensors])
+        return words
+
+    def _flags(self) -> tuple[bool, ...]:
+        """Whether each layer is in train mode."""
+        return tuple([layer.training for layer in self.module._modules.values() if layer is not None])
+
+    def _modes(self) -> str:
+        """A description of the layers in train mode and of autocast."""
+        flags = self._flags()
+        some = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
+        training = "train" if all(flags) else some if any(flags) else "eval"
+        kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return f"{training}, autocast {kinds or 'off'}"
+
+    # ------------------------------------------------------------------------------------------------------- results
+
+    def recorder(self) -> TraceRecorder:
+        """A recorder of the lanes of this Pipe."""
+        schedule, layout = self.settings.schedule, self.settings.layout
+        alone = layout.ranks is None  # a rank has one lane
+        turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if alone else ()
+        return TraceRecorder(schedule.lanes, turns)
+
+    def timeline(self, recorder: TraceRecorder | None, communicator: Communicator) -> Timeline | None:
+        """The timeline of all processes. None: nothing was recorded."""
+        if recorder is None:
+            return None
+        recorder.join(communicator.share_events(recorder.events))
+        return recorder.timeline
+
+    def joined(self, call: Call) -> Any:
+        """The joined outputs of a call, on every rank."""
+        output = None
+        if call.execution.has_last:
+            trees = [message.tree for message in call.outputs]
+            output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
+        tree, _ = call.communicator.share_output(output)
+        return tree.build(tree.tensors)

@@ -20,6 +20,7 @@ from partition import balance_costs
 from partition.contiguous import whole
 from partition.splitting import check_balance
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
+from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -87,7 +88,8 @@ def check_plain(module: nn.Sequential) -> None:
             f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
-    inner = [name for name, each in module.named_modules() if getattr(each, "_topology", None) is not None]
+    runtimes = [(name, getattr(each, "runtime", None)) for name, each in module.named_modules()]
+    inner = [name for name, runtime in runtimes if getattr(runtime, "topology", None) is not None]
     if inner:
         raise ValueError(
             f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "
@@ -326,3 +328,21 @@ def _check_eager(update: EagerUpdate, clip: float | None, scaler: torch.amp.Grad
             "a GradScaler leaves the whole step out where one gradient overflows, and an EagerUpdate has used the "
             "others by then. Use bfloat16, which needs no scaler, or the optimizer itself."
         )
+
+
+def refuse_transforms(tensors: Callable[[], Sequence[Tensor]]) -> None:
+    """Raise for derivatives that do not go through autograd's graph, the only way that a Pipe supports.
+
+    Args:
+        tensors: gives the input, the parameters and the buffers; called only if forward-mode AD is on.
+
+    Raises:
+        RuntimeError: within torch.func transforms, or with forward-mode tangents.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vmap, jvp, jacrev ...) cannot see through a Pipe. Use torch.autograd.grad "
+            "with create_graph=True, which is exact to any order, or pipe.to_sequential() for the plain module."
+        )
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse_tangents(tensors())

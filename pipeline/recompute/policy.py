@@ -61,13 +61,14 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
-def check_policy(policy: Policy) -> None:
-    """Raise ValueError unless `policy` is one of the modes or a callable."""
+def check_policy(policy: Policy) -> Policy:
+    """The policy itself; a ValueError unless it is one of the modes or a callable."""
     is_function = callable(policy) and not isinstance(policy, type | nn.Module)
     if not is_function and not (isinstance(policy, str) and policy in POLICIES):
         raise ValueError(
             f"checkpoint is {policy!r}. Use 'always', 'except_last', 'never', or a callable (stage, chunk) -> bool."
         )
+    return policy
 
 
 def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[tuple[int, int]]:

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
+from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import Checksums, checksums, same_checksums
 from pipeline.recompute.attributes import Attributes
@@ -176,7 +177,7 @@ class ForwardSnapshot:
         if now != self._ambient:
             self._differing.append(self._ambient.entered)
         if self.flags != tuple([module.training for module in self._modules]):
-            self._differing.append(partial(_training_flags, self._modules, self.flags))
+            self._differing.append(partial(training_flags, self._modules, self.flags))
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
@@ -272,15 +273,3 @@ def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], elsewhere: It
                     "different chunks at a time, so the numbers would depend on the schedule. Put their layers "
                     "into one stage, or give each its own."
                 )
-
-
-@contextmanager
-def _training_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
-    found = [module.training for module in modules]
-    for module, flag in zip(modules, flags, strict=True):
-        module.training = flag
-    try:
-        yield
-    finally:
-        for module, flag in zip(modules, found, strict=True):
-            module.training = flag

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
-from pipeline.distributed.topology import PipeTopology
+from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
-from pipeline.execution.communicator import Communicator
 from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
@@ -31,15 +30,14 @@ from pipeline.stage.batchnorm import batch_norms
 class Stateful(Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
-    _topology: PipeTopology | None
-
     @abstractmethod
     def to_sequential(self) -> nn.Sequential:
         """The plain module."""
 
+    @property
     @abstractmethod
-    def _communicator(self, entry: str) -> Communicator:
-        """The communicator of a call."""
+    def runtime(self) -> Runtime:
+        """Who has what, and who runs an operation together."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
         """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
@@ -50,7 +48,7 @@ class Stateful(Enclosed, ABC):
             >>> list(Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), [1, 1]).full_state_dict())
             ['0.weight', '0.bias']
         """
-        with turn(), self._communicator("full_state_dict") as communicator:
+        with turn(), self.runtime.communicator("full_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
             state = self.state_dict()
             found = communicator.gather(state)
@@ -99,8 +97,8 @@ class Stateful(Enclosed, ABC):
             >>> state["param_groups"][0]["param_names"], state["param_groups"][0]["params"]
             (['0.weight', '0.bias'], [0, 1])
         """
-        topology = self._topology
-        with turn(), self._communicator("full_optimizer_state_dict") as communicator:
+        topology = self.runtime.topology
+        with turn(), self.runtime.communicator("full_optimizer_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
             nothing = [] if topology is None else [("", topology.nothing)]
             named = [*self.named_parameters(), *nothing]
@@ -111,7 +109,7 @@ class Stateful(Enclosed, ABC):
 
     def _first_names(self) -> Mapping[str, str]:
         """For every name of a parameter of the whole model its first one, in order."""
-        return first_names_of(self) if self._topology is None else self._topology.first_names
+        return first_names_of(self) if self.runtime.topology is None else self.runtime.topology.first_names
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -126,7 +124,7 @@ class Stateful(Enclosed, ABC):
         """
         if is_packed(state_dict):
             state_dict = by_name(state_dict, self._first_names())
-        all_names = None if self._topology is None else self._topology.first_names
+        all_names = None if self.runtime.topology is None else self.runtime.topology.first_names
         load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
 
     def named_parameters(
@@ -136,7 +134,7 @@ class Stateful(Enclosed, ABC):
 
         A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
         """
-        topology = self._topology
+        topology = self.runtime.topology
         if topology is None or not topology.hosting.ties or not recurse:
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
@@ -145,7 +143,7 @@ class Stateful(Enclosed, ABC):
     def _all_places(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters by the names of its own layers: no two ranks save under one key."""
         found = list(super().named_parameters(remove_duplicate=False))
-        nothing = [] if found or self._topology is None else [("", each) for each in self.parameters()]
+        nothing = [] if found or self.runtime.topology is None else [("", each) for each in self.parameters()]
         return iter([*found, *nothing])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -1,0 +1,40 @@
+"""The joining of processes: the Pipes that ranks, or replicas, build at the same time become one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pipeline.distributed.agreement import SETTINGS
+from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.entry.runtime import Runtime
+from pipeline.entry.state.meta_init import How
+from pipeline.entry.validation import settle
+from pipeline.execution.communicator import Verdict
+
+
+def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: How) -> None:
+    """Join the Pipes that the other ranks build now into one. Their layers become placeholders here.
+
+    Args:
+        runtime: of the Pipe, which still has all layers.
+        stages: all.
+        materialize: where the values of layers on the meta device come from.
+
+    Raises:
+        MismatchError: the ranks build different Pipes.
+    """
+    topology, layout = runtime.topology, runtime.settings.layout
+    assert topology is not None and layout.ranks is not None  # one process joins nobody
+    elsewhere = dict(topology.elsewhere(stages))
+    count = sum(runtime.settings.balance)
+    with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
+        words = {SETTINGS: runtime.settings.words}
+        seed = communicator.open(lambda values: words, draws=materialize is not None)
+        layout.ranks.connect(topology.pairs)
+        settle(stages, topology.hosting.own, layout.devices, materialize, lambda: seed)
+        modules = runtime.module._modules
+        modules.update(elsewhere)
+        communicator.share_ties(topology.hosting.tied(runtime.module))
+        communicator.agree(Verdict(None, None, True))

@@ -1,0 +1,84 @@
+"""A call with the loss behind its last stage: a step's, or an evaluation's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from pipeline.common.cadence import validates
+from pipeline.data.loss import Loss
+from pipeline.data.microbatch import Batch
+from pipeline.entry.runtime import Runtime
+from pipeline.entry.step import LossEnd
+from pipeline.execution.call import Call, Listener
+from pipeline.execution.execution import Execution
+
+Listens: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
+
+
+class RunWithLoss:
+    """A call that ends in a loss, which runs once, or once more from its beginning.
+
+    Args:
+        runtime: of the Pipe.
+        execution: of the call.
+        new_loss: makes the loss of a run.
+        target: of the mini-batch, cut.
+        outputs: whether the outputs are wanted.
+        scaler: scales the loss.
+
+    Attributes:
+        execution: of the run under way, or of the next one.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        execution: Execution,
+        new_loss: Callable[[], Loss],
+        target: Batch,
+        outputs: bool,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.execution = execution
+        self._new_loss = new_loss
+        self._target = target
+        self._outputs = outputs
+        self._scaler = scaler
+
+    def play(self, listens: Listens | None = None) -> tuple[Call, Loss]:
+        """Run the call. Validating calls compare its loss with the un-pipelined one.
+
+        Args:
+            listens: makes what takes gradients while it runs.
+        """
+        execution, loss, counts = self.execution, self._new_loss(), self.runtime.history.losses
+        several = execution.batch.chunks > 1
+        number = counts.get(loss.loss_fn) + several
+        compare = several and validates(number)
+        keeps_outputs = self._outputs or compare
+        end = LossEnd(execution, loss, self._target, self._scaler, compare, keeps_outputs)
+        if self._scaler is not None and not execution.has_last:
+            device = self.runtime.settings.layout.devices[0]
+            self._scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
+        try:
+            with Call(execution, end, keeps_outputs) as call:
+                call.run_forward(None if listens is None else listens(call, end, loss))
+                end.check(call.outputs)
+        except BaseException:  # the next call validates
+            counts.set(loss.loss_fn, 0)
+            raise
+        # Under its key after the call: a loss that counts its calls must not look new in each.
+        counts.set(loss.loss_fn, number if loss.is_proven else 0)
+        return call, loss
+
+    def again(self, call: Call) -> None:
+        """Abandon a call; the next run begins where it began."""
+        self.execution = call.once_more()
+
+    def joined(self, call: Call) -> Any:
+        """The joined outputs, detached. None: they are not wanted."""
+        return self.runtime.joined(call) if self._outputs else None

@@ -1,0 +1,173 @@
+"""The settings of a Pipe: what it was built with, and what can be set on it later.
+
+    Pipe(module, balance, chunks, ...)  --checked-->  Settings, with the Layout of its stages
+    pipe.chunks = 8                     --checked-->  new Settings, in the place of the old ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from partition.contiguous import whole
+from pipeline.common.arguments import check_flag, shown
+from pipeline.common.places import Place
+from pipeline.data.values import Values
+from pipeline.distributed.data_parallel.replicas import Replicas
+from pipeline.distributed.group import RankGroup
+from pipeline.distributed.topology import PipeTopology, topology_of
+from pipeline.entry.plans import Plans
+from pipeline.entry.validation import check_placement, check_schedule
+from pipeline.recompute.policy import Policy
+from pipeline.stage.batchnorm import check_deferrable
+from pipeline.transports.local import Local
+from scheduler import Schedule, verify
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the stages of a Pipe are, and what moves values between them.
+
+    Attributes:
+        places: of each stage.
+        values: the table of values that cross stages.
+        transport: moves tensors between places of this process.
+        workers: how lanes run, see execution/drivers.py.
+        ranks: the processes that run the Pipe together. None: this one runs every stage.
+        topology: the assignment of stages to these ranks, once they have agreed on it.
+        replicas: the pipelines that train the same stages on other mini-batches.
+    """
+
+    places: Sequence[Place]
+    values: Values
+    transport: Local
+    workers: str | None
+    ranks: RankGroup | None
+    topology: PipeTopology | None = None
+    replicas: Replicas | None = None
+
+    def over(self, stages: Sequence[nn.Sequential], schedule: Schedule) -> Layout:
+        """This layout, with the stages where a schedule runs them."""
+        assert self.ranks is not None  # one process has all stages
+        topology = topology_of(stages, schedule.placement.lane_of, self.ranks, self.values)
+        return replace(self, topology=topology)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage."""
+        return [place.device for place in self.places]
+
+    @property
+    def parameters(self) -> str:
+        """The parameters on which all processes agree, in words."""
+        joint = self.topology or self.replicas
+        assert joint is not None  # only asked over ranks
+        return joint.parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The settings of a Pipe. The arguments of `Pipe` say what each means.
+
+    Attributes:
+        layout: where its stages are.
+        balance: the number of layers of each stage.
+        chunks: the largest number of chunks.
+        plans: of the schedule.
+        checkpoint: which activations are computed again.
+        batch_dim: the dim that counts rows.
+        mixes_rows: layers may look at all rows of a chunk.
+        deferred_batch_norm: running statistics are updated once for each mini-batch.
+    """
+
+    layout: Layout
+    balance: tuple[int, ...]
+    chunks: int
+    plans: Plans
+    checkpoint: Policy
+    batch_dim: int
+    mixes_rows: bool
+    deferred_batch_norm: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a mini-batch of as many chunks as were asked for."""
+        return self.plans.resolved(self.chunks)
+
+    @cached_property
+    def words(self) -> str:
+        """A description, in lines, on which all processes agree."""
+        checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else "a function of (stage, chunk)"
+        return (
+            f"balance {list(self.balance)}\nchunks {self.chunks}\nbatch_dim {self.batch_dim}\n"
+            f"mixes_rows {self.mixes_rows}\nschedule {self.plans.given}\ncheckpoint {checkpoint}\n"
+            f"deferred_batch_norm {self.deferred_batch_norm}\n{self.layout.parameters}"
+        )
+
+
+def plans_of(schedule: str | Schedule, balance: Sequence[int], chunks: int, layout: Layout) -> Plans:
+    """The plans of a schedule, which must fit the stages.
+
+    Raises:
+        TypeError: it is neither a name nor a Schedule.
+        ScheduleError: it is for other stages, or puts them on other ranks than those which have their layers.
+    """
+    if not isinstance(schedule, str | Schedule):
+        raise TypeError(f"schedule is {shown(schedule)}. Give a name of scheduler.names(), or a Schedule.")
+    if isinstance(schedule, Schedule):
+        verify(schedule)
+        check_schedule(schedule, len(balance))
+    ranks = None if layout.ranks is None else (layout.ranks.size, layout.ranks.rank)
+    plans = Plans(schedule, layout.places, layout.values, ranks)
+    resolved = plans.resolved(chunks)
+    check_schedule(resolved, len(balance))
+    if layout.topology is not None:
+        check_placement(resolved, layout.topology.hosting.rank_of)
+    return plans
+
+
+def check_chunks(chunks: object) -> int:
+    """The largest number of chunks, as an int.
+
+    Raises:
+        TypeError: no whole number.
+        ValueError: less than 1.
+    """
+    count = whole(chunks)
+    if count is None:
+        raise TypeError(f"chunks is {chunks!r}. Give a whole number, at least 1.")
+    if count < 1:
+        raise ValueError(f"chunks is {count}. A mini-batch is cut into at least 1 chunk.")
+    return count
+
+
+def check_deferred(deferred: bool, module: nn.Module) -> bool:
+    """Whether batch norms update their statistics once for each mini-batch.
+
+    Raises:
+        TypeError: no flag; or a batch norm whose statistics are not those of its own input.
+    """
+    check_flag("deferred_batch_norm", deferred)
+    if deferred:
+        check_deferrable(module)
+    return deferred
+
+
+def stages_of(layers: Iterable[nn.Module], balance: Sequence[int]) -> list[list[nn.Module]]:
+    """The layers of each stage.
+
+    Raises:
+        ValueError: there are more or fewer than the balance says.
+    """
+    found = list(layers)
+    if len(found) != sum(balance):
+        raise ValueError(
+            f"the Pipe has {len(found)} layers but its balance is {list(balance)}: one was added or removed "
+            "since. Change the nn.Sequential first and wrap it anew: Pipe(module, balance, chunks)."
+        )
+    ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
+    return [found[end - size : end] for size, end in zip(balance, ends, strict=True)]

@@ -1,0 +1,313 @@
+"""The sinks of a step's gradients: `.grad`, a store, or an optimizer.
+
+    run --sums, gradients of the input--> collect: whole, divided, hooked, agreed by all processes --> sink
+
+Nothing reaches a parameter before everything has gone well: until then gradients are the call's own, and a failure puts
+the buffers back. An EagerUpdate is a sink of another kind, see entry/eager_step.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipeline.common.interrupts import firm
+from pipeline.common.torch_modes import without_autocast
+from pipeline.data.loss import Loss, divide_, divided
+from pipeline.entry.run_with_loss import RunWithLoss
+from pipeline.execution.call import Call
+from pipeline.execution.communicator import Communicator, Pair, Verdict
+from pipeline.gradients.clip import clip_factor
+from pipeline.gradients.store import GradStore
+from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
+
+Named: TypeAlias = Sequence[tuple[str, Tensor]]
+
+
+class Result(NamedTuple):
+    """The result of a step, once its gradients are in their sink.
+
+    Attributes:
+        loss: of the mini-batch.
+        metrics: that loss_fn reported.
+        outputs: the joined outputs, where they are wanted.
+        grads: a store of the gradients, where that is the sink.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    outputs: Any
+    grads: GradStore | None = None
+
+
+class Sink(ABC):
+    """The receiver of the final gradients of a step.
+
+    Args:
+        scaler: scales the loss, and so the gradients.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.scaler = scaler
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that steps with them. None: none does."""
+        return None
+
+    @abstractmethod
+    def run(self, run: RunWithLoss) -> Result:
+        """Run a step, and take its gradients."""
+
+
+class GradSink(Sink):
+    """`.grad` of the parameters, to which gradients are added as backward() does."""
+
+    def run(self, run: RunWithLoss) -> Result:
+        call, loss = run.play()
+        with without_autocast():
+            with call:
+                firm()
+                pairs, value, hooks, metrics = collect(call, loss)
+                joined = run.joined(call)
+                call.release()
+                named = list(run.runtime.module.named_parameters())
+                with self.undone([owner for owner, _ in pairs], call.batch.tree.tensors):
+                    store = self.take(pairs, call, named)
+            self.finish(named)
+            if hooks or self.optimizer is not None or call.communicator.averages:
+                call.communicator.close()
+        return Result(value, metrics, joined, store)
+
+    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Within: a failure leaves everything that `take` writes as it was found.
+
+        Args:
+            owners: tensors that get gradients, and may have hooks that fail.
+            inputs: the tensors of the mini-batch.
+        """
+        return _grads_undone(owners)
+
+    def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
+        """Take whole gradients. Empties `pairs`.
+
+        Args:
+            pairs: (owner, gradient) of parameters, other leaves, and tensors of the input, each once.
+            call: made them.
+            named: the parameters.
+        """
+        accumulate(pairs)
+        return None
+
+    def finish(self, named: Named) -> None:
+        """End a step that went well in this process."""
+
+
+class StoreSink(GradSink):
+    """A GradStore. Gradients of the input go to `.grad`.
+
+    Args:
+        max_norm: clips the gradients to this norm.
+        scaler: scales the loss.
+    """
+
+    def __init__(self, max_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
+        super().__init__(scaler)
+        self._max_norm = max_norm
+
+    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return _grads_undone(inputs)
+
+    def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
+        known = {id(param): (name, param) for name, param in named}
+        only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
+        of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
+        others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
+        pairs.clear()
+        accumulate(of_inputs)
+        known.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in known})
+        store = GradStore([param if not name else (name, param) for name, param in known.values()])
+        for owner, grad in others:
+            store.add_(owner, grad)
+        if self._max_norm is not None:
+            names = {id(param): name for name, param in named}
+            grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
+            store.scale_(clip_factor(self._max_norm, call.communicator.total_norm(grads, 2.0)))
+        return store
+
+
+class OptimizerSink(GradSink):
+    """An optimizer, which steps once; every `.grad` is None afterwards.
+
+    Args:
+        optimizer: steps.
+        max_norm: clips the gradients to this norm first.
+        scaler: scales the loss, and unscales the gradients first of all.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        super().__init__(scaler)
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def take(self, pairs: list[Pair], call: Call, named: Named) -> None:
+        accumulate(pairs)
+        communicator, scaler = call.communicator, self.scaler
+        if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
+            _unscale(scaler, self._optimizer, communicator)
+        if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
+            known = {id(param) for _, param in named}
+            others = [("", param) for param in self._stepped() if id(param) not in known]
+            clip_grads([*named, *others], self._max_norm, 2.0, communicator)
+        if scaler is None:
+            self._optimizer.step()
+        else:
+            scaler.step(self._optimizer)
+
+    def finish(self, named: Named) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        for _, parameter in named:
+            parameter.grad = None
+        if self.scaler is not None:
+            self.scaler.update()
+
+    @contextmanager
+    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
+        scaler = self.scaler
+        states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
+        key = id(self._optimizer)
+        found = dict(states[key]) if key in states else None
+        try:
+            with grads_kept([*owners, *self._stepped()]):
+                yield
+        except BaseException:
+            states.pop(key, None)  # else the next step would take gradients for unscaled ones
+            if found is not None:
+                states[key] = found
+            raise
+
+    def _stepped(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+
+@contextmanager
+def _grads_undone(owners: Sequence[Tensor]) -> Iterator[None]:
+    """Within: a failure leaves `.grad` as it was found. Only a hook, which is the user's code, can fail."""
+    if all(owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners):
+        yield
+        return
+    with grads_kept(owners):
+        yield
+
+
+class Collected(NamedTuple):
+    """The results of a step before they are handed over.
+
+    Attributes:
+        pairs: (owner, whole gradient) of the parameters and of the input's tensors, each once; hooks have run.
+        loss: of the mini-batch.
+        hooks: whether any process has hooks on these.
+        metrics: that loss_fn reported.
+    """
+
+    pairs: list[Pair]
+    loss: Tensor
+    hooks: bool
+    metrics: Mapping[str, Tensor]
+
+
+def collect(call: Call, loss: Loss) -> Collected:
+    """After the run: whole gradients, and the loss, on which all processes agree.
+
+    Tensor hooks are the user's code: if any process has some, all agree again after these have run.
+    """
+    inputs = input_pairs(call)
+    pairs = list(call.sums().values())
+    reached, has_loss = bool(pairs or inputs), call.execution.has_last
+    own = loss.divisor if has_loss else None
+    pairs = call.communicator.average(pairs, own)
+    hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
+    verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
+    value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
+    assert value is not None  # the last stage's process has it
+    check_reached(reached)
+    for _, grad in [] if call.communicator.averages else pairs:  # means are of divided ones
+        divide_(grad, divisor)
+    inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
+    found = summed([*inputs, *pairs])
+    if hooks:
+        if any(owner._backward_hooks for owner, _ in found):
+            found = hooked(found)
+        call.communicator.agree(Verdict(None, None, True))
+    return Collected(found, value, hooks, metrics)
+
+
+def input_pairs(call: Call) -> list[Pair]:
+    """The gradients of the input's tensors, with these; only such as need one."""
+    found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
+    return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
+
+
+def check_reached(reached: bool) -> None:
+    """Raise if no process has a gradient."""
+    if not reached:
+        raise RuntimeError(
+            "the loss does not depend on anything that requires grad: every parameter is frozen, or the output is "
+            "detached. Use pipe.evaluate(...) for a loss without gradients."
+        )
+
+
+def summed(pairs: list[Pair]) -> list[Pair]:
+    """Each owner once: a parameter may be given as input too."""
+    found: dict[int, Pair] = {}
+    for owner, grad in pairs:
+        earlier = found.get(id(owner))
+        found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
+    return list(found.values())
+
+
+def clip_grads(
+    named: Named,
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator,
+    finite: bool = False,
+) -> Tensor:
+    """Scale `.grad` of some parameters down to a norm of at most `max_norm`, over all processes; the norm before.
+
+    Raises:
+        RuntimeError: with `finite`, where the norm is not.
+    """
+    each = dict.fromkeys(param for _, param in named)
+    names = {param: name for name, param in reversed(named)}
+    grads = [(names[param], param.grad) for param in each if param.grad is not None]
+    total = communicator.total_norm(grads, norm_type)
+    if finite and not torch.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
+    torch.nn.utils.clip_grads_with_norm_(list(each), max_norm, total)
+    return total
+
+
+def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
+    """Divide the gradients by the scale; where any process finds one that is not finite, all skip the step."""
+    scaler.unscale_(optimizer)
+    if communicator.is_alone or not scaler.is_enabled():
+        return
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    overflowed = communicator.any(any(bool(each.item()) for each in found.values()))
+    if not found:  # no gradient here: all is frozen, or there are no parameters
+        found[torch.device("cpu")] = torch.zeros((), device="cpu")
+    for each in found.values():
+        each.fill_(float(overflowed))
