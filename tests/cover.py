@@ -1,8 +1,9 @@
 """The configurations that a run of the tests meets: in `make soak` all, in `make test` some with every value.
 
     pairwise({"a": (1, 2), "b": (3, 4), "c": (5, 6)})  -->  4 rows, not 8: each pair of values stands in one
-    some(rows)     -->  all rows; in `make test` those that bring a new value of some place, and a few more
-    examples(80)   -->  80 examples of a law; in `make test` a fifth
+    some(rows)     -->  all rows; in `make test` few in which every value of every place stands
+    either(5, 12)  -->  12; in `make test` 5: how far a law goes, or any other choice
+    examples(80)   -->  80 examples of a law; in `make test` a tenth, but 5
 
 conftest.py takes `some` of the cases of every parametrized test.
 """
@@ -16,7 +17,7 @@ from zlib import crc32
 
 WHOLE = "PENSTOCK_WHOLE_TABLES"  # set in the environment by --whole, so that processes of tests know it too
 Case = TypeVar("Case")
-_MORE = 16  # one of so many of the cases that bring no new value
+Value = TypeVar("Value")
 
 
 def is_whole() -> bool:
@@ -26,7 +27,12 @@ def is_whole() -> bool:
 
 def examples(count: int) -> int:
     """How many examples of a law to draw, if `make soak` draws so many."""
-    return count if is_whole() else max(count // 5, min(count, 5))
+    return either(max(count // 10, min(count, 5)), count)
+
+
+def either(quick: Value, whole: Value) -> Value:
+    """The first in `make test`, the second in `make soak`."""
+    return whole if is_whole() else quick
 
 
 def some(cases: Iterable[Case]) -> list[Case]:
@@ -39,15 +45,17 @@ def some(cases: Iterable[Case]) -> list[Case]:
 
 
 def chosen(cases: Sequence[tuple[str, Mapping[Any, Any]]]) -> list[int]:
-    """The places of the cases to run, each given by its name and its values; in an order that only names decide."""
-    seen: set[Any] = set()
-    found = []
-    for place in sorted(range(len(cases)), key=lambda place: crc32(cases[place][0].encode())):
-        name, values = cases[place]
-        new = {(axis, _key(value)) for axis, value in values.items()} - seen
-        seen |= new
-        if new or not values or crc32(f"more {name}".encode()) % _MORE == 0:
-            found.append(place)
+    """The places of the cases to run, each given by its name and its values.
+
+    The next is the one that brings most new values. Among equals names decide, not the order of the cases.
+    """
+    new = {place: {(axis, _key(value)) for axis, value in values.items()} for place, (_, values) in enumerate(cases)}
+    order = {place: crc32(name.encode()) for place, (name, _) in enumerate(cases)}
+    found = [place for place, values in new.items() if not values]
+    while any(new.values()):
+        found.append(max(new, key=lambda place: (len(new[place]), order[place])))
+        covered = new[found[-1]]
+        new = {place: values - covered for place, values in new.items() if values - covered}
     return found
 
 

@@ -3,7 +3,7 @@
 from itertools import combinations, product
 
 import pytest
-from cover import WHOLE, examples, pairwise, some
+from cover import WHOLE, either, examples, pairwise, some
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,14 +27,14 @@ def test_every_value_of_every_place_stands_in_some_case_that_is_run(cases):
         for place in range(3):
             assert {case[place] for case in found} == {case[place] for case in cases}
         patch.setenv(WHOLE, "1")
-        assert some(cases) == cases and examples(80) == 80
+        assert some(cases) == cases and examples(80) == 80 and either(5, 12) == 12
 
 
 def test_of_a_large_product_few_cases_are_run_and_the_same_ones_in_any_order(monkeypatch):
     monkeypatch.delenv(WHOLE, raising=False)
     cases = [dict(zip("abc", values, strict=True)) for values in product(range(10), range(8), ([1], [2]))]
     found = some(cases)
-    assert len(found) < len(cases) / 3
+    assert len(found) == 10
     assert sorted(map(str, some(cases[::-1]))) == sorted(map(str, found))
     assert {case["a"] for case in found} == set(range(10)) and {str(case["c"]) for case in found} == {"[1]", "[2]"}
-    assert (examples(80), examples(12), examples(3)) == (16, 5, 3)
+    assert (examples(80), examples(12), examples(3)) == (8, 5, 3) and either(5, 12) == 5
