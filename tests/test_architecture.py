@@ -46,9 +46,8 @@ def test_every_dotted_name_on_the_page_exists() -> None:
         assert hasattr(importlib.import_module(owner), attribute), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is() -> None:
+    assert not [path for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))]
 
 
 def test_the_size_on_the_page_is_what_the_script_counts() -> None:

@@ -5,6 +5,7 @@ from functools import cache
 from math import inf, isclose
 
 import pytest
+from cover import either
 from search_cases import shortest, tiny_cases, unequal
 
 from scheduler import Costs, Placement
@@ -14,7 +15,7 @@ from scheduler.searches.dispatching import dispatch
 from scheduler.searches.formulation import pose
 from scheduler.searches.timing import value_of
 
-CASES = tiny_cases(seed=1, count=40)
+CASES = tiny_cases(seed=1, count=either(12, 40))
 SIZES = [(lanes, chunks) for lanes in range(1, 10) for chunks in (1, 2, 3, 5, 8, 13, 21, 30)]
 
 

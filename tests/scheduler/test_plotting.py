@@ -8,7 +8,7 @@ from xml.etree.ElementTree import fromstring
 
 import numpy
 import pytest
-from cover import examples
+from cover import either, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -138,7 +138,7 @@ def test_where_actions_are_many_the_painted_area_is_their_time(name, lanes, chun
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_size_does_not_grow_with_chunks(name):
-    some, more = (len(svg(by_name(name, 8, chunks))) for chunks in (500, 4000))
+    some, more = (len(svg(by_name(name, 8, chunks))) for chunks in either((500, 1500), (500, 4000)))
     assert more < some < 300_000
 
 
@@ -183,7 +183,7 @@ def test_a_curve_of_many_steps_is_the_highest_of_each_pixel():
             assert drawn >= level / most - 0.011
 
 
-@pytest.mark.parametrize("lanes, chunks", [(2, 3), (4, 8), (4, 2000), (40, 6)])
+@pytest.mark.parametrize("lanes, chunks", [(2, 3), (4, 8), (4, 500), (40, 6)])
 def test_maxima_are_marked_and_named(lanes, chunks):
     timeline = simulate(by_name("1f1b", lanes, chunks), Costs(activation=2.5))
     figure = plot(timeline)
@@ -227,7 +227,7 @@ def test_nothing_that_is_written_leaves_the_page(name, width, memory):
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text.get_text()
 
 
-@pytest.mark.parametrize("lanes", [1, 16, 64, 100])
+@pytest.mark.parametrize("lanes", either([1, 40], [1, 16, 64, 100]))
 def test_names_of_lanes_do_not_touch(lanes):
     figure = plot(by_name("gpipe", lanes, 2))
     FigureCanvasAgg(figure).draw()

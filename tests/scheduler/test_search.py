@@ -6,6 +6,7 @@ from statistics import mean
 from typing import NamedTuple
 
 import pytest
+from cover import either
 from search_cases import shortest, tiny_cases, unequal
 
 from scheduler import Costs, Placement, ScheduleError, by_name, names, simulate, verify
@@ -15,7 +16,7 @@ from scheduler.searches.formulation import pose
 from scheduler.searches.searching import Found, search
 from scheduler.searches.timing import value_of
 
-TINY = tiny_cases(seed=2, count=20)
+TINY = tiny_cases(seed=2, count=either(10, 20))
 
 
 def objective_of(timeline, objective):
@@ -43,7 +44,7 @@ def test_the_best_of_all_orders_is_found(number):
     assert problem.kinds == 3 or not found.schedule.split
 
 
-@pytest.mark.parametrize("lanes", range(1, 10))
+@pytest.mark.parametrize("lanes", range(1, either(7, 10)))
 @pytest.mark.parametrize("vee", [False, True])
 def test_what_is_found_is_never_worse_than_a_named_schedule_that_fits(vee, lanes):
     placement = Placement.vee(lanes) if vee else Placement.linear(lanes)
@@ -102,7 +103,9 @@ PROFILES = [
 
 
 @pytest.mark.parametrize("memory", ["one", "two"])
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: f"{profile.hidden}-{profile.lanes}x{profile.chunks}")
+@pytest.mark.parametrize(
+    "profile", PROFILES[::either(5, 1)], ids=lambda profile: f"{profile.hidden}-{profile.lanes}x{profile.chunks}"
+)
 def test_uniform_stages_are_no_worse_than_the_published_search(profile, memory):
     """A chunk holds s b (34 h + 5 a s) before I and 32 s b h before W (table 1), with 1024 tokens."""
     kept = 32 * profile.hidden / (34 * profile.hidden + 5 * profile.heads * 1024)
@@ -126,9 +129,10 @@ def on_unequal_stages(seed, objective):
 @pytest.mark.parametrize("objective, gain", [("flush", 0.015), ("span", 0.02)])
 def test_unequal_stages_gain_more_than_one_percent_over_the_best_named_schedule(objective, gain):
     """Each time of each stage 20 % longer or shorter, memory for as many chunks as lanes (benchmarks/search.py)."""
-    found = [on_unequal_stages(seed, objective) for seed in range(20)]
+    seeds = either(6, 20)
+    found = [on_unequal_stages(seed, objective) for seed in range(seeds)]
     assert mean(one.gain for one in found) > gain
-    assert sum(one.gap < 1e-8 for one in found) >= 10  # proven to be the shortest
+    assert sum(one.gap < 1e-8 for one in found) >= seeds / 2  # proven to be the shortest
     assert mean(one.gap for one in found) < 0.006
     for seed, one in enumerate(found):
         check(one, unequal(seed, 4), 4, objective)
