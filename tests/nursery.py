@@ -123,9 +123,12 @@ class Nursery:
         """What it reports next, within that time; an end is noted in the child."""
         if not select.select([self._channel], [], [], seconds)[0]:
             return None
-        data = self._channel.recv(4096)
+        try:
+            data = self._channel.recv(4096)
+        except ConnectionResetError:
+            data = b""
         if not data:
-            raise RuntimeError("the nursery has ended")
+            raise RuntimeError(f"the nursery {self._script.name} has ended; why is on its standard error")
         report: dict[str, Any] = json.loads(data)
         if "code" in report:
             child = self._children.pop(report["pid"])

@@ -14,7 +14,7 @@ from law_check import row_loss, target_of
 from one_and_many import Compared, Found, Make, compare_all, state_of
 from rank_door import OPTIMIZERS
 from rank_models import even, rows, square
-from test_tied import KINDS, input_of, made
+from tied_models import KINDS, input_of, made
 from torch import Tensor, nn
 
 from pipeline import GradStore, Pipe
@@ -35,7 +35,7 @@ def mixing(kind: str) -> dict[str, Any]:
 
 
 def tied_in_any_way(size: int) -> tuple[list[tuple[Any, ...]], list[Compared]]:
-    """Every kind of tying of test_tied.py whose layers suffice for the ranks, with every pair of settings."""
+    """Every kind of tying of tied_models.py whose layers suffice for the ranks, with every pair of settings."""
     words = [config for config in pairwise(TIES) if len(made(config["kind"])) >= size]
     cases = [(*config.values(),) for config in words]
     return cases, compare_all("rank_between:tied", cases)

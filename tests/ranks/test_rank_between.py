@@ -9,7 +9,7 @@ import pytest
 import torch
 from crew import Crew
 from one_and_many import agree_all, check_all
-from test_tied import made
+from tied_models import made
 
 NAMED = ("embedding_and_head", "layer_three_times", "in_other_containers", "unused_at_first", "tied_originals")
 
