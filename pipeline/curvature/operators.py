@@ -24,9 +24,9 @@ from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.passes import Passes
-from pipeline.curvature.products.product import Told
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace
+from pipeline.curvature.products.task import Told
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,29 +20,28 @@ from pipeline.data.loss import Loss, LossFn, scale_of
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.entry.loss_check import check_joined
+from pipeline.execution.execution import Execution
 
 
 class LossProduct:
     """The loss of one product's mini-batch.
 
     Args:
+        execution: of the product.
         loss_fn: as in `Pipe.step`.
         reduction: as in `Pipe.step`.
         target: cut like the input.
         first_rows: of the first of several mini-batches, whose parts add up by their rows or counts.
-        carried: brings a tensor of the target to a device.
-        seed: called with the chunk, before loss_fn computes.
         compares: whether to compare with the un-pipelined loss at the end.
     """
 
     def __init__(
         self,
+        execution: Execution,
         loss_fn: LossFn,
         reduction: str | None,
         target: Batch,
         first_rows: int,
-        carried: Callable[[Tensor, torch.device], Tensor],
-        seed: Callable[[int], None],
         compares: bool,
     ) -> None:
         self.loss = Loss(loss_fn, reduction, target.rows, True)
@@ -49,8 +49,8 @@ class LossProduct:
         self._loss_fn, self._reduction = loss_fn, reduction
         self._target = target
         self._first_rows, self._rows = first_rows, sum(target.rows)
-        self._carried = carried
-        self._seed = seed
+        self._execution = execution
+        self._seeder = execution.seeder()
         self._outputs: list[Activations] = []
         self._grads: dict[int, Grads] = {}
 
@@ -78,6 +78,9 @@ class LossProduct:
                     "parameters add its own curvature (that of c/2 |w|^2 is c times the vector)."
                 )
         return loss, torch.full_like(loss, weight * self._relative, requires_grad=False)
+
+    def _seed(self, chunk: int) -> None:
+        self._seeder.seed(chunk, self._execution.layer_of_loss)
 
     @property
     def _relative(self) -> float:
@@ -155,4 +158,6 @@ class LossProduct:
 
     def _moved(self, value: Any, tree: Tree) -> Any:
         device = tree.tensors[0].device if tree.tensors else None
-        return value if device is None else tree_map_only(Tensor, lambda part: self._carried(part, device), value)
+        if device is None:
+            return value
+        return tree_map_only(Tensor, partial(self._execution.carried, device=device), value)

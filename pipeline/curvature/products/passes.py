@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,16 +23,18 @@ from pipeline.common.interrupts import calls_users_code
 from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossProduct
-from pipeline.curvature.products.product import ProductCall, Task, Told
+from pipeline.curvature.products.matrices import PRODUCTS
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.stage_rule import ProductGraph, StageRule
 from pipeline.curvature.products.sums import Sums
+from pipeline.curvature.products.task import Task, Told
 from pipeline.curvature.space import Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.execution.communicator import Communicator, LocalCommunicator
+from pipeline.execution.execution import Execution
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import generators_at, private_generators
 
@@ -114,7 +116,7 @@ class Passes:
             rule: which matrix.
             vectors: to multiply with.
             gradient: whether the gradient is wanted too.
-            told: see `pipeline.curvature.products.product.Task`.
+            told: see `pipeline.curvature.products.task.Task`.
             shift: what to add to the parameters' values, for this pass.
             first: which of several vectors these begin with; other ranks must be as far.
 
@@ -196,14 +198,12 @@ class Passes:
             "loss_reduction": self._reduction,
         }  # fmt: skip
         setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self._seed + number)
-
-        def new_loss(carried: Callable[[Tensor, torch.device], Tensor], seed: Callable[[int], None]) -> LossProduct:
-            compares = setup.compares or self._compares
-            return LossProduct(self._loss_fn, self._reduction, aim, first_rows, carried, seed, compares)
-
-        call = ProductCall(setup, batch, task, new_loss, sums)
+        execution = Execution(setup, batch)
+        compares = setup.compares or self._compares
+        loss_end = LossProduct(execution, self._loss_fn, self._reduction, aim, first_rows, compares)
+        call = PRODUCTS[task.rule](execution, task, loss_end, sums)
         verdict = call.run()
-        self._compares = self._compares or not call.loss.loss.is_proven
+        self._compares = self._compares or not loss_end.loss.is_proven
         self.captures = self.captures or call.captures
         found = torch.zeros(3, dtype=torch.float64)
         if call.weights is not None:  # the last stage is here

@@ -16,11 +16,55 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.products.stage_rule import Inbox, ProductGraph, StageRule, gradients_of
+from pipeline.curvature.products.task import Task
 from pipeline.data.pytrees import Bundle, Grads, Tree
 
 At: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
 LIMITS = {torch.float64: 1e-4}
 LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
+
+
+class RuleCheck:
+    """The check of the stages of one product: of those whose rule numbers must confirm, or of all.
+
+    Args:
+        task: of the product.
+        compares: whether stages that were confirmed earlier are checked again.
+        chunks: how many there are.
+    """
+
+    def __init__(self, task: Task, compares: bool, chunks: int) -> None:
+        self._task, self._compares, self._chunks = task, compares, chunks
+        self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
+
+    def inspect(self, stage: StageRule, chunk: int, graph: ProductGraph) -> None:
+        """Look at a chunk's graph, and note the first chunk of a stage that must be checked."""
+        must = self._task.inspect(stage, graph, self._chunks)
+        if must and (self._compares or (self._task.rule, stage.index) not in self._task.confirmed):
+            self._doubtful.setdefault(stage.index, chunk)
+
+    def is_asked(self, stage: int, chunk: int) -> bool:
+        """Whether this chunk of a stage is compared."""
+        asked = 0 if self._task.told is not None else self._doubtful.get(stage)
+        return chunk == asked and self._task.number > 0
+
+    def confirm(self, stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]) -> None:
+        """Compare a derivative with finite differences, where that is asked for. The arguments are `error_along`'s."""
+        if not self.is_asked(stage.index, chunk) or not derivative:  # nothing depends on a parameter
+            return
+        error, most = error_along(stage, chunk, inbox, at, derivative)
+        if self._task.told is not None:
+            self._task.told(stage.index, stage.name, error, most)
+        elif not error <= most:
+            raise ValueError(
+                f"{stage.name} has an autograd.Function of its own, and its second derivative differs from finite "
+                f"differences by {error:.1e} of its size (at most {most:.0e} is rounding). Its backward forgets what "
+                "it depends on (a tensor kept on ctx instead of save_for_backward), or is not the derivative of its "
+                "forward (a straight-through estimator). Write it with differentiable operations; verify=False takes "
+                "what autograd says."
+            )
+        else:
+            self._task.confirmed.add((self._task.rule, stage.index))
 
 
 def limit(dtype: torch.dtype) -> float:

@@ -131,7 +131,6 @@ class StageRule:
     """The layers of one stage during one product.
 
     Args:
-        index: the stage.
         layers: its layers.
         aliases: stand in for its parameters.
         snapshot: what its recomputations must find as it was.
@@ -146,7 +145,6 @@ class StageRule:
 
     def __init__(
         self,
-        index: int,
         layers: StageLayers,
         aliases: Aliases,
         snapshot: ForwardSnapshot,
@@ -159,7 +157,7 @@ class StageRule:
         is_cut: bool,
     ) -> None:
         self._is_cut = is_cut
-        self.index = index
+        self.index = layers.index
         self.name = layers.name
         self.layers = layers
         self.aliases = aliases

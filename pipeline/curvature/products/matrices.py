@@ -1,0 +1,193 @@
+"""The matrices, by what B does: Hessian, Gauss-Newton and empirical Fisher.
+
+    HessianProduct       H = d2L                            B sends l and its tangents l'[k]
+    GaussNewtonProduct   G = J^T (d2L/dy2) J                B sends u[k] = (d2L/dy2) y'[k]
+    FisherProduct        F = (1/c) sum_n g_n g_n^T          B sends u_n[k] = (dL_n/dy . y'_n[k]) dL_n/dy, row by row
+
+Schraudolph (2002) for the second; for the third the loss of row n is L_n, its gradient g_n, and c what the mini-batch's
+loss divides by: the rows of a mean, the count of (sum, count), 1 for a sum.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeline.common.torch_modes import without_autocast
+from pipeline.curvature.products.product import ProductCall
+from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.stage_check import of_gradient, of_output
+from pipeline.curvature.products.stage_rule import Back, Inbox, ProductGraph, StageRule, gradients_of
+from pipeline.data.pytrees import Grads, Tree
+
+
+class HessianProduct(ProductCall):
+    """The Hessian of the loss by the parameters, times vectors."""
+
+    @property
+    def sends_gradient(self) -> bool:
+        return True
+
+    def at_loss(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+        (tree,) = graph.made.trees
+        # Through views, so that the gradient at an output from which another is made is its own part.
+        ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
+        loss, begin = self.loss_end(chunk, tree, ends)
+        if not loss.requires_grad:
+            nothing: Grads = (None,) * len(graph.leaves)
+            return Back(nothing, [nothing] * self._task.number)
+        self._reached = True
+        beside = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
+        targets = [*run.targets(graph), *beside]
+        begin.requires_grad_(self._task.number > 0)
+        with run.hooks_asleep():
+            grads = gradients_of([loss], targets, [begin], self._task.number > 0)
+        own = len(targets) - len(beside)
+        self.loss_end.note(chunk, tree, _detached(grads[own:]))
+        back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)
+        self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.found)
+        return back
+
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+        first, *seconds = groups
+        back = run.pull_second(graph, inbox.tangents, first, seconds, self._task.gradient)
+        if seconds:
+            self._rule_check.confirm(run, chunk, inbox, of_gradient(first, seconds[0]), back.found)
+        return back
+
+    def _gradient_at(
+        self, chunk: int, graph: ProductGraph, targets: Sequence[Tensor], step: float
+    ) -> Sequence[Tensor | None]:
+        """The last stage's gradient of the loss, for `error_along`."""
+        (tree,) = graph.made.trees
+        loss, begin = self.loss_end.aside(chunk, tree, tree.tensors)
+        return gradients_of([loss], targets, [begin], False)
+
+
+class FirstOrderProduct(ProductCall):
+    """A matrix J^T A J: the output's tangents, A times them by the loss alone, and plain backwards of these."""
+
+    is_linear = False  # whether A needs no second derivative of the loss
+
+    def at_loss(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+        (tree,) = graph.made.trees
+        cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        leaves = [leaf for leaf in cut if leaf.requires_grad]
+        loss, begin = self.loss_end(chunk, tree, cut)
+        if not loss.requires_grad:
+            nothing: Grads = (None,) * len(graph.leaves)
+            return Back(nothing if self._task.gradient else None, [nothing] * self._task.number)
+        self._reached = True
+        begin.requires_grad_(not self.is_linear)
+        grads = gradients_of([loss], leaves, [begin], not self.is_linear)
+        first = _detached(grads)
+        self.loss_end.note(chunk, tree, first)
+        tangents = run.push(graph, inbox.tangents) if graph.roots else []
+        self._rule_check.confirm(run, chunk, inbox, of_output, tangents[0] if tangents else ())
+        cotangents = self.cotangents(chunk, tree, leaves, grads, tangents)
+        return run.pull_first(graph, cotangents, first if self._task.gradient else None)
+
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+        first = groups.pop(0) if self._task.gradient else None
+        return run.pull_first(graph, groups, first)
+
+    @abstractmethod
+    def cotangents(
+        self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
+    ) -> list[Grads]:
+        """A times the output's tangents.
+
+        Args:
+            chunk: which.
+            tree: the output.
+            leaves: its tensors that depend on a parameter, where the loss begins.
+            grads: of the loss, at the leaves.
+            tangents: at the leaves, for each direction.
+        """
+
+
+class GaussNewtonProduct(FirstOrderProduct):
+    """The generalized Gauss-Newton matrix: A is the loss's own Hessian by the output."""
+
+    def cotangents(
+        self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
+    ) -> list[Grads]:
+        return [_bent(grads, leaves, each) for each in tangents]
+
+
+class FisherProduct(FirstOrderProduct):
+    """The empirical Fisher: A is the outer product of each row's gradient with itself."""
+
+    is_linear = True
+
+    def cotangents(
+        self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
+    ) -> list[Grads]:
+        first, per_row = list(_detached(grads)), self._per_row(chunk, leaves)
+        if self._execution.setup.compares and chunk == 0:
+            self.loss_end.check_rows(chunk, tree, first, per_row)
+        share = self.loss_end.share(per_row)
+        return [tuple(_row_by_row(first, each, share)) for each in tangents]
+
+    def _per_row(self, chunk: int, leaves: Sequence[Tensor]) -> int:
+        """How many rows the output has for one of the input.
+
+        Raises:
+            ValueError: its tensors have different numbers of rows, or none.
+        """
+        rows = self._execution.batch.rows[chunk]
+        counts = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+        if len(counts) != 1 or min(counts) % rows or min(counts) == 0:
+            shapes = [list(leaf.shape) for leaf in leaves]
+            raise ValueError(
+                f"the output has shapes {shapes} for {rows} rows of input. The empirical Fisher is a sum over the rows "
+                "of the output: return tensors whose dim 0 counts them."
+            )
+        return counts.pop() // rows
+
+
+PRODUCTS: dict[Rule, type[ProductCall]] = {
+    Rule.HESSIAN: HessianProduct,
+    Rule.GAUSS_NEWTON: GaussNewtonProduct,
+    Rule.FISHER: FisherProduct,
+}
+
+
+def _detached(grads: Grads) -> Grads:
+    return tuple([None if grad is None else grad.detach() for grad in grads])
+
+
+def _bent(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> Grads:
+    """The loss's own Hessian times the output's tangents."""
+    pairs = [
+        (grad, tangent) for grad, tangent in zip(grads, tangents, strict=True)
+        if grad is not None and grad.requires_grad
+    ]
+    if not pairs:
+        return (None,) * len(leaves)
+    # By symmetry the derivative of <grad, tangent> is the Hessian times the tangent.
+    with without_autocast():
+        return torch.autograd.grad(
+            [grad for grad, _ in pairs], leaves, [tangent for _, tangent in pairs], retain_graph=True,
+            allow_unused=True
+        )
+
+
+def _row_by_row(grads: Sequence[Tensor | None], tangents: Sequence[Tensor], share: float) -> list[Tensor | None]:
+    """The Fisher's cotangents.
+
+    Args:
+        grads: of the loss, at each tensor of the output; each row's is `share` times that of its own loss.
+        tangents: of the same tensors.
+    """
+    live = [(grad, tangent) for grad, tangent in zip(grads, tangents, strict=True) if grad is not None]
+    along: Tensor | float = 0.0
+    for grad, tangent in live:  # a row may have parts in several tensors
+        along = along + (grad * tangent).flatten(1).sum(1) if grad.dim() > 1 else along + grad * tangent
+    assert isinstance(along, Tensor)  # a loss that depends on nothing has been left out
+    factors = along / share
+    return [None if grad is None else grad * factors.view(-1, *[1] * (grad.dim() - 1)) for grad in grads]
