@@ -393,6 +393,16 @@ def test_the_format_is_torchs_and_each_loads_the_others(kind):
         assert_same_values(dict(each.named_parameters()), dict(named))
 
 
+def test_torchs_helper_steps_a_fresh_optimizer_and_ours_leaves_it_as_it_is() -> None:
+    """The reason why optimizer states are named by our own code: see docs/ARCHITECTURE.md."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    theirs, ours = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+    assert get_optimizer_state_dict(model, theirs, options=FLAT)["state.0.weight.step"] == 1
+    assert len(theirs.state) == 2
+    optimizer_state(model.named_parameters(), ours)
+    assert len(ours.state) == 0
+
+
 # ---------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
