@@ -61,32 +61,31 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
 
 
-def explore(roots: Sequence[Tensor], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
-    """Walk the autograd graph behind some tensors down to its leaves, or down to the tensors or edges of `until`."""
-    seen: set[Any] = {None}  # None: no gradient is needed there
-    for tensor in until:
-        seen.add(_node(tensor))
-    stack = []
-    for root in roots:
-        node = _node(root)
-        if node not in seen:
-            seen.add(node)
-            stack.append(node)
-    leaves: dict[int, Tensor] = {}
+def nodes_of(roots: Iterable[Tensor | GradientEdge], until: Iterable[Tensor | GradientEdge] = ()) -> list[Any]:
+    """The nodes of the graph behind some tensors, each once, down to the tensors or edges of `until`."""
+    seen: set[Any] = {None, *map(_node, until)}  # None: no gradient is needed there
+    stack = [node for node in dict.fromkeys(map(_node, roots)) if node not in seen]
+    seen.update(stack)
+    nodes: list[Any] = []
     while stack:
         node = stack.pop()
-        following = node.next_functions
-        if following:
-            for nearer, _ in following:
-                if nearer not in seen:
-                    seen.add(nearer)
-                    stack.append(nearer)
-        else:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves[id(leaf)] = leaf
-            leaf = None
-    return Reached(asked_for(leaves), len(seen) - 1)
+        nodes.append(node)
+        for nearer, _ in node.next_functions:
+            if nearer not in seen:
+                seen.add(nearer)
+                stack.append(nearer)
+    return nodes
+
+
+def explore(roots: Sequence[Tensor | GradientEdge], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
+    """The leaves that the graph behind some tensors reaches, down to the tensors or edges of `until`."""
+    return reached(nodes_of(roots, until))
+
+
+def reached(nodes: Sequence[Any]) -> Reached:
+    """The leaves among the nodes of a graph."""
+    leaves = {id(leaf): leaf for leaf in [node.variable for node in nodes if isinstance(node, _LeafNode)]}
+    return Reached(asked_for(leaves), len(nodes))
 
 
 def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
@@ -94,30 +93,15 @@ def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:
 
     Whole numbers are left out: they may be names rather than factors.
     """
-    seen: set[Any] = {None}
-    stack = [_node(root) for root in roots]
-    found: list[tuple[str, str]] = []
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend([nearer for nearer, _ in node.next_functions])
-            kept = vars(node) if isinstance(node, torch.autograd.function.BackwardCFunction) else {}
-            found.extend([(name, repr(value)) for name, value in kept.items() if type(value) is float])
-    return found
+    functions = [node for node in nodes_of(roots) if isinstance(node, torch.autograd.function.BackwardCFunction)]
+    kept = [pair for node in functions for pair in vars(node).items()]
+    return [(name, repr(value)) for name, value in kept if type(value) is float]
 
 
 def saved(roots: Iterable[Tensor | GradientEdge]) -> Iterator[Tensor]:
     """The tensors that a graph has saved for its backward."""
-    seen: set[Any] = {None}
-    stack = [_node(root) for root in roots]
     names: dict[type, list[str]] = {}
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        stack.extend([nearer for nearer, _ in node.next_functions])
+    for node in nodes_of(roots):
         if type(node) not in names:
             names[type(node)] = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for name in names[type(node)]:
@@ -137,28 +121,20 @@ def _references(leaves: dict[int, Tensor], key: int) -> int:
     return sys.getrefcount(leaves[key])
 
 
-def _references_alone() -> int:
-    """The result of `_references` for a leaf that only its graph holds."""
+def _of_a_leaf() -> tuple[Any, int]:
+    """The class of the node of a leaf, and the result of `_references` for one that only its graph holds."""
     with torch.inference_mode(False), torch.enable_grad():
         root: Any = torch.ones((), requires_grad=True, device="cpu") * 2
-    return _references({0: root.grad_fn.next_functions[0][0].variable}, 0)
+    node = root.grad_fn.next_functions[0][0]
+    return type(node), _references({0: node.variable}, 0)
 
 
-_ALONE = _references_alone()
+_LeafNode, _ALONE = _of_a_leaf()
 
 
 def holds(roots: Sequence[Tensor | GradientEdge], name: str) -> bool:
     """Whether a graph has a node whose name contains `name`."""
-    stack = [_node(root) for root in roots]
-    seen: set[Any] = {None}
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            if name in node.name():
-                return True
-            seen.add(node)
-            stack.extend([nearer for nearer, _ in node.next_functions])
-    return False
+    return any(name in node.name() for node in nodes_of(roots))
 
 
 def _node(tensor: Tensor | GradientEdge) -> Any:

@@ -28,6 +28,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from pipeline.common.graph import nodes_of
+
 _REMEDIES = {
     "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",
     "embedding_bag": "Use nn.Embedding and sum or average its rows yourself.",
@@ -205,16 +207,8 @@ def _old_weight_norms(module: nn.Module) -> Iterator[Any]:
     return (hook for hook in _hooks(module) if isinstance(hook, WeightNorm) and "compute_weight" not in vars(hook))
 
 
-def nodes_of(roots: Iterable[Tensor | None]) -> list[Any]:
-    """All nodes of the graph behind some tensors."""
-    stack = [root.grad_fn for root in roots if root is not None and root.grad_fn is not None]
-    seen: dict[Any, None] = {}
-    while stack:
-        node: Any = stack.pop()
-        if node not in seen:
-            seen[node] = None
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-    return list(seen)
+def _with_graphs(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
 
 
 def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
@@ -226,7 +220,7 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
     Raises:
         ValueError: an operation has a wrong second derivative, or looks at other rows.
     """
-    nodes = nodes_of(roots)
+    nodes = nodes_of(_with_graphs(roots))
     for node in nodes:
         if node.name() == "WeightNormInterfaceBackward0":
             raise ValueError(
@@ -265,7 +259,7 @@ def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> No
 
     torch would say so too, if it were asked for everything; asked for some derivatives, it takes these for zero.
     """
-    if any([node.name() in ("torch::autograd::Error", "DelayedError") for node in nodes_of(grads)]):
+    if any([node.name() in ("torch::autograd::Error", "DelayedError") for node in nodes_of(_with_graphs(grads))]):
         raise ValueError(
             f"{stage} has an autograd.Function whose backward is marked @once_differentiable. Write its backward with "
             "differentiable torch operations and take the mark away; GaussNewton and EmpiricalFisher need that too."

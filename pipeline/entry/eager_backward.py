@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.graph import nodes_of
 from pipeline.common.interrupts import calls_users_code, held
 from pipeline.distributed.wrapped import refuse_reduced
 from pipeline.entry.forward import Backward, GiveAway
@@ -99,32 +100,23 @@ class _Leaf(NamedTuple):
 
 def _explored(loss: Tensor, update: EagerUpdate) -> tuple[list[_Leaf], list[Backward]]:
     """The leaves of the loss's graph, and the calls of Pipes in it."""
-    found: dict[int, _Leaf] = {}
-    pipes: list[Backward] = []
     if loss.grad_fn is None:
         return [], []
-    seen, stack = {loss.grad_fn}, [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        pipe = getattr(node, "backward_call", None)
-        if isinstance(pipe, Backward):
-            pipes.append(pipe)
+    nodes = nodes_of([loss])
+    if update.optimizer is None and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+        raise RuntimeError(
+            "torch's reentrant checkpoint hides its parameters from the graph, and a rule has no list of them, so they "
+            "would not be updated. Use checkpoint(..., use_reentrant=False), checkpoint_blocks, or an optimizer in the "
+            "rule's place."
+        )
+    leaves: dict[int, _Leaf] = {}
+    for node in nodes:
         for nearer, _ in node.next_functions:
-            if nearer is None:
-                continue
             leaf = getattr(nearer, "variable", None)
             if leaf is not None:
-                found.setdefault(id(leaf), _Leaf(leaf, [])).parents.append(node)
-            elif nearer not in seen:
-                if update.optimizer is None and nearer.name() == "CheckpointFunctionBackward":
-                    raise RuntimeError(
-                        "torch's reentrant checkpoint hides its parameters from the graph, and a rule has no list of "
-                        "them, so they would not be updated. Use checkpoint(..., use_reentrant=False), "
-                        "checkpoint_blocks, or an optimizer in the rule's place."
-                    )
-                seen.add(nearer)
-                stack.append(nearer)
-    return list(found.values()), pipes
+                leaves.setdefault(id(leaf), _Leaf(leaf, [])).parents.append(node)
+    calls = [getattr(node, "backward_call", None) for node in nodes]
+    return list(leaves.values()), [call for call in calls if isinstance(call, Backward)]
 
 
 def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone: bool) -> None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import OF_SCRIPTS, explore, holds
+from pipeline.common.graph import OF_SCRIPTS, holds, nodes_of
 from pipeline.common.interrupts import calls_users_code, held
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
@@ -240,8 +240,7 @@ class _Saver(torch.autograd.Function):
 
 def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
     """The number of autograd nodes between them."""
-    until = _with_graphs(inputs)
-    return explore(_with_graphs(outputs), until).nodes - len(until)
+    return len(nodes_of(_with_graphs(outputs), until=_with_graphs(inputs)))
 
 
 def _with_graphs(tensors: Sequence[Tensor]) -> list[Tensor]:

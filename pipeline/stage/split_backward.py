@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import Reached, asked_for, edge, run_backward
+from pipeline.common.graph import Reached, edge, nodes_of, reached, run_backward
 from pipeline.data.pytrees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
@@ -78,31 +78,15 @@ def survey(
         roots: the outputs of a chunk, or where its backward begins.
         may_wait: whether a leaf is a weight of the stage.
     """
-    found: list[tuple[Any, _Rule]] = []
-    leaves: dict[int, Tensor] = {}
-    is_reentrant = False
-    entered = {root.node if isinstance(root, GradientEdge) else edge(root).node: 1 for root in roots}
-    stack = list(entered)  # each node once; `entered`: the number of edges that lead to it
-    while stack:
-        node = stack.pop()
-        following = node.next_functions
-        if not following:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                leaves[id(leaf)] = leaf
-            leaf = None
-            continue
-        name = node.name()
-        if name in _RULES:
-            found.append((node, _RULES[name]))
-        is_reentrant |= name == _REENTRANT
-        for nearer, _ in following:
-            if nearer in entered:
-                entered[nearer] += 1
-            elif nearer is not None:
-                entered[nearer] = 1
-                stack.append(nearer)
-    return Reached(asked_for(leaves), len(entered)), () if is_reentrant else _alone(found, entered, may_wait)
+    nodes = nodes_of(roots)
+    entered = dict.fromkeys(nodes, 0)  # the number of edges that lead to a node
+    ends = {root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots}
+    for node in [*ends, *[nearer for node in nodes for nearer, _ in node.next_functions if nearer is not None]]:
+        entered[node] += 1
+    if any([node.name() == _REENTRANT for node in nodes]):
+        return reached(nodes), ()
+    found = [(node, _RULES[name]) for node in nodes if (name := node.name()) in _RULES]
+    return reached(nodes), _alone(found, entered, may_wait)
 
 
 def _alone(
