@@ -36,7 +36,7 @@ PARTS = {
         "pipeline.distributed.communicator:DistributedCommunicator.__exit__",
     ),
     "open: do all make the same call": ("pipeline.distributed.communicator:DistributedCommunicator.open",),
-    "begin: expect the phase's messages": ("pipeline.distributed.communicator:DistributedCommunicator.begin",),
+    "begin: expect the phase's messages": ("pipeline.distributed.mailbox:RankMailbox.begin",),
     "stage: F": ("pipeline.stage.stage:StageRun.forward",),
     "stage: B or I": ("pipeline.stage.stage:StageRun.backward",),
     "stage: W": ("pipeline.stage.stage:StageRun.weights",),
@@ -51,7 +51,7 @@ PARTS = {
     "link: reap what was sent": ("pipeline.transports.link:Sender.reap",),
     "link: receive, with waiting": ("pipeline.transports.link:Receiver.receive",),
     "action: the rest of it": ("pipeline.execution.execution:Execution._perform",),
-    "end: all has arrived": ("pipeline.distributed.communicator:DistributedCommunicator.end",),
+    "end: all has arrived": ("pipeline.distributed.mailbox:RankMailbox.end",),
     "agree: loss and verdict": ("pipeline.distributed.communicator:DistributedCommunicator.agree",),
     "drive: whose turn is it, and the generator": ("pipeline.execution.execution:Execution.run",),
     "call: made for this step": (

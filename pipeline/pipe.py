@@ -402,7 +402,7 @@ class Pipe(Settled, Stateful):
             self._history.traces.remove(recorder)
         with self.runtime.communicator("trace") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            recorder.join(communicator.share_events(recorder.events))
+            recorder.join(communicator.exchange.share_events(recorder.events))
 
     @property
     def runtime(self) -> Runtime:

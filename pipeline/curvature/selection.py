@@ -107,7 +107,7 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     with turn(), runtime.communicator("curvature") as communicator:  # what is refused on one rank is refused on all
         communicator.open(lambda values: {"params": _in_words(params)}, draws=False)
         members, is_double = _members(pipe, prefix, params)
-        is_double = bool(communicator.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
+        is_double = bool(communicator.exchange.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
     sum_over = _alone if runtime.topology is None else _summing(pipe)
     dtype = torch.float64 if is_double else torch.float32
     agree = partial(_check_ties, pipe, sum_over)
@@ -198,6 +198,6 @@ def _alone(numbers: Tensor) -> Tensor:
 def _summing(pipe: Pipe) -> Callable[[Tensor], Tensor]:
     def sum_over(numbers: Tensor) -> Tensor:
         with turn(), pipe.runtime.communicator("curvature") as communicator:
-            return communicator.sum_over(numbers)
+            return communicator.exchange.sum_over(numbers)
 
     return sum_over

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -21,9 +23,40 @@ from pipeline.distributed.digests import parts_of
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
 VALUES = "the values of the mini-batches"
 
+FIRST = 12  # the number of numbers in a call's first exchange, whatever it is
+
+
+class Meeting(IntEnum):
+    """The first number of an exchange: what ranks that do the same exchange numbers for."""
+
+    OPEN = 0x70656E73746F636B  # "penstock"
+    AGREE = OPEN + 1
+    CLOSE = OPEN + 2
+    SUM = OPEN + 3
+
 
 class MismatchError(RuntimeError):
     """The ranks do not make the same call."""
+
+
+def to_bits(value: float) -> int:
+    """The bits of a number in double precision, as a whole number."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def from_bits(bits: int) -> float:
+    """The number with these bits."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def optional_bits(value: Tensor | None) -> tuple[int, int]:
+    """Whether there is a number, and its bits."""
+    return (0, 0) if value is None else (1, to_bits(value.item()))
+
+
+def from_optional_bits(is_there: int, bits: int) -> Tensor | None:
+    """What `optional_bits` was given."""
+    return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if is_there else None
 
 
 @lru_cache(maxsize=1024)

@@ -160,6 +160,11 @@ class RankGroup:
         sender.begin(series, [what])
         sender.send(what, letter)
 
+    def finish(self, to: int) -> None:
+        """Wait until a rank has received all that was sent to it."""
+        self.watch.at = f"the end, for rank {to} to receive the last messages"
+        self.sender(to).finish()
+
     def receive_one(self, source: int, series: str, what: str) -> Message:
         """Receive a message that was sent by itself."""
         self.watch.at = f"the end, for {what} from rank {source}"

@@ -4,29 +4,21 @@
     F(s, i)  --same rank--> a dict --> F(reader, i)
              --other rank--> Sender ==channel==> Receiver --> F(reader, i)        gradients: the same, back
 
-A message travels with its spec (transports/link.py). P2PPlan has the order of every channel.
+A message travels with its spec (transports/link.py). The P2PPlan of a phase has the order of every channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from pipeline.common.places import Place
-from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
+from pipeline.data.pytrees import Activations, Grads, MemoryId
 from pipeline.data.values import CALLER, Value, Values
-from pipeline.distributed.p2p_plan import Channel, Key, P2PPlan
+from pipeline.distributed.group import RankGroup
 from pipeline.execution.mailbox import Post, sent
+from pipeline.execution.p2p_plan import Key, P2PPlan
 from pipeline.transports.local import Local, Parcel
 from pipeline.transports.message import Message
-
-
-class Lines(Protocol):
-    """The interface of the links to other ranks. A message's slot is its name."""
-
-    def send(self, rank: int, slot: str, letter: Message) -> None: ...
-
-    def receive(self, rank: int, slot: str) -> Message: ...
 
 
 class RankMailbox(Post):
@@ -35,32 +27,43 @@ class RankMailbox(Post):
     Args:
         values: the table.
         rank_of: the rank of each stage.
-        rank: this one.
-        lines: the links to the others.
-        traffic: the plan of the phase that runs.
-        place: that of this rank.
-        transport: moves the caller's tensors there, as in one process.
+        ranks: the ranks, and the links between them.
+        series: what the messages of all such calls have in common.
+        transport: moves the caller's tensors to this rank's device, as in one process.
     """
 
     def __init__(
-        self,
-        values: Values,
-        rank_of: Sequence[int],
-        rank: int,
-        lines: Lines,
-        traffic: Callable[[], P2PPlan],
-        place: Place,
-        transport: Local,
+        self, values: Values, rank_of: Sequence[int], ranks: RankGroup, series: str, transport: Local
     ) -> None:
         self._values = values
         self._rank_of = rank_of
-        self._rank = rank
-        self._lines = lines
-        self._traffic = traffic
-        self._place = place
+        self._ranks = ranks
+        self._series = series
         self._transport = transport
+        self._messages: P2PPlan | None = None  # of the phase that runs
         self._activations: dict[Key, tuple[Activations, Parcel | None]] = {}
         self._gradients: dict[Key, Grads] = {}
+
+    def begin(self, phase: int, messages: P2PPlan | None) -> None:
+        assert messages is not None  # a plan over ranks has them
+        self._messages = messages
+        for (source, to), slots in messages.slots.items():
+            link = self._ranks.receiver(source) if to == self._ranks.rank else self._ranks.sender(to)
+            link.begin(f"{self._series}/{phase}", [slot.name for slot in slots])
+
+    def end(self) -> None:
+        channels = list(self._current().slots)
+        for source, to in channels:
+            if to == self._ranks.rank:
+                self._ranks.receiver(source).finish()
+        for _, to in channels:
+            if to != self._ranks.rank:
+                self._ranks.finish(to)
+        self._messages = None
+
+    def _current(self) -> P2PPlan:
+        assert self._messages is not None  # a phase has begun
+        return self._messages
 
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
@@ -69,9 +72,9 @@ class RankMailbox(Post):
             for reader in row.readers:
                 key = row.name, chunk, reader, False
                 if stage == CALLER:
-                    parcel = self._transport.send(message.tree.tensors, None, self._place)
+                    parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
                     self._activations[key] = sent(message, parcel), parcel
-                elif reader == CALLER or self._rank_of[reader] == self._rank:
+                elif reader == CALLER or self._rank_of[reader] == self._ranks.rank:
                     self._activations[key] = message, None
                 else:
                     memory = tuple((each.origin, until[each.origin]) for each in message.memory)
@@ -83,18 +86,17 @@ class RankMailbox(Post):
 
     def _taken(self, key: Key, row: Value) -> Activations:
         if key in self._activations or row.producer == CALLER:
-            message, parcel = self._activations.pop(key)
+            activations, parcel = self._activations.pop(key)
             if parcel is not None:
                 self._transport.receive(parcel)
-            return message
-        tensors, skeleton, needs_grad, memory = self._receive(key)
-        tree = Tree(tuple([tensor for tensor in tensors if tensor is not None]), skeleton)
-        return Activations(tree, needs_grad, tuple([_memory(each) for each in memory]))
+            return activations
+        message = self._receive(key)
+        return Activations(message.tree, message.needs_grad, tuple([_memory(each) for each in message.memory]))
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         for row, each in zip(self._values.read_by[stage], grads, strict=True):
             key = row.name, chunk, stage, True
-            if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._rank:
+            if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._ranks.rank:
                 self._gradients[key] = each
             else:
                 self._send(key, Message(each))
@@ -117,14 +119,25 @@ class RankMailbox(Post):
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
 
-    def _send(self, key: Key, letter: Message) -> None:
-        traffic = self._traffic()
-        self._lines.send(traffic.channel_of[key][1], traffic.name_of[key], letter)
+    def _send(self, key: Key, message: Message) -> None:
+        messages = self._current()
+        _, to = messages.channel_of[key]
+        self._ranks.sender(to).send(messages.name_of[key], message)
 
     def _receive(self, key: Key) -> Message:
-        traffic = self._traffic()
-        channel: Channel = traffic.channel_of[key]
-        return self._lines.receive(channel[0], traffic.name_of[key])
+        """Wait for a message, and free what it proves to have been received."""
+        messages, monitor = self._current(), self._ranks.watch
+        channel, name = messages.channel_of[key], messages.name_of[key]
+        source, here = channel
+        action = monitor.at
+        assert isinstance(action, tuple)  # the action that reads it
+        monitor.at = (*action, "for", name + ", from rank", source)
+        receiver = self._ranks.receiver(source)
+        message = receiver.receive(name)
+        monitor.at = action
+        if (here, source) in messages.slots:
+            self._ranks.sender(source).reap(messages.delivered(channel, receiver.position))
+        return message
 
 
 def _until(rows: Sequence[Value], made: Sequence[Activations]) -> dict[tuple[int, int, int], int]:

@@ -18,10 +18,11 @@ from pipeline.data.values import CALLER, Values
 from pipeline.distributed.assignment import StageAssignment, hosting
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
+from pipeline.execution.communicator import Topology
 
 
 @dataclass(frozen=True, eq=False)
-class PipeTopology:
+class PipeTopology(Topology):
     """A Pipe's ranks, and what each of them has.
 
     Attributes:
@@ -51,7 +52,6 @@ class PipeTopology:
         return self
 
     def has(self, stage: int) -> bool:
-        """Whether this rank runs a stage."""
         return self.hosting.rank_of[stage] == self.hosting.rank
 
     def name_of(self, leaf: Tensor) -> str | None:
@@ -62,6 +62,26 @@ class PipeTopology:
     def is_own(self, name: str) -> bool:
         """Whether this rank alone has a parameter."""
         return self.first_names.get(name, name) in self.own_names
+
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        for leaf in leaves:
+            name = self.name_of(leaf)
+            if name is not None and stage is not None and self.is_own(name):
+                continue  # only this rank needs its gradient
+            if name is not None:
+                raise RuntimeError(
+                    f"{who} computes with parameter '{name}' of the model, past the stages. Over ranks each has its "
+                    "own stages' parameters, so the others would not see this gradient. Add a penalty on parameters to "
+                    "pipe(x)'s loss, loss_fn(pipe(x), target) + penalty on every rank, or use the optimizer's "
+                    "weight_decay; pass a weight that several layers share as a tied parameter."
+                )
+            if stage is None:
+                raise RuntimeError(
+                    f"{who} has a tensor of shape {list(leaf.shape)} that requires a gradient. Over ranks only the "
+                    "last one computes the loss, so the copies of the others would not be trained. Use "
+                    "loss_fn(pipe(x), target).backward(), where every rank computes it, or make it a layer of "
+                    "the model."
+                )
 
     def named(
         self, here: Iterable[tuple[str, nn.Parameter]], remove_duplicate: bool

@@ -102,7 +102,7 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
     found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
     norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
-    return factor_of(update, call.communicator.joined_norm(norms, 2.0))
+    return factor_of(update, call.communicator.exchange.joined_norm(norms, 2.0))
 
 
 class _Taking:
@@ -226,8 +226,9 @@ class _Taking:
         """Whole gradients over all processes, divided; and the divisor."""
         divisor = call.communicator.share_divisor(own)
         pairs = list(call.sums().values())
-        if call.communicator.averages:
-            return call.communicator.average(pairs, own, waits=True), divisor
+        averager = call.communicator.averager
+        if averager is not None:
+            return averager.average(pairs, own, waits=True), divisor
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
 
 

@@ -22,7 +22,7 @@ from pipeline.common.errors import CheckpointError
 from pipeline.data.microbatch import gather, row_dim
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Output, Verdict, joined
+from pipeline.execution.communicator import Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
@@ -46,7 +46,7 @@ def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
             output = Output(joined, [any(column) for column in columns])
         wanted = call.communicator.agree(Verdict(None, None, output is not None and any(output.needs_grad))).reached
         if everywhere:
-            output = call.communicator.share_output(output)
+            output = share_output(call.communicator.exchange, output)
         joined, needs_grad = output or Output(Tree((torch.zeros((), device="cpu"),), None), [wanted])
         owners = call.owners() if any(needs_grad) else []
     if not any(needs_grad):
@@ -68,7 +68,7 @@ def _attach(
     backward = Backward(call, now, sizes, wanted, owners, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # other ranks may have owners: this one takes part in the backward
-        leaves.append(call.communicator.stand_in)
+        leaves.append(call.communicator.topology.nothing)
     outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
     return outputs
 
@@ -117,7 +117,7 @@ class Backward:
         execution = self._call.execution
         with turn(self._then, may_wait=not execution.is_accelerated), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
-            communicator.open(lambda values: {}, draws=False)
+            communicator.open(lambda values: {}, draws=False, output_grads=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
         tensors = self._call.batch.tree.tensors
@@ -131,12 +131,12 @@ class Backward:
                 "an earlier backward through this output of the Pipe failed part-way, and its chunks are spent. Run "
                 "the forward again, or use retain_graph=True where a backward may fail."
             )
-        if any(grad is not None and torch._C._functorch.is_batchedtensor(grad) for grad in grads):
+        if any(map(_is_in_vmap, grads)):
             raise RuntimeError(
                 "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
                 "is_grads_batched=True), which gives the same."
             )
-        batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+        batched = any(map(_is_batched, grads))
         moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
         parts = self._parts(grads) if self._call.execution.has_last else []
         if torch.is_grad_enabled() or batched or moved:
@@ -147,8 +147,6 @@ class Backward:
             if not retain:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
-        if self._everywhere:
-            self._call.communicator.check_output_grads(grads)
         given = self._given_away()
         try:
             self._call.run_backward(parts, retain, None if given is None else given.settled)
@@ -158,12 +156,24 @@ class Backward:
                 self._call.release()
             raise
         inputs = self._call.input_grads()
-        sums = self._call.sums() if given is None else joined(given.rest())
+        sums = self._sums() if given is None else joined(given.rest())
         if not retain:
             self._call.release()
         found = [sums.pop(id(owner), None) for owner in self.owners]
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+
+    def _compared(self, grads: Grads) -> Grads:
+        """The gradients of the output that must be the same on all ranks."""
+        is_batched = any(_is_in_vmap(grad) or _is_batched(grad) for grad in grads)  # refused later
+        return grads if self._everywhere and not is_batched else ()
+
+    def _sums(self) -> dict[int, Pair]:
+        """By id of the owner: (owner, whole gradient); with replicas the mean of theirs."""
+        sums, averager = self._call.sums(), self._call.communicator.averager
+        if averager is None:
+            return sums
+        return {id(owner): (owner, grad) for owner, grad in averager.average(list(sums.values()), None)}
 
     def _given_away(self) -> GradientFinalizer | None:
         """What hands over whole gradients during the backward; over ranks only after all have agreed."""
@@ -207,6 +217,14 @@ class Backward:
                 "the input of the pipe was changed in place between the forward and the recomputation that "
                 "create_graph=True needs. Change it after the backward, or give the pipe a clone."
             )
+
+
+def _is_in_vmap(grad: Tensor | None) -> bool:
+    return grad is not None and torch._C._functorch.is_batchedtensor(grad)
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, ...]:

@@ -36,5 +36,5 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         settle(stages, topology.hosting.own, layout.devices, materialize, lambda: seed)
         modules = runtime.module._modules
         modules.update(elsewhere)
-        communicator.share_ties(topology.hosting.tied(runtime.module))
+        communicator.gradients.share_values(topology.hosting.tied(runtime.module))
         communicator.agree(Verdict(None, None, True))

@@ -1,6 +1,6 @@
-"""The schedule, the plan and the messages for a mini-batch of so many chunks.
+"""The schedule and the plan for a mini-batch of so many chunks.
 
-    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan  --p2p_plan.py-->  messages of this rank
+    "1f1b" or a Schedule  --stages, ranks-->  Schedule  --plan.py-->  Plan; over ranks with the messages of this one
 
 Each is made once for a number of chunks and kept.
 """
@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from pipeline.common.places import Place
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import on_ranks, schedule_over
-from pipeline.distributed.p2p_plan import P2PPlan
 from pipeline.entry.validation import schedule_named
-from pipeline.execution.plan import Plan, plan_forward
+from pipeline.execution.plan import OneRank, Plan, plan_forward
 from scheduler import Action, Kind, Placement, Schedule, ScheduleError
 
-Planner = Callable[[Schedule, Sequence[object], int | None], Plan]
+Planner = Callable[[Schedule, Sequence[object], OneRank | None], Plan]
 
 
 class Plans:
@@ -36,12 +35,11 @@ class Plans:
     ) -> None:
         self.given = given
         self._places = places
-        self._values = values
         self._ranks = ranks
+        self._here = None if ranks is None else OneRank(ranks[1], values)
         self._has_said = False  # that a mini-batch is short
         self._plans: dict[tuple[int, Planner], Plan] = {}
-        self._traffic: dict[tuple[int, Planner], Sequence[P2PPlan]] = {}
-        self._uncut: dict[Placement, tuple[Plan, Sequence[P2PPlan]]] = {}
+        self._uncut: dict[Placement, Plan] = {}
 
     def schedule(self, chunks: int, asked: int) -> Schedule:
         """The schedule, with a lane for each device or rank. For a shorter mini-batch, its first chunks.
@@ -93,32 +91,16 @@ class Plans:
         """The plan of a call of so many chunks; `planner` makes it, see execution/plan.py."""
         key = (chunks, planner)
         if key not in self._plans:
-            rank = None if self._ranks is None else self._ranks[1]
-            self._plans[key] = planner(self.schedule(chunks, asked), self._places, rank)
+            self._plans[key] = planner(self.schedule(chunks, asked), self._places, self._here)
         return self._plans[key]
 
-    def uncut(self, placement: Placement) -> tuple[Plan, Sequence[P2PPlan]]:
-        """The plan of a forward of one chunk, whatever the schedule, and its messages."""
+    def uncut(self, placement: Placement) -> Plan:
+        """The plan of a forward of one chunk, whatever the schedule."""
         if placement not in self._uncut:
             hosted = [placement.stages_of(lane) for lane in range(placement.lanes)]
             orders = tuple([
                 (*[Action(stage, Kind.F, 0) for stage in own], *[Action(stage, Kind.B, 0) for stage in reversed(own)])
                 for own in hosted
             ])
-            rank = None if self._ranks is None else self._ranks[1]
-            plan = plan_forward(Schedule("uncut", placement, 1, orders), self._places, rank)
-            traffic = [] if rank is None else [
-                P2PPlan(parts, self._values, placement.lane_of, rank) for parts in plan.parts[:1]
-            ]
-            self._uncut[placement] = plan, traffic
+            self._uncut[placement] = plan_forward(Schedule("uncut", placement, 1, orders), self._places, self._here)
         return self._uncut[placement]
-
-    def traffic(self, chunks: int, planner: Planner, asked: int) -> Sequence[P2PPlan]:
-        """The messages of each phase of a plan, to and from this rank."""
-        key = (chunks, planner)
-        if key not in self._traffic:
-            assert self._ranks is not None  # one process sends no messages
-            plan = self.plan(chunks, planner, asked)
-            rank_of = plan.schedule.placement.lane_of
-            self._traffic[key] = [P2PPlan(orders, self._values, rank_of, self._ranks[1]) for orders in plan.parts]
-        return self._traffic[key]

@@ -73,10 +73,10 @@ class Probe:
         )
         self._batch = batch
         self._rows = max(2, batch.rows[0])
-        own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.has(index)]
+        own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         self._modules = list({id(each): each for layers in own for top in layers for each in top.modules()}.values())
         self._reachable = Reachable(self._modules)
-        self._has_last = setup.communicator.has(len(setup.stages) - 1)
+        self._has_last = setup.communicator.topology.has(len(setup.stages) - 1)
         lanes = Counter(setup.plan.schedule.placement.lane_of)
         self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
 
@@ -141,17 +141,17 @@ class Probe:
         """Raise if a row's output depends on the rows beside it."""
         batch_dim, rows = self._batch.batch_dim, self._rows
         among_others = self._run(beside)  # on every rank, as everything here: votes follow
-        if not self._communicator.any(_mixes(reference, among_others, batch_dim, rows)):
+        if not self._communicator.exchange.any(_mixes(reference, among_others, batch_dim, rows)):
             return
         again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
         ours, theirs = again.run_recorded(), among_others.run_recorded()
         is_certain = _mixes(again, among_others, batch_dim, rows) and _same(again.output, reference.output)
-        if not self._communicator.any(is_certain):
+        if not self._communicator.exchange.any(is_certain):
             return
         culprit = _first_to_mix(ours, theirs, batch_dim, rows)
-        if self._communicator.any(culprit is not None and again.gathers(culprit.layer)):
+        if self._communicator.exchange.any(culprit is not None and again.gathers(culprit.layer)):
             return  # statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
-        if self._communicator.any(culprit is not None) and culprit is None:
+        if self._communicator.exchange.any(culprit is not None) and culprit is None:
             return  # another rank has the layer, and raises
         if culprit is None and not self._has_last:
             return
@@ -169,7 +169,7 @@ class Probe:
         """Raise if a stage gives other values after other rows have gone through all stages."""
         in_order, backwards = self._run(alone), self._new(others)
         found = backwards.first_astray(in_order)
-        if not self._communicator.any(found is not None):
+        if not self._communicator.exchange.any(found is not None):
             return
         once_more = self._run(alone)
         if found is not None and _all_same(once_more.made[found], in_order.made[found]):

@@ -29,7 +29,7 @@ from pipeline.entry.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, LocalCommunicator, Output
+from pipeline.execution.communicator import Communicator, LocalCommunicator, Output, share_output
 from pipeline.execution.drivers import in_turns
 from pipeline.execution.execution import Execution
 from pipeline.execution.plan import plan_step
@@ -148,7 +148,7 @@ class Runtime:
         own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if replicas is None or not averages:
             return own
-        stages = {stage: layers for stage, layers in enumerate(self.stages()) if own.has(stage)}
+        stages = {stage: layers for stage, layers in enumerate(self.stages()) if own.topology.has(stage)}
         return DataParallelCommunicator(own, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
 
     def execution(
@@ -214,7 +214,6 @@ class Runtime:
         )
         if batch.chunks > 1:
             self._probe(setup, batch)
-        communicator.prepare(lambda: settings.plans.traffic(batch.chunks, request.planner, settings.chunks))
         return setup
 
     def _probe(self, setup: Setup, batch: Batch) -> None:
@@ -222,14 +221,13 @@ class Runtime:
 
         A failure over ranks fails all of them, and restarts the count on all.
         """
-        key = (self._flags(), setup.communicator.failures)
+        key = (self._flags(), 0 if self.topology is None else self.topology.ranks.generation)
         number = self.history.probed.get(key, 0) + 1
         self.history.probed[key] = number
         if not validates(number):
             return
         try:
-            plan, traffic = self.settings.plans.uncut(setup.plan.schedule.placement)
-            setup.communicator.prepare(lambda: traffic)
+            plan = self.settings.plans.uncut(setup.plan.schedule.placement)
             Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
         except BaseException:
             self.history.probed[key] = number - 1
@@ -280,7 +278,7 @@ class Runtime:
         """The timeline of all processes. None: nothing was recorded."""
         if recorder is None:
             return None
-        recorder.join(communicator.share_events(recorder.events))
+        recorder.join(communicator.exchange.share_events(recorder.events))
         return recorder.timeline
 
     def joined(self, call: Call) -> Any:
@@ -289,5 +287,5 @@ class Runtime:
         if call.execution.has_last:
             trees = [message.tree for message in call.outputs]
             output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
-        tree, _ = call.communicator.share_output(output)
+        tree, _ = share_output(call.communicator.exchange, output)
         return tree.build(tree.tensors)

@@ -80,7 +80,7 @@ class GradSink(Sink):
                 with self.undone([owner for owner, _ in pairs], call.batch.tree.tensors):
                     store = self.take(pairs, call, named)
             self.finish(named)
-            if hooks or self.optimizer is not None or call.communicator.averages:
+            if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
         return Result(value, metrics, joined, store)
 
@@ -137,7 +137,7 @@ class StoreSink(GradSink):
         if self._max_norm is not None:
             names = {id(param): name for name, param in named}
             grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
-            store.scale_(clip_factor(self._max_norm, call.communicator.total_norm(grads, 2.0)))
+            store.scale_(clip_factor(self._max_norm, call.communicator.exchange.total_norm(grads, 2.0)))
         return store
 
 
@@ -237,13 +237,15 @@ def collect(call: Call, loss: Loss) -> Collected:
     pairs = list(call.sums().values())
     reached, has_loss = bool(pairs or inputs), call.execution.has_last
     own = loss.divisor if has_loss else None
-    pairs = call.communicator.average(pairs, own)
+    averager = call.communicator.averager
+    if averager is not None:
+        pairs = averager.average(pairs, own)
     hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
     verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)
-    for _, grad in [] if call.communicator.averages else pairs:  # means are of divided ones
+    for _, grad in pairs if averager is None else []:  # means are of divided ones
         divide_(grad, divisor)
     inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
     found = summed([*inputs, *pairs])
@@ -293,7 +295,7 @@ def clip_grads(
     each = dict.fromkeys(param for _, param in named)
     names = {param: name for name, param in reversed(named)}
     grads = [(names[param], param.grad) for param in each if param.grad is not None]
-    total = communicator.total_norm(grads, norm_type)
+    total = communicator.exchange.total_norm(grads, norm_type)
     if finite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
     torch.nn.utils.clip_grads_with_norm_(list(each), max_norm, total)
@@ -306,7 +308,7 @@ def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, com
     if communicator.is_alone or not scaler.is_enabled():
         return
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    overflowed = communicator.any(any(bool(each.item()) for each in found.values()))
+    overflowed = communicator.exchange.any(any(bool(each.item()) for each in found.values()))
     if not found:  # no gradient here: all is frozen, or there are no parameters
         found[torch.device("cpu")] = torch.zeros((), device="cpu")
     for each in found.values():

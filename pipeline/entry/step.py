@@ -101,7 +101,7 @@ class LossEnd:
         foreign = explore([loss], until=ends).leaves
         if foreign:
             self.reads.update(foreign)
-            self._execution.communicator.refuse_external(foreign.values(), "loss_fn")
+            self._execution.communicator.topology.refuse_external(foreign.values(), "loss_fn")
             for leaf in foreign.values():
                 _refuse_ours(leaf)
         roots = Roots((loss,), (self._first_grad(loss, weight),), foreign)

@@ -27,12 +27,13 @@ from pipeline.common.torch_modes import without_autocast
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree, sum_grads
 from pipeline.data.values import CALLER
-from pipeline.execution.communicator import Communicator, Pair, Part
+from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
 from pipeline.execution.second_order import differentiate
 from pipeline.recompute.snapshot import check_shared, generators_elsewhere
 from pipeline.stage.records import OutputEdges
 from pipeline.stage.stage import Shared, StageRun
+from pipeline.transports.message import Message
 from scheduler import Kind
 
 Listener: TypeAlias = Callable[[StageRun, list[Pair]], None]
@@ -144,7 +145,7 @@ class Call:
         for stage in self.stages:
             if memory:
                 stage.aliases.check_memory()
-            self.communicator.refuse_external(stage.foreign.values(), stage.name, stage.index)
+            self.communicator.topology.refuse_external(stage.foreign.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self.execution.setup.stages, self._run)
         check_shared([(stage.name, stage.snapshot) for stage in self.stages], elsewhere)
         for stage in self.stages:
@@ -286,7 +287,8 @@ class Call:
         if listener is not None:
             return partial(self._hand_over, listener)
         runs_once = not self.execution.has_threads  # without threads a stage's first draw is noticed in time
-        return self._announce if self.communicator.averages and runs_once else None
+        averager = self.communicator.averager
+        return partial(self._announce, averager) if averager is not None and runs_once else None
 
     def _hand_over(self, listener: Listener, stage: int) -> None:
         start = perf_counter()
@@ -294,18 +296,19 @@ class Call:
             listener(self._run[stage], self._taken(self._run[stage]))
         self.execution.record_update(stage, start)
 
-    def _announce(self, stage: int) -> None:
+    def _announce(self, averager: Averager, stage: int) -> None:
         """Announce that a stage's sums are final, unless the loss reads its parameters too."""
         self._settled[stage] = pairs = self._taken(self._run[stage])
         if not any([id(owner) in self._loss_sums for owner, _ in pairs]):
-            self.communicator.settled(stage, pairs)
+            averager.settled(stage, pairs)
 
     def input_grads(self) -> Grads:
         """The gradients of the input's tensors, after a backward. Empty: no tensor needs one."""
         if not any(self._live):
             return (None,) * len(self._live)
-        shared = self.communicator.share_input_grads(self._own_input_grads() if 0 in self._run else None)
-        return self._at_home(shared)  # from another rank they come to the device of this one
+        message = Message(self._own_input_grads()) if 0 in self._run else None
+        message = self.communicator.exchange.broadcast("the gradients of the input", 0, message)
+        return self._at_home(message.tensors)  # from another rank they come to the device of this one
 
     def _own_input_grads(self) -> Grads:
         take = self.execution.mailbox.take_grads
@@ -329,7 +332,7 @@ class Call:
             for stage in self.stages
             for owner, grad in settled.get(stage.index) or self._taken(stage)
         ]
-        return self.communicator.join_sums([*self.parts_of_loss(), *parts])
+        return self.communicator.gradients.join([*self.parts_of_loss(), *parts])
 
     def parts_of_loss(self) -> list[Part]:
         """Take the gradients of leaves that the loss itself reads."""
@@ -349,7 +352,7 @@ class Call:
         """The parameters and foreign leaves that an output depends on, each once."""
         used = {id(owner): owner for stage in self.stages for owner in stage.aliases.used_parameters}
         used.update({key: leaf for stage in self.stages for key, leaf in stage.foreign.items()})
-        return self.communicator.share_owners(list(used.values()))
+        return self.communicator.gradients.owners(list(used.values()))
 
     def differentiate(
         self, grads: Sequence[Grads], owners: Sequence[Tensor], create_graph: bool

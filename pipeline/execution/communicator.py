@@ -1,9 +1,20 @@
-"""The communicator: the interface through which a call reaches other processes.
+"""The communicator: the processes that run a call together.
 
-    one process     LocalCommunicator   nothing: every stage is here
-    torchrun        distributed         values that cross ranks, the output and the loss for everyone, one verdict
+    with communicator:         within, a failure of one process fails the call on all
+        open                   all make the same call, and get its seed
+        at ...                 the action that runs
+        agree                  the call took place on all processes, or on none
+        close                  all have made their step
 
-Entry points and calls use this interface alone, so they are the same in one process and over ranks.
+    communicator.topology      the stages of this process
+                .exchange      what travels: values between stages, the output and sums to everyone
+                .gradients     a parameter's whole gradient, from those of the stages that read it
+                .averager      the means of gradients over replicas; None: there are none
+
+One process has a LocalCommunicator, ranks have that of distributed/communicator.py. With replicas, that of
+distributed/data_parallel/communicator.py stands around either: it has the other's parts, and an averager.
+
+Entry points and calls use these interfaces alone, so they are the same in one process and over ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +34,7 @@ from pipeline.execution.mailbox import Mailbox, Post
 from pipeline.gradients.clip import joined_norm, total_norm
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
+from pipeline.transports.message import Message
 from scheduler import Action, Event
 
 Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
@@ -54,59 +66,21 @@ class Verdict(NamedTuple):
     metrics: Mapping[str, Tensor] = {}
 
 
-class Communicator(ABC):
-    """The processes that run a call together. The call runs within it as a context; a failure there fails all ranks."""
+# ----------------------------------------------------------------------------------------------------------- the parts
+
+
+class Topology(ABC):
+    """The stages of this process.
+
+    Attributes:
+        nothing: a leaf for a process that has no parameters.
+    """
+
+    nothing: Tensor
 
     @abstractmethod
-    def __enter__(self) -> Communicator: ...
-
-    @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    @abstractmethod
-    def open(
-        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
-    ) -> int:
-        """Make sure that all ranks make the same call.
-
-        Args:
-            words: descriptions, by name, of what must be equal; called with whether to include the mini-batch's values.
-            draws: whether this call draws a seed from torch's default CPU generator.
-            tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
-                finds out whether they are.
-
-        Returns:
-            The seed of the call; 0 if it draws none.
-
-        Raises:
-            MismatchError: the ranks make different calls.
-        """
-
-    def check_output_grads(self, grads: Grads) -> None:
-        """Have `agree` check that the gradients of the output are the same on all ranks, but for rounding.
-
-        Args:
-            grads: those with which this process's backward begins. None: zeros.
-        """
-
-    def compare(self) -> None:
-        """Compare now what `agree` would compare later.
-
-        Raises:
-            MismatchError: something differs between ranks.
-        """
-
-    @property
-    @abstractmethod
-    def is_alone(self) -> bool:
-        """Whether this process has every stage."""
-
-    @property
-    def failures(self) -> int:
-        """How many calls have failed on all processes together; the same number on each."""
-        return 0
+    def has(self, stage: int) -> bool:
+        """Whether this process runs a stage."""
 
     @abstractmethod
     def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
@@ -118,59 +92,42 @@ class Communicator(ABC):
             stage: its index. None: the loss.
         """
 
-    @property
-    @abstractmethod
-    def stand_in(self) -> Tensor:
-        """A leaf for a process that has no parameters."""
 
-    @abstractmethod
-    def has(self, stage: int) -> bool:
-        """Whether this process runs a stage."""
-
-    @abstractmethod
-    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
-        """Give the messages of each phase: a `pipeline.distributed.p2p_plan.P2PPlan` each."""
+class Exchange(ABC):
+    """What travels between the processes of a call."""
 
     @abstractmethod
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
         """A mailbox for the values between the action that makes them and the one that reads them."""
 
     @abstractmethod
-    def begin(self, phase: int) -> None:
-        """Begin a phase, before its first action."""
+    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
+        """A message from the process of one stage, on all processes.
+
+        Args:
+            what: its name, for errors.
+            stage: 0 or -1: the first or the last.
+            message: the message, on the process of that stage; else None.
+        """
 
     @abstractmethod
-    def end(self) -> None:
-        """End a phase, after its last action: everything that was sent has arrived."""
-
-    @property
-    def follows(self) -> bool:
-        """Whether `at` must be called before every action."""
-        return True
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The named values of all ranks, on rank 0; None on the others. `agree` must follow."""
 
     @abstractmethod
-    def at(self, action: Action) -> None:
-        """Note the action that runs next."""
+    def any(self, here: bool) -> bool:
+        """Whether a condition holds in any process."""
 
     @abstractmethod
-    def again(self) -> Communicator:
-        """A communicator for the backward of this call."""
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """The sum over all processes, added in the order of the ranks.
 
-    @abstractmethod
-    def agree(self, verdict: Verdict) -> Verdict:
-        """Wait for all ranks, and merge their verdicts."""
+        Args:
+            numbers: float64, on the CPU.
 
-    @abstractmethod
-    def close(self) -> None:
-        """Wait until all ranks have made their step. Hooks and optimizers are the user's code and may raise."""
-
-    @abstractmethod
-    def share_output(self, output: Output | None) -> Output:
-        """The output, also on ranks that did not compute it."""
-
-    @abstractmethod
-    def share_input_grads(self, grads: Grads | None) -> Grads:
-        """The gradients of the input, also on ranks without stage 0."""
+        Raises:
+            MismatchError: the ranks sum different things.
+        """
 
     @abstractmethod
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
@@ -186,61 +143,186 @@ class Communicator(ABC):
         """The same, from the norm of each gradient."""
 
     @abstractmethod
-    def sum_over(self, numbers: Tensor) -> Tensor:
-        """The sum over all processes, added in the order of the ranks.
-
-        Args:
-            numbers: float64, on the CPU.
-
-        Raises:
-            MismatchError: the ranks sum different things.
-        """
-
-    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
-        """The divisor of a step, which the process of the last stage knows."""
-        return divisor
-
-    @abstractmethod
-    def any(self, here: bool) -> bool:
-        """Whether a condition holds in any process."""
-
-    @abstractmethod
-    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
-        """Those of this process's parameters that any process uses."""
-
-    @abstractmethod
-    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
-
-    @abstractmethod
-    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The named values of all ranks, on rank 0; None on the others."""
-
-    @abstractmethod
     def share_events(self, events: Sequence[Event]) -> list[Event]:
         """What everyone recorded."""
 
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are averaged over replicas of the whole pipeline."""
-        return False
 
+class Gradients(ABC):
+    """Whole gradients of parameters that several stages read."""
+
+    @abstractmethod
+    def owners(self, used: list[Tensor]) -> list[Tensor]:
+        """Those of this process's parameters that any process uses.
+
+        Args:
+            used: those that this process uses.
+        """
+
+    @abstractmethod
+    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+        """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
+
+
+class Averager(ABC):
+    """The means of gradients over replicas of the whole pipeline."""
+
+    @abstractmethod
     def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
         """Note that a stage's last backward has run: its part of these owners' gradients is final."""
 
+    @abstractmethod
     def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
         """Make whole gradients the means over the replicas, each divided by its replica's divisor first.
 
         Args:
-            waits: return when all ranks have the means. Else `agree` waits for that.
             pairs: (owner, whole gradient) of this process; they may be written.
             divisor: of this replica, where this process knows one.
+            waits: return when all ranks have the means. Else `agree` waits for that.
         """
-        return pairs
+
+
+# ---------------------------------------------------------------------------------------------------- the communicator
+
+
+class Communicator(ABC):
+    """The processes that run a call together. The call runs within it as a context; a failure there fails all ranks.
+
+    Attributes:
+        topology: the stages of this process.
+        exchange: what travels between the processes.
+        gradients: adds up what stages computed for one parameter.
+        averager: averages gradients over replicas. None: there are none, or this call has no gradients.
+    """
+
+    topology: Topology
+    exchange: Exchange
+    gradients: Gradients
+    averager: Averager | None = None
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether no other process takes part: this one has every stage, and there are no replicas."""
+
+    @abstractmethod
+    def __enter__(self) -> Communicator: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def open(
+        self,
+        words: Callable[[bool], Mapping[str, str]],
+        draws: bool = True,
+        tensors: Sequence[Tensor] = (),
+        output_grads: Grads = (),
+    ) -> int:
+        """Make sure that all ranks make the same call.
+
+        Args:
+            words: descriptions, by name, of what must be equal; called with whether to include the mini-batch's values.
+            draws: whether this call draws a seed from torch's default CPU generator.
+            tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
+                finds out whether they are.
+            output_grads: with which a backward begins. `agree` finds out whether they are the same, but for rounding.
+
+        Returns:
+            The seed of the call; 0 if it draws none.
+
+        Raises:
+            MismatchError: the ranks make different calls.
+        """
+
+    @abstractmethod
+    def at(self, action: Action | None) -> None:
+        """Note the action that runs next, unless this process is alone. None: those of the phase have run."""
+
+    @abstractmethod
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        """The divisor of a step, which the process of the last stage knows, for updates before `agree`."""
+
+    @abstractmethod
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Wait for all ranks, and merge their verdicts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until all ranks have made their step. Hooks and optimizers are the user's code and may raise."""
+
+    @abstractmethod
+    def again(self) -> Communicator:
+        """A communicator for the backward of this call."""
+
+
+# --------------------------------------------------------------------------------------------------------- one process
+
+
+class LocalTopology(Topology):
+    """All stages."""
+
+    def __init__(self) -> None:
+        self.nothing = torch.empty(0, requires_grad=True, device="cpu")
+
+    def has(self, stage: int) -> bool:
+        return True
+
+    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+        pass
+
+
+class LocalExchange(Exchange):
+    """Everything is here."""
+
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
+        return Mailbox(values, places, transport)
+
+    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
+        assert message is not None  # the first stage is here, and the last
+        return message
+
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(named)
+
+    def any(self, here: bool) -> bool:
+        return here
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        return numbers
+
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        return total_norm([grad for _, grad in named], norm_type)
+
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        return joined_norm([norm for _, norm in norms], norm_type)
+
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        return list(events)
+
+
+class LocalGradients(Gradients):
+    """All parts are here."""
+
+    def owners(self, used: list[Tensor]) -> list[Tensor]:
+        return used
+
+    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+        return joined(parts)
 
 
 class LocalCommunicator(Communicator):
     """The communicator of a process that has every stage."""
+
+    def __init__(self) -> None:
+        self.topology = LocalTopology()
+        self.exchange = LocalExchange()
+        self.gradients = LocalGradients()
+
+    @property
+    def is_alone(self) -> bool:
+        return True
 
     def __enter__(self) -> LocalCommunicator:
         return self
@@ -249,45 +331,19 @@ class LocalCommunicator(Communicator):
         pass
 
     def open(
-        self, words: Callable[[bool], Mapping[str, str]], draws: bool = True, tensors: Sequence[Tensor] = ()
+        self,
+        words: Callable[[bool], Mapping[str, str]],
+        draws: bool = True,
+        tensors: Sequence[Tensor] = (),
+        output_grads: Grads = (),
     ) -> int:
         return draw_seed() if draws else 0
 
-    @property
-    def is_alone(self) -> bool:
-        return True
-
-    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
+    def at(self, action: Action | None) -> None:
         pass
 
-    @property
-    def stand_in(self) -> Tensor:
-        return torch.empty(0, requires_grad=True, device="cpu")
-
-    def has(self, stage: int) -> bool:
-        return True
-
-    def prepare(self, traffic: Callable[[], Sequence[Any]]) -> None:
-        pass
-
-    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
-        return Mailbox(values, places, transport)
-
-    def begin(self, phase: int) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def follows(self) -> bool:
-        return False
-
-    def at(self, action: Action) -> None:
-        pass
-
-    def again(self) -> LocalCommunicator:
-        return self
+    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
+        return divisor
 
     def agree(self, verdict: Verdict) -> Verdict:
         return verdict
@@ -295,45 +351,28 @@ class LocalCommunicator(Communicator):
     def close(self) -> None:
         pass
 
-    def share_output(self, output: Output | None) -> Output:
-        assert output is not None  # the last stage is here
-        return output
-
-    def share_input_grads(self, grads: Grads | None) -> Grads:
-        assert grads is not None  # the first stage is here
-        return grads
-
-    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        return total_norm([grad for _, grad in named], norm_type)
-
-    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        return joined_norm([norm for _, norm in norms], norm_type)
-
-    def sum_over(self, numbers: Tensor) -> Tensor:
-        return numbers
-
-    def any(self, here: bool) -> bool:
-        return here
-
-    def share_owners(self, owners: list[Tensor]) -> list[Tensor]:
-        return owners
-
-    def join_sums(self, parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
-        return joined(parts)
-
-    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        return dict(named)
-
-    def share_events(self, events: Sequence[Event]) -> list[Event]:
-        return list(events)
+    def again(self) -> LocalCommunicator:
+        return self
 
 
-def joined(parts: Sequence[Part]) -> dict[int, tuple[Tensor, Tensor]]:
+def joined(parts: Sequence[Part]) -> dict[int, Pair]:
     """The parts of each owner, added in the order in which they stand."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    whole: dict[int, Pair] = {}
     for _, owner, grad in parts:
-        earlier = found.get(id(owner))
+        earlier = whole.get(id(owner))
         total = grad if earlier is None else add_grads(earlier[1], grad)
         assert total is not None  # because neither part is None
-        found[id(owner)] = (owner, total)
-    return found
+        whole[id(owner)] = (owner, total)
+    return whole
+
+
+def share_output(exchange: Exchange, output: Output | None) -> Output:
+    """The output, also on processes that did not compute it.
+
+    Args:
+        exchange: reaches them.
+        output: on the process of the last stage; else None.
+    """
+    message = None if output is None else Message(output.tree.tensors, output.tree.skeleton, tuple(output.needs_grad))
+    message = exchange.broadcast("the output", -1, message)
+    return Output(message.tree, message.needs_grad)

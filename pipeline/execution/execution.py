@@ -61,7 +61,7 @@ class Execution:
         self.layers = {
             index: StageLayers(index, first, layers, setup.values)
             for index, (first, layers) in enumerate(zip(first_layers, setup.stages, strict=False))
-            if setup.communicator.has(index)
+            if setup.communicator.topology.has(index)
         }
         self.generators = KeptGenerators(self.devices)
         self.ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
@@ -123,7 +123,7 @@ class Execution:
 
     def _new_mailbox(self) -> Post:
         setup = self.setup
-        return self.communicator.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
+        return self.communicator.exchange.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 
     def feed(self, grad: bool) -> None:
         """Post the chunks of the input to their readers. `grad`: as tensors that may need a gradient."""
@@ -180,14 +180,15 @@ class Execution:
         now = self.ambient.now()
         in_turns = now.switches != self.ambient.switches or within_torchs_checkpoint() or self.setup.compares
         perform: Perform = partial(self._perform, work)
-        if self.setup.traces or self.communicator.follows:
+        if self.setup.traces or not self.communicator.is_alone:
             perform = partial(self._perform_and_tell, perform)
         if on_final is not None:
             perform = partial(_then_final, perform, _last_backwards(phase.orders), on_final)
         with weights_cast_anew(self.setup.grad):
-            self.communicator.begin(number)
+            self.mailbox.begin(number, phase.messages)
             self._driver.run(phase, perform, draws, now, in_turns)
-            self.communicator.end()
+            self.communicator.at(None)
+            self.mailbox.end()
 
     def _perform(self, work: Work, action: Action) -> None:
         deliver()

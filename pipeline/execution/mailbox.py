@@ -15,11 +15,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
 from pipeline.data.values import CALLER, Name, Value, Values
+from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
 
 
 class Post(ABC):
     """The interface of mailboxes: the values under way in one call, put and taken in the order of the table."""
+
+    def begin(self, phase: int, messages: P2PPlan | None) -> None:
+        """Begin a phase, before its first action.
+
+        Args:
+            phase: its number.
+            messages: those of the phase from and to other processes. None: there are none.
+        """
+
+    def end(self) -> None:
+        """End a phase, after its last action: everything that was sent to other processes has arrived."""
 
     @abstractmethod
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:

@@ -1,6 +1,7 @@
 """The plan of a call: the orders that it runs, and the chunks that it recomputes.
 
     schedule, chunks, devices --> one or two phases of orders, the merged order of each device, the recomputed pairs
+    over ranks                --> the phases of one rank, each with its messages (p2p_plan.py)
 
 `pipe(x)` runs all F, then (in backward) all the rest, whatever the schedule; `step` runs the order as it is;
 `evaluate` runs its F half.
@@ -11,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeline.data.values import Values
 from pipeline.execution.engine import Needs, merged_order, needs_of
+from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.recompute.policy import POLICIES, Policy, recomputed
 from scheduler import Action, Schedule
 
@@ -19,13 +22,15 @@ from scheduler import Action, Schedule
 class Phase(NamedTuple):
     """Orders that are driven in one go, after the actions of `before`; by one thread, in the order `merged`.
 
-    `needs` None: one order, whose every action waits for other ranks by itself.
+    `needs` None: one order, whose every action waits for other ranks by itself. `messages`: to and from these; None: in
+    one process.
     """
 
     orders: tuple[tuple[Action, ...], ...]
     merged: tuple[Action, ...]
     needs: Needs | None
     before: tuple[Action, ...]
+    messages: P2PPlan | None = None
 
 
 class Plan(NamedTuple):
@@ -35,33 +40,42 @@ class Plan(NamedTuple):
     phases: tuple[Phase, ...]
     device_orders: tuple[tuple[Action, ...], ...]
     by_mode: dict[str, frozenset[tuple[int, int]]]  # the pairs that each named mode recomputes
-    parts: tuple[tuple[tuple[Action, ...], ...], ...]  # for each phase the orders of all lanes, other ranks' too
 
     def recomputed(self, policy: Policy) -> frozenset[tuple[int, int]]:
         """The (stage, chunk) pairs that `policy` recomputes here."""
         return recomputed(policy, self.device_orders) if callable(policy) else self.by_mode[policy]
 
 
-def plan_step(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
-    """A plan of one phase: the whole order."""
-    return _plan(schedule, [schedule.orders], devices, rank)
+class OneRank(NamedTuple):
+    """The rank that a plan is for, and the table of values that cross stages."""
+
+    rank: int
+    values: Values
 
 
-def plan_forward(schedule: Schedule, devices: Sequence[object], rank: int | None = None) -> Plan:
+def plan_step(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> Plan:
+    """A plan of one phase: the whole order. `here` None: one process runs all lanes."""
+    return _plan(schedule, [schedule.orders], devices, here)
+
+
+def plan_forward(schedule: Schedule, devices: Sequence[object], here: OneRank | None = None) -> Plan:
     """A plan of two phases: all F, then the rest."""
-    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, rank)
+    return _plan(schedule, [schedule.forward_half(), schedule.backward_half()], devices, here)
 
 
 def _plan(
-    schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], rank: int | None
+    schedule: Schedule, parts: list[tuple[tuple[Action, ...], ...]], devices: Sequence[object], here: OneRank | None
 ) -> Plan:
     """The plan of all lanes, or of one rank's."""
-    if rank is not None:
-        own = [(orders[rank],) for orders in parts]
-        device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for (order,) in own for action in order),)
+    if here is not None:
+        rank, values = here
+        phases_here = tuple([
+            Phase((orders[rank],), orders[rank], None, (), P2PPlan(orders, values, schedule.placement.lane_of, rank))
+            for orders in parts
+        ])
+        device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for orders in parts for action in orders[rank]),)
         by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-        phases_here = tuple([Phase((order,), order, None, ()) for (order,) in own])
-        return Plan(schedule, phases_here, device_orders, by_mode, tuple(parts))
+        return Plan(schedule, phases_here, device_orders, by_mode)
     phases: list[Phase] = []
     merged: tuple[Action, ...] = ()
     for orders in parts:
@@ -71,4 +85,4 @@ def _plan(
     distinct = list(dict.fromkeys(devices))
     device_orders = tuple(tuple(action for action in merged if devices[action.stage] == device) for device in distinct)
     by_mode = {mode: recomputed(mode, device_orders) for mode in POLICIES}
-    return Plan(schedule, tuple(phases), device_orders, by_mode, tuple(parts))
+    return Plan(schedule, tuple(phases), device_orders, by_mode)

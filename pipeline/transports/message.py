@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.pytrees import Skeleton
+from pipeline.data.pytrees import Skeleton, Tree
 from pipeline.transports.codec import decode, encode, may_be_shared, same_skeleton
 from pipeline.transports.packing import Packing
 from pipeline.transports.plain import decode_plain, encode_plain
@@ -32,6 +32,11 @@ class Message(NamedTuple):
     skeleton: Skeleton | None = None
     needs_grad: tuple[bool, ...] = ()
     memory: tuple[object, ...] = ()
+
+    @property
+    def tree(self) -> Tree:
+        """The value, none of whose tensors is missing."""
+        return Tree(tuple([tensor for tensor in self.tensors if tensor is not None]), self.skeleton)
 
 
 class MessageSpec(NamedTuple):

@@ -210,7 +210,7 @@ class Passes:
             assert verdict.loss is not None  # so is the loss
             found[0], weight = call.weights
             found[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
-        found = communicator.sum_over(found)
+        found = communicator.exchange.sum_over(found)
         found[2] = verdict.reached
         return found
 

@@ -108,7 +108,7 @@ class ProductCall(ABC):
             if chunks > 1:
                 stage.snapshot.buffers.check_unseen(stage.name)
             stage.snapshot.note()
-            self._execution.communicator.refuse_external(stage.captured.values(), stage.name, stage.index)
+            self._execution.communicator.topology.refuse_external(stage.captured.values(), stage.name, stage.index)
         elsewhere = generators_elsewhere(self._execution.setup.stages, self._run)
         check_shared([(stage.name, stage.snapshot) for stage in stages], elsewhere)
 

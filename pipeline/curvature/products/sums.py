@@ -69,7 +69,7 @@ class Sums:
     def join(self, communicator: Communicator) -> None:
         """Add up the parts of parameters that several stages read, here and on other ranks."""
         for number, parts in enumerate(self._parts):
-            found = communicator.join_sums(sorted(parts, key=lambda part: part[0]))
+            found = communicator.gradients.join(sorted(parts, key=lambda part: part[0]))
             for owner, whole in found.values():
                 if id(owner) in self._slots:
                     self._write(number, owner, whole)

@@ -23,6 +23,7 @@ from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
+from pipeline.execution.communicator import Verdict
 from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
@@ -51,7 +52,8 @@ class Stateful(Enclosed, ABC):
         with turn(), self.runtime.communicator("full_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
             state = self.state_dict()
-            found = communicator.gather(state)
+            found = communicator.exchange.gather(state)
+            communicator.agree(Verdict(None, None, True))
         if found is None:
             return None
         places = {name: index for index, name in enumerate(self._modules)}
@@ -102,7 +104,9 @@ class Stateful(Enclosed, ABC):
             communicator.open(lambda values: {}, draws=False)
             nothing = [] if topology is None else [("", topology.nothing)]
             named = [*self.named_parameters(), *nothing]
-            entries = communicator.gather(own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank))
+            own = own_entries(named, optimizer, 0 if topology is None else topology.ranks.rank)
+            entries = communicator.exchange.gather(own)
+            communicator.agree(Verdict(None, None, True))
             whole = None if entries is None else whole_state(entries, dict.fromkeys(self._first_names().values()))
             communicator.close()
         return whole

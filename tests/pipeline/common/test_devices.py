@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 from pipeline import Pipe
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
-from pipeline.data.pytrees import Activations, Grads, Tree
+from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.communicator import LocalCommunicator
+from pipeline.execution.communicator import LocalExchange
 from pipeline.execution.drivers import Driver
 from pipeline.execution.mailbox import Mailbox
 from pipeline.execution.plan import plan_step
 from pipeline.transports.local import Local
+from pipeline.transports.message import Message
 from scheduler import Action, by_name
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -76,8 +78,8 @@ def test_every_stage_computes_with_its_gpu_as_the_current_one(
 def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
     """As in one process; a value between two stages is there already."""
     values = chain(2, ())
-    nobody: Any = None  # nothing goes to another rank
-    over_ranks = RankMailbox(values, (0, 0), 0, nobody, nobody, Place(META), Local())
+    ranks: Any = SimpleNamespace(rank=0, device=META)  # nothing goes to another one
+    over_ranks = RankMailbox(values, (0, 0), ranks, "", Local())
     alone = Mailbox(values, dict.fromkeys(range(2), Place(META)), Local())
     x = torch.ones(3, 2)
     for box in (over_ranks, alone):
@@ -96,9 +98,11 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
 ) -> None:
     carried: list[Tensor] = []
 
-    def elsewhere(self: LocalCommunicator, grads: Grads | None) -> Grads:
-        assert grads is not None
-        return tuple([None if grad is None else grad.to(META) for grad in grads])
+    def elsewhere(self: LocalExchange, what: str, stage: int, message: Message | None) -> Message:
+        assert message is not None
+        if what != "the gradients of the input":
+            return message
+        return message._replace(tensors=tuple([None if grad is None else grad.to(META) for grad in message.tensors]))
 
     def carry(self: Local, tensor: Tensor, source: Place | None, target: Place | None) -> Tensor:
         assert target is not None
@@ -107,7 +111,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
         carried.append(tensor)
         return torch.full(tensor.shape, 7.0, device=target.device)
 
-    monkeypatch.setattr(LocalCommunicator, "share_input_grads", elsewhere)
+    monkeypatch.setattr(LocalExchange, "broadcast", elsewhere)
     monkeypatch.setattr(Local, "carry", carry)
     x = torch.ones(4, 2, requires_grad=True)
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.data.values import chain
 from pipeline.distributed.assignment import on_ranks, schedule_over
-from pipeline.distributed.p2p_plan import P2PPlan
+from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key
 from scheduler import Kind, Schedule, ScheduleError, by_name, lower, names, verify
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +14,8 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, MemoryId, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.distributed.p2p_plan import P2PPlan
 from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key, pop, skippable, stash
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
@@ -22,24 +25,48 @@ SKIPS = ((Key(None, "near"), 0, 1), (Key(None, "far"), 0, 3), (Key(None, "late")
 STAGES, CHUNKS = 4, 3
 
 
-class Wires:
-    """What one rank sends the others, by slot: each is taken once."""
+class Link:
+    """Both ends of a link: each message is sent once and taken once, under a name that both ends expect."""
 
     def __init__(self) -> None:
-        self.under_way: dict[tuple[int, int, str], Message] = {}
+        self.under_way: dict[str, Message] = {}
+        self.expected: set[tuple[str, ...]] = set()
+        self.position = 0
 
-    def of(self, rank: int):
-        wires = self
+    def begin(self, series: str, names: list[str]) -> None:
+        self.expected.add((series, *names))
 
-        class Lines:
-            def send(self, to: int, slot: str, letter: Message) -> None:
-                assert (rank, to, slot) not in wires.under_way
-                wires.under_way[rank, to, slot] = letter
+    def send(self, name: str, message: Message) -> None:
+        assert name not in self.under_way and all(name in names for names in self.expected)
+        self.under_way[name] = message
 
-            def receive(self, source: int, slot: str) -> Message:
-                return wires.under_way.pop((source, rank, slot))
+    def receive(self, name: str) -> Message:
+        self.position += 1
+        return self.under_way.pop(name)
 
-        return Lines()
+    def reap(self, count: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        assert not self.under_way and len(self.expected) == 1
+
+
+class Ranks:
+    """What a mailbox knows of a RankGroup."""
+
+    def __init__(self, rank: int, links: dict[tuple[int, int], Link]) -> None:
+        self.rank, self.device = rank, torch.device("cpu")
+        self.watch = SimpleNamespace(at=("an action",))
+        self._links = links
+
+    def sender(self, to: int) -> Link:
+        return self._links[self.rank, to]
+
+    def receiver(self, source: int) -> Link:
+        return self._links[source, self.rank]
+
+    def finish(self, to: int) -> None:
+        self.sender(to).finish()
 
 
 def mailboxes(rank_of):
@@ -48,15 +75,12 @@ def mailboxes(rank_of):
     for action in by_name("gpipe", 1, CHUNKS).orders[0]:
         for stage in range(STAGES):
             orders[rank_of[stage]].append(action._replace(stage=stage))
-    wires = Wires()
-    boxes = [
-        RankMailbox(
-            values, rank_of, rank, wires.of(rank), lambda rank=rank: P2PPlan(orders, values, rank_of, rank),
-            Place(torch.device("cpu")), Local(),
-        )
-        for rank in range(len(orders))
-    ]
-    return values, wires, boxes
+    links: defaultdict[tuple[int, int], Link] = defaultdict(Link)
+    ranks = range(len(orders))
+    boxes = [RankMailbox(values, rank_of, Ranks(rank, links), "series", Local()) for rank in ranks]
+    for rank, box in enumerate(boxes):
+        box.begin(0, P2PPlan(orders, values, rank_of, rank))
+    return values, links, boxes
 
 
 def message(number: float, memory=()) -> Activations:
@@ -65,7 +89,7 @@ def message(number: float, memory=()) -> Activations:
 
 @pytest.mark.parametrize("rank_of", [(0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 0)])
 def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -> None:
-    values, wires, boxes = mailboxes(rank_of)
+    values, links, boxes = mailboxes(rank_of)
     places = dict.fromkeys(range(STAGES), Place(torch.device("cpu")))
     reference = Mailbox(values, places, Local())
     for chunk in range(CHUNKS):
@@ -77,7 +101,7 @@ def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -
             made = [message(100 * chunk + 10 * stage + index) for index in range(len(values.made_by[stage]))]
             boxes[rank_of[stage]].put(stage, chunk, made)
             reference.put(stage, chunk, made)
-        assert len(wires.under_way) == 0
+        assert not any(link.under_way for link in links.values())
         boxes[rank_of[-1]].take(CALLER, chunk)
     for chunk in range(CHUNKS):
         for box in (boxes[rank_of[-1]], reference):
@@ -89,7 +113,9 @@ def test_values_and_gradients_come_to_their_readers_as_in_one_process(rank_of) -
             boxes[rank_of[stage]].put_grads(stage, chunk, grads)
             reference.put_grads(stage, chunk, grads)
         boxes[rank_of[0]].take_grads(CALLER, chunk)
-    assert not wires.under_way and not any(len(box) for box in boxes)
+    assert not any(len(box) for box in boxes)
+    for box in boxes:
+        box.end()
 
 
 def test_memory_that_a_later_stage_of_another_rank_reads_too_is_known_between() -> None:

@@ -1,0 +1,120 @@
+"""The comparison of a call's ranks: of what they call, its settings, its mini-batch, the gradients it begins with.
+
+    open        digests of the descriptions; of the mini-batch, if it is on the host             all to all
+    agree       of the mini-batch else; of the gradients of the output                            all to all
+    a mismatch  the descriptions                                                                  all to all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from pipeline.data.pytrees import Grads
+from pipeline.distributed.agreement import (
+    FIRST,
+    MINI_BATCHES,
+    OPTIONS,
+    Meeting,
+    MismatchError,
+    difference,
+    digest,
+    encoded,
+    from_bits,
+    to_bits,
+)
+from pipeline.distributed.digests import Fingerprint, Sketch, Sketches
+from pipeline.distributed.topology import PipeTopology
+
+_GRADIENTS = (
+    "the gradients of the output differ between the ranks, in its tensor {}: {}. Every rank computes the loss, and all "
+    "must compute the same: give all the same targets and weights, and the same seed to generators that the loss draws "
+    'from; or let the last rank alone compute it, with pipe(x, output="last")'
+)
+
+
+class Comparison:
+    """What the ranks of one call must have in common.
+
+    Args:
+        topology: the topology.
+        calls: the call, in words: entry point, Pipe and number.
+    """
+
+    def __init__(self, topology: PipeTopology, calls: str) -> None:
+        self._topology = topology
+        self._calls = calls
+        self._words: Callable[[bool], Mapping[str, str]] = lambda values: {}
+        self._mini_batch = Fingerprint(())
+        self._is_mini_batch_compared = True
+        self._sketches = Sketches(())  # of the gradients of the output
+
+    def open(
+        self,
+        words: Callable[[bool], Mapping[str, str]],
+        seed: int,
+        tensors: Sequence[Tensor],
+        output_grads: Grads,
+        values: bool,
+    ) -> tuple[int, int]:
+        """Compare the calls.
+
+        Args:
+            words, tensors, output_grads: see `Communicator.open`.
+            seed: this rank's.
+            values: whether to compare all values of the mini-batch.
+
+        Returns:
+            The seed of the call, which is rank 0's, and a digest of what decides which messages are sent.
+
+        Raises:
+            MismatchError: the ranks make different calls.
+        """
+        self._words, self._mini_batch, self._sketches = words, Fingerprint(tensors), Sketches(output_grads)
+        mine = self._described(values)
+        digests = [digest(text) for text in mine.values()]
+        here = self._mini_batch.number if self._mini_batch.is_here else 0
+        row = [Meeting.OPEN, seed, here, len(digests), *digests]
+        rows = self._topology.ranks.exchange([*row, *[0] * (FIRST - len(row))])
+        numbers = {number for _, _, number, *_ in rows}
+        if any(row[3:] != rows[0][3:] for row in rows) or len(numbers - {0}) > 1:
+            self._refuse()
+        self._is_mini_batch_compared = 0 not in numbers
+        return rows[0][1], digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
+
+    def _described(self, values: bool) -> dict[str, str]:
+        return {"the calls": self._calls, **self._words(values)}
+
+    def _refuse(self) -> NoReturn:
+        """Raise on all ranks, after digests differed: exchange the descriptions."""
+        mine = self._described(True)
+        texts = self._topology.ranks.exchange_texts(encoded(mine))
+        raise MismatchError(
+            f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
+            "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
+            "generators the same seed on every rank."
+        )
+
+    def numbers(self) -> list[int]:
+        """What is still to be compared: the mini-batch, if not all had its fingerprint; gradients of the output."""
+        late = 0 if self._is_mini_batch_compared else self._mini_batch.number
+        return [late, *[to_bits(value) for sketch in self._sketches.values for value in sketch]]
+
+    def compare(self, rows: Sequence[Sequence[int]]) -> None:
+        """Check once that all ranks' numbers are alike.
+
+        Raises:
+            MismatchError: they are not.
+        """
+        if len({late for late, *_ in rows}) > 1:
+            self._refuse()
+        values = [[from_bits(bits) for bits in row[1:]] for row in rows]
+        size = len(Sketch._fields)
+        for index in range(len(values[0]) // size):
+            sketches = [Sketch(*row[size * index : size * (index + 1)]) for row in values]
+            if not all(sketch.is_like(sketches[self._topology.hosting.last]) for sketch in sketches):
+                described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
+                raise MismatchError(_GRADIENTS.format(index, described))
+        self._is_mini_batch_compared, self._sketches = True, Sketches(())

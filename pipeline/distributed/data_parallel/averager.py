@@ -1,0 +1,130 @@
+"""The averager of one call of a replica: its gradients on their way to the means over all replicas.
+
+    settled    a stage's own gradients are final: they leave, bucket by bucket
+    average    the rest, the divisor, and digests of what must be alike  -->  means, in the order of the modules
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from pipeline.data.loss import divide_
+from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest, from_optional_bits, optional_bits
+from pipeline.distributed.data_parallel.gradient_means import GradientReducer, lost
+from pipeline.distributed.data_parallel.replicas import Replicas, refuse
+from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_external
+from pipeline.execution.communicator import Averager, Pair
+
+_ALIKE = (SETTINGS, MODES, OPTIONS)  # of what a call's ranks agree on, what replicas must agree on, too
+
+
+class ReplicaAverager(Averager):
+    """The means of one call's gradients.
+
+    Args:
+        replicas: the replicas.
+        layout: what travels between them.
+        calls: the call, in words.
+        words: descriptions of what the replicas must agree on, where the call is a backward: those of its forward.
+
+    Attributes:
+        waits_for_vote: all replicas are still to say that their means are there.
+        is_agreed: they have.
+    """
+
+    def __init__(self, replicas: Replicas, layout: Layout, calls: str, words: Mapping[str, str] | None = None) -> None:
+        self.layout = layout
+        self.waits_for_vote = False
+        self.is_agreed = False
+        self.words = {**(words or {}), "the calls": calls}
+        self._replicas = replicas
+        self._is_backward = words is not None
+        self._reducer: GradientReducer | None = None
+        self._final: dict[int, Sequence[Pair]] = {}  # by stage
+
+    def note(self, words: Mapping[str, str]) -> None:
+        """Take descriptions of a call: what replicas must agree on is compared when their gradients meet."""
+        self.words.update({name: words[name] for name in _ALIKE if name in words})
+
+    def settled(self, stage: int, pairs: Sequence[Pair]) -> None:
+        """Send what is final, in the order of the buckets."""
+        self._final[stage] = pairs
+        reducer = self._begun()
+        while (bucket := reducer.early) is not None and self._final.keys() >= set(bucket.stages):
+            reducer.send(_by_id(pair for stage in bucket.stages for pair in self._final[stage]))
+
+    def average(self, pairs: list[Pair], divisor: Tensor | None, waits: bool = False) -> list[Pair]:
+        """Make whole gradients the means over the replicas.
+
+        Raises:
+            MismatchError: the replicas do not make the same call.
+        """
+        reducer, self._reducer = self._begun(), None
+        divisor = self._shared(divisor)
+        last, grads = with_external(self.layout, pairs), _by_id(pairs)
+        note = self._note(last, divisor)
+        while reducer.early is not None:
+            reducer.send(grads)
+        reducer.send_last(last, grads, note)
+        sums, notes = reducer.receive()
+        if any(theirs[:-2] != note[:-2] for theirs in notes):
+            self._refuse(last)
+        means = reducer.means(sums, [from_optional_bits(*theirs[-2:]) for theirs in notes])
+        self.waits_for_vote = not waits
+        if waits:
+            with lost():
+                self._replicas.ranks.exchange(note[:1])
+            self.is_agreed = True
+        others = [(owner, divide_(grad, divisor)) for owner, grad in _without(pairs, means)]  # no parameters
+        return [*self._in_order(means), *others]
+
+    def _shared(self, divisor: Tensor | None) -> Tensor | None:
+        """The divisor, which only the rank of the last stage knows."""
+        pipeline = self._replicas.pipeline
+        if pipeline is None or self._is_backward:
+            return divisor
+        rows = pipeline.exchange(optional_bits(divisor))
+        return next((from_optional_bits(*row) for row in rows if row[0]), None)
+
+    def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """In the order of the modules, as without replicas, whatever travelled first."""
+        order = {id(parameter): index for index, parameter in enumerate(self.layout.parameters)}
+        return sorted(pairs, key=lambda pair: order.get(id(pair[0]), len(order)))
+
+    def _refuse(self, last: GradientBucket) -> NoReturn:
+        lines = [
+            f"parameter {index} of shape {list(leaf.shape)} is {'trained' if leaf.requires_grad else 'frozen'}"
+            for index, leaf in enumerate(self.layout.parameters)
+        ]
+        lines += [f"a parameter of shape {list(leaf.shape)} that is not the module's" for leaf in self._external(last)]
+        with lost():
+            refuse(self._replicas.ranks, {**self.words, "the parameters": "\n".join(lines)})
+
+    def _begun(self) -> GradientReducer:
+        if self._reducer is None:
+            replicas = self._replicas
+            self._reducer = GradientReducer(replicas.ranks, str(replicas.number), self.layout.slots)
+        return self._reducer
+
+    def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
+        """What this replica tells the others: digests of what must be alike, and its divisor."""
+        texts = [self.words.get(name, "") for name in ("the calls", *_ALIKE)]
+        flags = "".join(["01"[parameter.requires_grad] for parameter in self.layout.parameters])
+        shapes = [tuple(leaf.shape) for leaf in self._external(last)]
+        return [*[digest(text) for text in (*texts, f"{flags} {shapes}")], *optional_bits(divisor)]
+
+    def _external(self, last: GradientBucket) -> Sequence[Tensor]:
+        """The parameters of the last bucket that are not the module's."""
+        return last.parameters[len(self.layout.slots[-1].parameters) :]
+
+
+def _by_id(pairs: Iterable[Pair]) -> dict[int, Tensor]:
+    return {id(owner): grad for owner, grad in pairs}
+
+
+def _without(pairs: Iterable[Pair], others: Iterable[Pair]) -> list[Pair]:
+    taken = {id(owner) for owner, _ in others}
+    return [pair for pair in pairs if id(pair[0]) not in taken]

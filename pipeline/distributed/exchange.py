@@ -1,0 +1,155 @@
+"""What travels between the ranks of a call, besides its phases' messages: the output, norms, sums, states, events.
+
+    CallMessages    messages by themselves, from one rank to another or to all
+    RankExchange    broadcast, gather: from one rank to all, from all to rank 0, by CallMessages
+                    any, sum_over, norms, events: a few numbers or a text from all to all, by RankGroup.exchange
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.common.interrupts import Deferral
+from pipeline.common.places import Place
+from pipeline.data.pytrees import flatten
+from pipeline.data.values import Values
+from pipeline.distributed.agreement import FIRST, Meeting, MismatchError
+from pipeline.distributed.group import RankGroup
+from pipeline.distributed.mailbox import RankMailbox
+from pipeline.distributed.topology import PipeTopology
+from pipeline.execution.communicator import Exchange
+from pipeline.execution.mailbox import Post
+from pipeline.gradients.clip import joined_norm, norm_of
+from pipeline.transports.local import Local
+from pipeline.transports.message import Message
+from scheduler import Action, Event
+
+
+class CallMessages:
+    """The messages of a call that go by themselves, each under a name.
+
+    Args:
+        ranks: the ranks, and the links between them.
+        series: what the messages of all such calls have in common; the key of their cached specs.
+    """
+
+    def __init__(self, ranks: RankGroup, series: str) -> None:
+        self.ranks = ranks
+        self.series = series
+        self._unfinished: list[int] = []  # ranks that have a message on its way
+
+    def send(self, ranks: Iterable[int], what: str, message: Message, waits: bool = True) -> None:
+        """Send a message. `waits`: until all have received it; else `finish` does."""
+        self.finish()
+        to = list(ranks)
+        for rank in to:
+            self.ranks.send_one(rank, f"{self.series}/{what}", what, message)
+        self._unfinished = to
+        if waits:
+            self.finish()
+
+    def receive(self, source: int, what: str) -> Message:
+        """Wait for a message."""
+        return self.ranks.receive_one(source, f"{self.series}/{what}", what)
+
+    def broadcast(self, source: int, what: str, message: Message | None, waits: bool = True) -> Message:
+        """A message from one rank, on all. `message`: on that rank; else None."""
+        if message is None:
+            return self.receive(source, what)
+        self.send([rank for rank in range(self.ranks.size) if rank != self.ranks.rank], what, message, waits)
+        return message
+
+    def finish(self) -> None:
+        """Wait until the others have received all that was sent."""
+        while self._unfinished:
+            self.ranks.finish(self._unfinished.pop(0))
+
+
+class RankExchange(Exchange):
+    """What travels between the ranks.
+
+    Args:
+        topology: the topology.
+        messages: those of the call.
+        interrupts: of the call: once all ranks know a norm, all scale their gradients or none does.
+    """
+
+    def __init__(self, topology: PipeTopology, messages: CallMessages, interrupts: Deferral) -> None:
+        self._topology = topology
+        self._ranks = topology.ranks
+        self._messages = messages
+        self._interrupts = interrupts
+
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+        return RankMailbox(values, self._topology.hosting.rank_of, self._ranks, self._messages.series, transport)
+
+    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
+        return self._messages.broadcast(self._topology.hosting.rank_of[stage], what, message)
+
+    def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        what = "the state"
+        if self._ranks.rank != 0:
+            tree = flatten(dict(named), f"the state of rank {self._ranks.rank}")
+            tensors = tuple([tensor.detach() for tensor in tree.tensors])
+            self._messages.send([0], what, Message(tensors, tree.skeleton))
+            return None
+        whole = dict(named)
+        for rank in range(1, self._ranks.size):
+            tree = self._messages.receive(rank, what).tree
+            whole.update(tree.build(tree.tensors))
+        return whole
+
+    def any(self, here: bool) -> bool:
+        return any(there for (there,) in self._ranks.exchange([here]))
+
+    def sum_over(self, numbers: Tensor) -> Tensor:
+        """One exchange for a few numbers, two for more: the first has the length of every call's first."""
+        mine: list[int] = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
+        few = mine[: FIRST - 2]
+        firsts = self._ranks.exchange([Meeting.SUM, len(mine), *few, *[0] * (FIRST - 2 - len(few))])
+        if any(first[:2] != firsts[0][:2] for first in firsts):
+            raise MismatchError(
+                f"rank {self._ranks.rank} adds {len(mine)} numbers up over the ranks while others do something else. "
+                "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
+            )
+        rows = [first[2 : 2 + len(few)] for first in firsts]
+        if len(mine) > len(few):
+            rests = self._ranks.exchange(mine[len(few) :])
+            rows = [[*row, *rest] for row, rest in zip(rows, rests, strict=True)]
+        total = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
+        for row in rows:
+            total += torch.tensor(row, dtype=torch.int64, device="cpu").view(torch.float64)
+        return total.view(numbers.shape)
+
+    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        norms = [(name, norm_of(grad, norm_type)) for name, grad in named]
+        self._interrupts.begin()
+        return self.joined_norm(norms, norm_type)
+
+    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
+        mine = [[name, str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()] for name, norm in norms]
+        first_names = self._topology.first_names
+        by_name: dict[str, tuple[str, str]] = {}
+        unnamed = []
+        for rank, text in enumerate(self._ranks.exchange_texts(json.dumps(mine))):
+            for name, dtype, value in json.loads(text):
+                if name:
+                    by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
+                elif rank == self._topology.hosting.last:
+                    unnamed.append((dtype, value))
+        in_order = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
+        whole = [
+            torch.tensor(float.fromhex(value), dtype=getattr(torch, dtype), device="cpu")
+            for dtype, value in [*in_order, *unnamed]
+        ]
+        return joined_norm(whole, norm_type).to(self._ranks.device)
+
+    def share_events(self, events: Sequence[Event]) -> list[Event]:
+        text = json.dumps([[str(event.action), event.lane, event.start, event.end] for event in events])
+        rows = [row for text in self._ranks.exchange_texts(text) for row in json.loads(text)]
+        return [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]

@@ -1,0 +1,116 @@
+"""Tied parameters: copies on several ranks of one parameter, with the same values and one whole gradient.
+
+    the owner, the rank of the first stage that reads it  --values-->  all copies, when the Pipe is built
+    copies  --the stages' sums-->  the owner adds them in the order of the stages  --whole gradient-->  all copies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.data.pytrees import add_grads
+from pipeline.distributed.agreement import MismatchError, digest, values_in_words
+from pipeline.distributed.assignment import StageAssignment
+from pipeline.distributed.exchange import CallMessages
+from pipeline.execution.communicator import Gradients, Pair, Part, joined
+from pipeline.transports.message import Message
+
+
+class TiedGradients(Gradients):
+    """Whole gradients over the ranks: of the parameters that several have, their copies'.
+
+    Args:
+        hosting: the assignment of stages, and the tied parameters.
+        copies: this rank's copy of each, None where it has none. Empty: none is built yet.
+        messages: those of the call.
+    """
+
+    def __init__(self, hosting: StageAssignment, copies: Sequence[Tensor | None], messages: CallMessages) -> None:
+        self.copies = copies
+        self._hosting = hosting
+        self._messages = messages
+        self._ranks = messages.ranks
+
+    def check_copies(self) -> None:
+        """Raise if copies of a tied parameter are no longer the same.
+
+        Raises:
+            MismatchError: it names the parameter.
+        """
+        if not self.copies:
+            return
+        mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self.copies]
+        digests = self._ranks.exchange([digest(text) for text in mine])
+        for index, tie in enumerate(self._hosting.ties):
+            if len({digests[rank][index] for rank in tie.holders}) > 1:
+                names = " = ".join(f"'{name}'" for _, name in tie.readers)
+                raise MismatchError(
+                    f"the tied parameter {names} has other values, or another requires_grad, on rank {tie.owner} than "
+                    f"on another of ranks {list(tie.holders)}. Change it on all of them alike: give it to the "
+                    "optimizer of each, with the same settings."
+                )
+
+    def share_values(self, copies: Sequence[Tensor | None]) -> None:
+        """Write the owner's values into all copies of tied parameters."""
+        for tie, copy in zip(self._hosting.ties, copies, strict=True):
+            what = f"the values of '{tie.name}'"
+            if copy is None:
+                continue
+            if self._ranks.rank == tie.owner:
+                self._messages.send(tie.holders[1:], what, Message((copy.detach(),)))
+            else:
+                (values,) = self._messages.receive(tie.owner, what).tensors
+                assert values is not None  # as it was sent
+                with torch.no_grad():
+                    copy.copy_(values)
+
+    def owners(self, used: list[Tensor]) -> list[Tensor]:
+        """A parameter in use on any rank is in use on all that have it."""
+        if not self._hosting.ties:
+            return used
+        keys = {id(owner) for owner in used}
+        rows = self._ranks.exchange([id(copy) in keys for copy in self.copies])
+        used_anywhere = [any(column) for column in zip(*rows, strict=True)]
+        more = [
+            copy
+            for copy, is_used in zip(self.copies, used_anywhere, strict=True)
+            if copy is not None and is_used and id(copy) not in keys
+        ]
+        return [*used, *more]
+
+    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+        index_of = {id(copy): index for index, copy in enumerate(self.copies) if copy is not None}
+        pairs = joined([part for part in parts if id(part[1]) not in index_of])
+        by_stage: dict[int, dict[int, Tensor]] = {index: {} for index in index_of.values()}
+        for stage, owner, grad in parts:
+            if id(owner) in index_of:
+                by_stage[index_of[id(owner)]][stage] = grad
+        for index, copy in enumerate(self.copies):
+            if copy is not None:
+                whole = self._whole(index, by_stage[index])
+                if whole is not None:
+                    pairs[id(copy)] = (copy, whole)
+        return pairs
+
+    def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
+        """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
+        tie = self._hosting.ties[index]
+        here, rank_of = self._hosting.rank, self._hosting.rank_of
+        stages = (-1, *[stage for stage, _ in tie.readers])  # -1: the loss, if it reads the parameter, on the last rank
+        part, whole = f"a part of the gradient of '{tie.name}'", f"the gradient of '{tie.name}'"
+        if here != tie.owner:
+            own = tuple([mine.get(stage) for stage in stages if rank_of[stage] == here])
+            self._messages.send([tie.owner], part, Message(own))
+            return self._messages.receive(tie.owner, whole).tensors[0]
+        sums: dict[int, Tensor | None] = dict(mine)
+        for rank in tie.holders[1:]:
+            theirs = [stage for stage in stages if rank_of[stage] == rank]
+            sums.update(zip(theirs, self._messages.receive(rank, part).tensors, strict=True))
+        total: Tensor | None = None
+        for stage in stages:
+            total = add_grads(total, sums.get(stage))
+        self._messages.send(tie.holders[1:], whole, Message((total,)))
+        return total
