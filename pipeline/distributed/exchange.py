@@ -1,4 +1,4 @@
-"""What travels between the ranks of a call, besides its phases' messages: the output, norms, sums, states, events.
+"""The exchanges between the ranks of a call beside its phases: the output, norms, sums, states, events.
 
     CallMessages    messages by themselves, from one rank to another or to all
     RankExchange    broadcast, gather: from one rank to all, from all to rank 0, by CallMessages

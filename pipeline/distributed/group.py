@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import permutations
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +28,12 @@ from torch import Tensor
 
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
+from pipeline.distributed.connections import Connections, Pairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
-from pipeline.transports.link import Receiver, Sender
 from pipeline.transports.message import Message
 from pipeline.transports.nccl import nccl_of
 from scheduler import Action
@@ -53,30 +54,27 @@ class RankGroup:
 
     def __init__(self, group: Any, heartbeat: float, timeout: float, number: int) -> None:
         self.group = group
-        self.process = os.getpid()
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.device = _device()
-        self._carrier = nccl_of(group, self.device)
         self.calls = 0
         self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
         self.pipes = 0
-        self.generation = 0
         self.is_in_call = False
         self.heartbeat = heartbeat
         self.timeout = timeout
-        self._prefix = f"penstock/{group.group_name}/{number}"
+        prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
-        self.watch = FailureMonitor(store, f"{self._prefix}/watch", self.rank, self.size, heartbeat, timeout)
-        self._pairs: list[tuple[tuple[int, int], ...]] = []  # asked for, one entry a time
-        self._agreed_pairs = 0  # how many of the entries all ranks have
-        self._channels: list[Channels] = []
-        self._meeting = AbortableRendezvous(store, f"{self._prefix}/meeting", self.size)
-        self._of: dict[tuple[int, int], Channels] = {}
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
-        self.connect(_control_pairs(self.size))
-        self._agreed_pairs = 1
+        self.watch = FailureMonitor(store, f"{prefix}/watch", self.rank, self.size, heartbeat, timeout)
+        rendezvous = AbortableRendezvous(store, f"{prefix}/meeting", self.size)
+        patience, carrier = timedelta(seconds=timeout + _LATER), nccl_of(group, self.device)
+
+        def new_channels(store: dist.Store, pairs: Pairs) -> Channels:
+            return Channels(store, "channels", self.rank, pairs, patience, carrier)
+
+        self.connections = Connections(self.rank, self.device, rendezvous, self.watch, new_channels)
+        self.connections.connect(_control_pairs(self.size))
+        self.connections.agree()
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         """A copy of a Pipe runs on the same ranks."""
@@ -88,87 +86,28 @@ class RankGroup:
             "pipe.state_dict() with torch.distributed.checkpoint, or pipe.full_state_dict() on rank 0."
         )
 
-    # ---------------------------------------------------------------------------------------------------- channels
-
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Request channels for these ordered pairs. All ranks request the same ones, in the same order."""
-        known = {pair for some in self._pairs for pair in some}
-        new = tuple(sorted(set(pairs) - known))
-        if new:
-            self._pairs.append(new)
-            if self._channels:
-                self._build(len(self._pairs) - 1)
-
-    def _build(self, index: int) -> None:
-        self.watch.at = "the connecting of all ranks"
-        patience = timedelta(seconds=self.timeout + _LATER)
-        found = self._meeting.build(
-            f"{self.generation}/{index}",
-            lambda store: Channels(store, "channels", self.rank, self._pairs[index], patience, self._carrier),
-        )
-        self._channels.append(found)
-        self._of.update({pair: found for pair in self._pairs[index] if self.rank in pair})
-        if self._meeting.is_given_up:  # some channels here may be new since then
-            raise ChannelError(f"rank {self.rank} gave the call up")
-
-    def ready(self) -> None:
-        """Build the channels, if there are none: at first, and when a failure closed them."""
-        if not self._channels:
-            for index in range(len(self._pairs)):
-                self._build(index)
-
-    def abort(self) -> None:
-        """Wake all waits for another rank. From any thread."""
-        self._meeting.give_up()
-        for channels in self._channels:
-            channels.abort()
-
-    def close(self) -> None:
-        """Drop the channels and their cached specs; the next call builds the next generation."""
-        self.abort()
-        for channels in self._channels:
-            channels.close()
-        self._channels.clear()
-        self._of.clear()
-        self._senders.clear()
-        self._receivers.clear()
-        self.generation += 1
-        self.calls_since = 0
-
     # ----------------------------------------------------------------------------------------------------- messages
 
-    def sender(self, to: int) -> Sender:
-        """The link to a rank."""
-        found = self._senders.get(to)
-        if found is None:
-            outgoing = self._of[self.rank, to].outgoing(to)
-            found = self._senders[to] = Sender(outgoing, f"rank {self.rank} to rank {to}")
-        return found
-
-    def receiver(self, source: int) -> Receiver:
-        """The link from a rank."""
-        found = self._receivers.get(source)
-        if found is None:
-            incoming = self._of[source, self.rank].incoming(source)
-            found = Receiver(incoming, f"rank {source} to rank {self.rank}", device=self.device)
-            self._receivers[source] = found
-        return found
+    @property
+    def generation(self) -> int:
+        """How many calls have failed."""
+        return self.connections.generation
 
     def send_one(self, to: int, series: str, what: str, letter: Message) -> None:
         """Send a message by itself."""
-        sender = self.sender(to)
+        sender = self.connections.sender(to)
         sender.begin(series, [what])
         sender.send(what, letter)
 
     def finish(self, to: int) -> None:
         """Wait until a rank has received all that was sent to it."""
         self.watch.at = f"the end, for rank {to} to receive the last messages"
-        self.sender(to).finish()
+        self.connections.sender(to).finish()
 
     def receive_one(self, source: int, series: str, what: str) -> Message:
         """Receive a message that was sent by itself."""
         self.watch.at = f"the end, for {what} from rank {source}"
-        receiver = self.receiver(source)
+        receiver = self.connections.receiver(source)
         receiver.begin(series, [what])
         found = receiver.receive(what)
         receiver.finish()
@@ -196,17 +135,17 @@ class RankGroup:
             return self._tell_all(mine)
         if self.rank == 0:
             return self._as_hub(mine)
-        sent = self._of[self.rank, 0].outgoing(0).send(mine)
+        sent = self.connections.outgoing(0).send(mine)
         everything = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
-        self._of[0, self.rank].incoming(0).post(everything).wait()
+        self.connections.incoming(0).post(everything).wait()
         sent.wait()
         return list(everything.view(self.size, -1))
 
     def _tell_all(self, mine: Tensor) -> list[Tensor]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         found = {rank: torch.empty_like(mine) for rank in others}
-        sent = [self._of[self.rank, rank].outgoing(rank).send(mine) for rank in others]
-        posted = [self._of[rank, self.rank].incoming(rank).post(found[rank]) for rank in others]
+        sent = [self.connections.outgoing(rank).send(mine) for rank in others]
+        posted = [self.connections.incoming(rank).post(found[rank]) for rank in others]
         for handle in [*posted, *sent]:
             handle.wait()
         found[self.rank] = mine
@@ -216,9 +155,9 @@ class RankGroup:
         others = range(1, self.size)
         everything = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
         everything[0] = mine
-        for handle in [self._of[rank, 0].incoming(rank).post(everything[rank]) for rank in others]:
+        for handle in [self.connections.incoming(rank).post(everything[rank]) for rank in others]:
             handle.wait()
-        for handle in [self._of[0, rank].outgoing(rank).send(everything.view(-1)) for rank in others]:
+        for handle in [self.connections.outgoing(rank).send(everything.view(-1)) for rank in others]:
             handle.wait()
         return list(everything)
 
@@ -238,11 +177,11 @@ class RankGroup:
                 self.calls += 1
                 self.calls_since += 1
                 self.is_in_call = True
-                self._meeting.open()  # before the monitor can give it up
-                self.watch.enter(self.generation, call, self.abort)
+                self.connections.open()  # before the monitor can give it up
+                self.watch.enter(self.generation, call, self.connections.abort)
             finally:
                 interrupts.end()
-            self.ready()
+            self.connections.build()
         except BaseException as error:
             self.fail(error, call)
 
@@ -250,7 +189,7 @@ class RankGroup:
         """Note that the call has succeeded here."""
         self.watch.leave()
         self.is_in_call = False
-        self._agreed_pairs = len(self._pairs)
+        self.connections.agree()
 
     def fail(self, error: BaseException, call: str, action: Action | None = None, standing: str = "") -> NoReturn:
         """Report a failure of the call here to all ranks, and raise the error that all raise.
@@ -273,7 +212,6 @@ class RankGroup:
         if first is None:
             self.watch.fail(own)
             first = self.watch.verdict(_GRACE) or own
-        del self._pairs[self._agreed_pairs :]  # some ranks may not have requested them
         self.close()
         self.watch.leave()
         found = exception_of(first, self.rank)
@@ -296,12 +234,16 @@ class RankGroup:
         waited = f"rank {self.rank} waited at {in_words(self.watch.at)}."
         return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
 
+    def close(self) -> None:
+        """Drop the connections; the next call builds the next generation."""
+        self.connections.close()
+        self.calls_since = 0
+
     def farewell(self) -> None:
         """The script ends."""
         self.watch.farewell()
         self.watch.stop()
-        for channels in self._channels:
-            channels.drain(self.heartbeat)  # messages that others still have to receive
+        self.connections.drain(self.heartbeat)
         self.close()
 
 
@@ -312,7 +254,7 @@ def in_words(at: object) -> str:
 
 def _control_pairs(size: int) -> list[tuple[int, int]]:
     if size <= _DIRECT:
-        return [(one, other) for one in range(size) for other in range(size) if one != other]
+        return list(permutations(range(size), 2))
     return [pair for rank in range(1, size) for pair in ((0, rank), (rank, 0))]
 
 
@@ -326,7 +268,8 @@ def _device() -> torch.device:
 
 # ----------------------------------------------------------------------------------------------------------- the groups
 
-_found: list[RankGroup] = []  # of this process: for each process group that a Pipe ran on, and each pair of limits
+# By process (a fork has none), process group that a Pipe ran on, heartbeat and timeout.
+_groups: dict[tuple[int, Any, float, float], RankGroup] = {}
 
 
 def ranks_of(group: Any, heartbeat: float, timeout: float) -> RankGroup | None:
@@ -345,13 +288,11 @@ def ranks_of(group: Any, heartbeat: float, timeout: float) -> RankGroup | None:
     group = _process_group(group, timeout)
     if dist.get_world_size(group) == 1:
         return None
-    key = (group, heartbeat, timeout)
-    found = next((ranks for ranks in _found if (ranks.group, ranks.heartbeat, ranks.timeout) == key), None)
-    if found is None:
-        earlier = sum(ranks.group.group_name == group.group_name for ranks in _found)  # as on the group's other ranks
-        found = RankGroup(group, heartbeat, timeout, earlier)
-        _found.append(found)
-    return found
+    key = (os.getpid(), group, heartbeat, timeout)
+    if key not in _groups:
+        of_group = [ranks for ranks in _groups.values() if ranks.group.group_name == group.group_name]
+        _groups[key] = RankGroup(group, heartbeat, timeout, len(of_group))  # the same number on the group's other ranks
+    return _groups[key]
 
 
 def _is_world() -> bool:
@@ -389,7 +330,7 @@ def _destroy(process: int) -> None:
 
 @atexit.register
 def _farewell() -> None:
-    for ranks in _found:
-        if ranks.process == os.getpid():
+    for (process, *_), ranks in _groups.items():
+        if process == os.getpid():
             ranks.farewell()
-    _found.clear()
+    _groups.clear()

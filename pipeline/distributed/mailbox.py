@@ -48,14 +48,15 @@ class RankMailbox(Post):
         assert messages is not None  # a plan over ranks has them
         self._messages = messages
         for (source, to), slots in messages.slots.items():
-            link = self._ranks.receiver(source) if to == self._ranks.rank else self._ranks.sender(to)
+            links = self._ranks.connections
+            link = links.receiver(source) if to == self._ranks.rank else links.sender(to)
             link.begin(f"{self._series}/{phase}", [slot.name for slot in slots])
 
     def end(self) -> None:
         channels = list(self._current().slots)
         for source, to in channels:
             if to == self._ranks.rank:
-                self._ranks.receiver(source).finish()
+                self._ranks.connections.receiver(source).finish()
         for _, to in channels:
             if to != self._ranks.rank:
                 self._ranks.finish(to)
@@ -122,7 +123,7 @@ class RankMailbox(Post):
     def _send(self, key: Key, message: Message) -> None:
         messages = self._current()
         _, to = messages.channel_of[key]
-        self._ranks.sender(to).send(messages.name_of[key], message)
+        self._ranks.connections.sender(to).send(messages.name_of[key], message)
 
     def _receive(self, key: Key) -> Message:
         """Wait for a message, and free what it proves to have been received."""
@@ -132,11 +133,11 @@ class RankMailbox(Post):
         action = monitor.at
         assert isinstance(action, tuple)  # the action that reads it
         monitor.at = (*action, "for", name + ", from rank", source)
-        receiver = self._ranks.receiver(source)
+        receiver = self._ranks.connections.receiver(source)
         message = receiver.receive(name)
         monitor.at = action
         if (here, source) in messages.slots:
-            self._ranks.sender(source).reap(messages.delivered(channel, receiver.position))
+            self._ranks.connections.sender(source).reap(messages.delivered(channel, receiver.position))
         return message
 
 

@@ -32,7 +32,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
     with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
         words = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: words, draws=materialize is not None)
-        layout.ranks.connect(topology.pairs)
+        layout.ranks.connections.connect(topology.pairs)
         settle(stages, topology.hosting.own, layout.devices, materialize, lambda: seed)
         modules = runtime.module._modules
         modules.update(elsewhere)

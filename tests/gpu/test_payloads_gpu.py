@@ -266,7 +266,8 @@ pipe = Pipe(network(), [3, 2], 4)
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 losses = train(pipe, device)
 from pipeline.distributed import group
-has = any(sender._payloads is not None for ranks in group._found for sender in ranks._senders.values())
+links = [sender for ranks in group._groups.values() for sender in ranks.connections._senders.values()]
+has = any(sender._payloads is not None for sender in links)
 plain = Pipe(network(), [3, 2], 4, devices=[device] * 2)
 print("FOUND " + json.dumps([losses, train(plain, device), has]), flush=True)
 '''

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline import is_recomputing
 from pipeline.distributed.communicator import DistributedCommunicator
-from pipeline.distributed.group import RankGroup
+from pipeline.distributed.connections import Connections
 from pipeline.execution.call import Call
 from pipeline.execution.execution import Work
 from scheduler import Action, Kind
@@ -176,16 +176,16 @@ def hook_parameter(parameter: nn.Parameter) -> None:
 
 def watch_actions() -> None:
     """Make every action pass two points, by the table of what actions do; and calls some, over ranks."""
-    RankGroup.connect = _connecting(RankGroup.connect)  # type: ignore[method-assign]
+    Connections.connect = _connecting(Connections.connect)  # type: ignore[method-assign]
     DistributedCommunicator.open = _opening(DistributedCommunicator.open)  # type: ignore[method-assign]
     Call._work = _working(Call._work)  # type: ignore[method-assign]
 
 
 def _connecting(connect: Callable[..., None]) -> Callable[..., None]:
-    def connecting(ranks: RankGroup, pairs: Any) -> None:
-        if ranks.is_in_call:
+    def connecting(connections: Connections, pairs: Any) -> None:
+        if connections._channels:
             point("connect")
-        connect(ranks, pairs)
+        connect(connections, pairs)
 
     return connecting
 

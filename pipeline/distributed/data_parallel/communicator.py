@@ -84,7 +84,7 @@ class DataParallelCommunicator(Communicator):
             self._inner.__enter__()
         except BaseException:
             if not is_within:
-                ranks.watch.enter(ranks.generation, self._name, ranks.abort)
+                ranks.watch.enter(ranks.generation, self._name, ranks.connections.abort)
                 self._pass_on()
             raise
         try:

@@ -83,7 +83,7 @@ class GradientReducer:
         flat = [_flat(grad) for grad in mine]
         for rank in self._others:
             parts = [_cut(flat[piece.parameter], piece) for piece in cuts[rank]]
-            self._ranks.sender(rank).send(_named("sums", slot), Message((*parts, *more)))
+            self._ranks.connections.sender(rank).send(_named("sums", slot), Message((*parts, *more)))
         self._grads.append(mine)
         self._shares.append(cuts)
 
@@ -129,7 +129,7 @@ class GradientReducer:
                 if not slot.parameters:
                     continue
                 for other in self._others:
-                    self._ranks.sender(other).send(_named("means", slot), Message(tuple(own[-1])))
+                    self._ranks.connections.sender(other).send(_named("means", slot), Message(tuple(own[-1])))
             pairs = [pair for index in range(len(self._slots)) for pair in self._whole(index, own[index])]
             self._finish()
         return pairs
@@ -152,19 +152,19 @@ class GradientReducer:
     def _begin(self, what: str) -> None:
         names = [_named(what, slot) for slot in self._slots if slot.parameters or what == "sums"]
         for rank in self._others:
-            self._ranks.receiver(rank).begin(f"{self._series}/{what}", names)
-            self._ranks.sender(rank).begin(f"{self._series}/{what}", names)
+            self._ranks.connections.receiver(rank).begin(f"{self._series}/{what}", names)
+            self._ranks.connections.sender(rank).begin(f"{self._series}/{what}", names)
 
     def _received(self, rank: int, what: str, slot: GradientBucket) -> tuple[Tensor | None, ...]:
         self._ranks.watch.at = f"the {_named(what, slot)}, from replica {rank}"
-        return self._ranks.receiver(rank).receive(_named(what, slot)).tensors
+        return self._ranks.connections.receiver(rank).receive(_named(what, slot)).tensors
 
     def _finish(self) -> None:
         for rank in self._others:
-            self._ranks.receiver(rank).finish()
+            self._ranks.connections.receiver(rank).finish()
         for rank in self._others:
             self._ranks.watch.at = f"the end, for replica {rank} to receive gradients"
-            self._ranks.sender(rank).finish()
+            self._ranks.connections.sender(rank).finish()
 
 
 @contextmanager

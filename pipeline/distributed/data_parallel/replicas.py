@@ -10,6 +10,7 @@ Of its replicas a process knows those that have its own stages. Replica 0's init
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 from typing import Any, NoReturn
 
 import torch
@@ -59,7 +60,7 @@ class Replicas:
             MismatchError: they are not set up alike.
         """
         ranks, call = self.ranks, f"Pipe {self.number} among the replicas"
-        ranks.connect((one, other) for one in range(ranks.size) for other in range(ranks.size) if one != other)
+        ranks.connections.connect(permutations(range(ranks.size), 2))
         ranks.enter(call)
         try:
             compare(
@@ -85,7 +86,7 @@ class Replicas:
                 for rank in range(1, self.count):
                     self.ranks.send_one(rank, series, what, Message(tuple([tensor.detach() for tensor in some])))
                 for rank in range(1, self.count):
-                    self.ranks.sender(rank).finish()
+                    self.ranks.finish(rank)
             else:
                 with torch.no_grad():
                     for tensor, value in zip(some, self.ranks.receive_one(0, series, what).tensors, strict=True):

@@ -342,9 +342,9 @@ def test_whoever_leaves_waits_for_payloads_under_way_but_not_for_ever():
 
 def test_ranks_that_leave_wait_for_payloads_before_they_close():
     done = []
-    channels = SimpleNamespace(drain=lambda seconds: done.append(f"drain {seconds}"))
+    connections = SimpleNamespace(drain=lambda seconds: done.append(f"drain {seconds}"))
     watch = SimpleNamespace(farewell=lambda: done.append("farewell"), stop=lambda: done.append("stop"))
-    ranks = SimpleNamespace(watch=watch, _channels=[channels], heartbeat=3.0, close=lambda: done.append("close"))
+    ranks = SimpleNamespace(watch=watch, connections=connections, heartbeat=3.0, close=lambda: done.append("close"))
     RankGroup.farewell(ranks)
     assert done == ["farewell", "stop", "drain 3.0", "close"]
 
