@@ -37,6 +37,15 @@ class Values:
         self.read_by = {stage: tuple(row for row in rows if stage in row.readers) for stage in stages}
         self.made_by = {stage: tuple(row for row in rows if stage == row.producer) for stage in stages}
 
+    def edges(self) -> list[tuple[Name, int, int]]:
+        """Every value with its producer and each of its readers, where both are stages, in the order of the table."""
+        return [
+            (row.name, row.producer, reader)
+            for row in self.rows
+            for reader in row.readers
+            if CALLER not in (row.producer, reader)
+        ]
+
 
 def chain(stages: int, skips: Iterable[tuple[Name, int, int]] = ()) -> Values:
     """The values of a sequence of stages.

@@ -14,7 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from pipeline.data.values import CALLER, Values
+from pipeline.data.values import Values
 from pipeline.distributed.assignment import StageAssignment, hosting
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -156,12 +156,7 @@ def _words(parameter: Tensor) -> str:
 
 
 def _pairs(found: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
-    both = [
-        (found.rank_of[row.producer], found.rank_of[reader])
-        for row in values.rows
-        for reader in row.readers
-        if CALLER not in (row.producer, reader)
-    ]
+    both = [(found.rank_of[producer], found.rank_of[reader]) for _, producer, reader in values.edges()]
     both += [(tie.owner, rank) for tie in found.ties for rank in tie.holders]
     both += [(rank, 0) for rank in range(size)]  # to gather the whole state
     both += [(end, rank) for end in (found.first, found.last) for rank in range(size)]

@@ -4,20 +4,21 @@
     order of rank 1:  1F0 1B0 1F1 ...                    1 to 0: the gradient of h1 of chunk 0, ...
 
 A rank sends as it goes, so the order of a channel is that of its sender's actions; a message goes straight from the
-stage that makes a value to the one that reads it, past all ranks between. `scheduler.requires` says which actions
-send and what they need: `scheduler.lower` has the same messages in the same order (a test compares them), and
-`scheduler.verify` proves that such a program cannot wait for ever.
+stage that makes a value to the one that reads it, past all ranks between. The scheduler's `messages` says which action
+sends along which edge, and which one needs it, as it does for `scheduler.lower`: that has the same messages in the same
+order (a test compares them), and `scheduler.verify` proves that such a program cannot wait for ever.
 
 A message proves that its sender has received some of this rank's messages, whose buffers are then freed (`delivered`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from pipeline.data.values import CALLER, Name, Values
-from scheduler import Action, Kind
+from pipeline.data.values import Name, Values
+from scheduler import Action, Kind, Placement
+from scheduler.programs.messages import messages
 
 Channel: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that receives)
 Key: TypeAlias = tuple[Name, int, int, bool]  # the value, the chunk, the stage that reads it, is it its gradient
@@ -38,7 +39,7 @@ class P2PPlan:
     Args:
         orders: the actions of each rank.
         values: the table of values that cross stages.
-        rank_of: the rank of each stage.
+        placement: the rank of each stage.
         rank: this one.
 
     Attributes:
@@ -49,23 +50,30 @@ class P2PPlan:
     Example:
         >>> from pipeline.data.values import chain
         >>> from scheduler import by_name
-        >>> traffic = P2PPlan(by_name("1f1b", lanes=2, chunks=2).orders, chain(2), rank_of=(0, 1), rank=0)
-        >>> [slot.name for slot in traffic.slots[1, 0]]
+        >>> schedule = by_name("1f1b", lanes=2, chunks=2)
+        >>> plan = P2PPlan(schedule.orders, chain(2), schedule.placement, rank=0)
+        >>> [message.name for message in plan.slots[1, 0]]
         ['the gradient of h1 of chunk 0 from stage 1', 'the gradient of h1 of chunk 1 from stage 1']
     """
 
     def __init__(
-        self, orders: Sequence[Sequence[Action]], values: Values, rank_of: Sequence[int], rank: int
+        self, orders: Sequence[Sequence[Action]], values: Values, placement: Placement, rank: int
     ) -> None:
-        place = {action: index for order in orders for index, action in enumerate(order)}
+        position = {action: index for order in orders for index, action in enumerate(order)}
         numbers = {row.name: number for number, row in enumerate(values.rows)}
+        edges = values.edges()
+        sent = messages(placement, [(producer, reader) for _, producer, reader in edges]).sent
         self.slots: dict[Channel, list[P2PMessage]] = {}
-        for order in orders:
-            for index, action in enumerate(order):
-                for key, reader, channel in _sent(action, values, rank_of):
-                    if rank in channel:
-                        slot = P2PMessage(_name(key, numbers), key, index, _taken_at(key, reader, place))
-                        self.slots.setdefault(channel, []).append(slot)
+        for sender, order in enumerate(orders):
+            for index, (stage, kind, chunk) in enumerate(order):
+                for way in sent.get((stage, kind), ()):
+                    if rank in (sender, way.lane):
+                        name, _, reader = edges[way.edge]
+                        key = name, chunk, reader, way.send is Kind.SEND_B
+                        takers = [Action(way.stage, needing, chunk) for needing in way.kinds]
+                        taken_at = next(position[taker] for taker in takers if taker in position)
+                        message = P2PMessage(_name(key, numbers), key, index, taken_at)
+                        self.slots.setdefault((sender, way.lane), []).append(message)
         self.name_of = {slot.key: slot.name for slots in self.slots.values() for slot in slots}
         self.channel_of = {slot.key: channel for channel, slots in self.slots.items() for slot in slots}
         self._delivered = {channel: self._proved(channel) for channel in self.slots if channel[1] == rank}
@@ -86,30 +94,6 @@ class P2PPlan:
 
 def _last_taken(slots: Sequence[P2PMessage], index: int) -> int:
     return slots[index].taken_at
-
-
-def _sent(action: Action, values: Values, rank_of: Sequence[int]) -> Iterator[tuple[Key, int, Channel]]:
-    """The messages that an action sends: each with the stage that takes it, and its channel."""
-    stage, kind, chunk = action
-    here = rank_of[stage]
-    if kind is Kind.F:
-        for row in values.made_by[stage]:
-            for reader in row.readers:
-                if reader != CALLER and rank_of[reader] != here:
-                    yield (row.name, chunk, reader, False), reader, (here, rank_of[reader])
-    elif kind in (Kind.B, Kind.I):
-        for row in values.read_by[stage]:
-            if row.producer != CALLER and rank_of[row.producer] != here:
-                yield (row.name, chunk, stage, True), row.producer, (here, rank_of[row.producer])
-
-
-def _taken_at(key: Key, reader: int, place: Mapping[Action, int]) -> int:
-    """The position in its rank's order at which a message is taken: by the F or the backward that reads it."""
-    _, chunk, _, is_grad = key
-    if not is_grad:
-        return place[Action(reader, Kind.F, chunk)]
-    whole = place.get(Action(reader, Kind.B, chunk))
-    return place[Action(reader, Kind.I, chunk)] if whole is None else whole
 
 
 def _name(key: Key, numbers: Mapping[Name, int]) -> str:

@@ -70,7 +70,7 @@ def _plan(
     if here is not None:
         rank, values = here
         phases_here = tuple([
-            Phase((orders[rank],), orders[rank], None, (), P2PPlan(orders, values, schedule.placement.lane_of, rank))
+            Phase((orders[rank],), orders[rank], None, (), P2PPlan(orders, values, schedule.placement, rank))
             for orders in parts
         ])
         device_orders: tuple[tuple[Action, ...], ...] = (tuple(action for orders in parts for action in orders[rank]),)

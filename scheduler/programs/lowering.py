@@ -71,11 +71,9 @@ def place_messages(schedule: Schedule) -> Program:
     for lane, action in _one_order(schedule):
         append[lane](action)
         stage, kind, chunk = action
-        way = ways.get((stage, kind))
-        if way is not None:
-            send, receiver, receive, other = way
-            append[lane](_action((stage, send, chunk)))
-            append[receiver](_action((other, receive, chunk)))
+        for way in ways.get((stage, kind), ()):
+            append[lane](_action((stage, way.send, chunk)))
+            append[way.lane](_action((way.stage, way.receive, chunk)))
     return Program(schedule.name, schedule.placement, schedule.chunks, tuple(map(tuple, orders)))
 
 

@@ -55,8 +55,8 @@ def _there(program: Program, lane: int, travels: Messages) -> Iterator[Fault]:
                     used.add(receive)
                 else:
                     late[receive] = action
-            if (stage, kind) in travels.sent:
-                due[Action(stage, travels.sent[stage, kind].send, chunk)] = action
+            for way in travels.sent.get((stage, kind), ()):
+                due[Action(stage, way.send, chunk)] = action
         elif action in due:
             del due[action]
             gone.add(action)

@@ -8,7 +8,7 @@ from pipeline.data.values import chain
 from pipeline.distributed.assignment import on_ranks, schedule_over
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key
-from scheduler import Kind, Schedule, ScheduleError, by_name, lower, names, verify
+from scheduler import Kind, Placement, Schedule, ScheduleError, by_name, lower, names, verify
 
 SENT = {Kind.SEND_F: False, Kind.SEND_B: True}
 
@@ -28,7 +28,7 @@ def schedules(ranks: int, chunks: int) -> list[Schedule]:
 def traffic_of(schedule: Schedule, orders, skips=()):
     placement = schedule.placement
     values = chain(schedule.stages, skips)
-    return [P2PPlan(orders, values, placement.lane_of, rank) for rank in range(placement.lanes)]
+    return [P2PPlan(orders, values, placement, rank) for rank in range(placement.lanes)]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5, 8])
@@ -74,7 +74,7 @@ def test_skips_of_one_name_in_two_namespaces_have_two_names() -> None:
 
     skips = [(Key(Namespace(), "x"), 0, 1), (Key(Namespace(), "x"), 0, 1)]
     orders = by_name("gpipe", 2, 1).orders
-    traffic = P2PPlan(orders, chain(2, skips), (0, 1), 0)
+    traffic = P2PPlan(orders, chain(2, skips), Placement((0, 1)), 0)
     assert [slot.name for slot in traffic.slots[0, 1]] == [
         "h1 of chunk 0 for stage 1",
         "skip 'x' (value 3) of chunk 0 for stage 1",

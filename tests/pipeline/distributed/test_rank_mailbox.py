@@ -19,7 +19,7 @@ from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.skip import Key, pop, skippable, stash
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
-from scheduler import by_name
+from scheduler import Placement, by_name
 
 SKIPS = ((Key(None, "near"), 0, 1), (Key(None, "far"), 0, 3), (Key(None, "late"), 1, 3))
 STAGES, CHUNKS = 4, 3
@@ -52,12 +52,12 @@ class Link:
 
 
 class Ranks:
-    """What a mailbox knows of a RankGroup."""
+    """What a mailbox knows of a RankGroup and of its connections."""
 
     def __init__(self, rank: int, links: dict[tuple[int, int], Link]) -> None:
         self.rank, self.device = rank, torch.device("cpu")
         self.watch = SimpleNamespace(at=("an action",))
-        self._links = links
+        self.connections, self._links = self, links
 
     def sender(self, to: int) -> Link:
         return self._links[self.rank, to]
@@ -79,7 +79,7 @@ def mailboxes(rank_of):
     ranks = range(len(orders))
     boxes = [RankMailbox(values, rank_of, Ranks(rank, links), "series", Local()) for rank in ranks]
     for rank, box in enumerate(boxes):
-        box.begin(0, P2PPlan(orders, values, rank_of, rank))
+        box.begin(0, P2PPlan(orders, values, Placement(rank_of), rank))
     return values, links, boxes
 
 
