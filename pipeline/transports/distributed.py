@@ -133,10 +133,10 @@ class Channels:
             self._edges.clear()
 
     def _edge(self, source: int, to: int) -> _Edge:
-        found = self._edges.get((source, to))
-        if found is None:
+        edge = self._edges.get((source, to))
+        if edge is None:
             raise KeyError(f"rank {self._rank} has no channel from rank {source} to rank {to}: {sorted(self._edges)}.")
-        return found
+        return edge
 
 
 class _Edge:
@@ -152,8 +152,8 @@ class _Edge:
         self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
         self._count = 0
         try:
-            found = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
-            self._group = _gloo()(found, 1 - self._other, 2, options)
+            meeting_place = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
+            self._group = _gloo()(meeting_place, 1 - self._other, 2, options)
         except RuntimeError as error:
             raise ChannelError(f"{self.name} cannot be connected: {error}") from error
 

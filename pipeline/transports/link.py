@@ -19,8 +19,8 @@ message of which call it begins; one that is not what was expected is an error a
 A message with a tensor on the device of the payloads goes there whole: its tensors on the host would be moved to the
 receiver's device anyway. One that is all on the host, or has no bytes, goes as where there are no payloads.
 
-Terms: a phase = the messages that one begin() announces; series = the name of phases that are alike; slot = the name
-of a message in its phase; place = which of them it is.
+Terms: a phase = the messages that one begin() announces, each under a name; series = phases that are alike, which have
+a name too.
 
 Nearly all messages are like the one before, so one buffer each. Any other costs one message more, with its tensors, and
 no receive is ever posted for the wrong size.
@@ -58,8 +58,8 @@ class Sender:
         self._outgoing = outgoing
         self._payloads = outgoing.payloads
         self._what = what
-        self._courses = SpecCache(what)
-        self._course: MessageSeries | None = None
+        self._specs = SpecCache(what)
+        self._series: MessageSeries | None = None
         self._sent: list[tuple[Handle, ...]] = []
         self._sizes: list[int] = []
         self._reaped = 0
@@ -70,21 +70,21 @@ class Sender:
         """The bytes of buffers that are kept until they are known to have been received; without payloads."""
         return self._held
 
-    def begin(self, series: str, slots: Sequence[str]) -> None:
+    def begin(self, series: str, names: Sequence[str]) -> None:
         """Begin a phase: these messages will be sent, in this order. The receiver begins the same.
 
         Args:
-            series: phases of one name are alike, so that each predicts the next.
-            slots: the names of the messages, each once.
+            series: the name of phases that are alike, so that each predicts the next.
+            names: those of the messages, each once.
 
         Raises:
             RuntimeError: the phase before has not been finished.
         """
-        _check_finished(self._course, self._what)
-        self._course = self._courses.begin(series, slots)
+        _check_finished(self._series, self._what)
+        self._series = self._specs.begin(series, names)
         self._sent, self._sizes, self._reaped = [], [], 0
 
-    def send(self, slot: str, letter: Message) -> None:
+    def send(self, name: str, message: Message) -> None:
         """Send the next message. Never blocks; nothing of the message is kept, only a packed copy.
 
         Raises:
@@ -92,23 +92,23 @@ class Sender:
             TypeError: the message holds something that cannot be sent.
             ChannelError: the channel is dead.
         """
-        course = self._course
-        place = len(self._sent)
-        if course is None or place == len(course.slots) or course.slots[place] != slot:
-            raise RuntimeError(self._not_next(slot))
-        form = course.predicted(place)
-        tensors = letter.tensors
-        fits = form.packing.fits(tensors)
+        series = self._series
+        index = len(self._sent)
+        if series is None or index == len(series.names) or series.names[index] != name:
+            raise RuntimeError(self._not_next(name))
+        spec = series.predicted(index)
+        tensors = message.tensors
+        fits = spec.packing.fits(tensors)
         if not fits:
-            tensors = settle(tensors, f"{slot} from {self._what}")
-            fits = form.packing.fits(tensors)
+            tensors = settle(tensors, f"{name} from {self._what}")
+            fits = spec.packing.fits(tensors)
         if self._payloads is not None:
-            fits = fits and form.apart == self._goes_apart(form.packing, tensors)
-        if fits and form.says(letter):
-            buffer = self._packed(form, _header(course.header(place)), tensors)
+            fits = fits and spec.apart == self._goes_apart(spec.packing, tensors)
+        if fits and spec.says(message):
+            buffer = self._packed(spec, _header(series.header(index)), tensors)
             self._keep(buffer.numel(), self._outgoing.send(buffer))
         else:
-            self._announce(course, place, letter._replace(tensors=tensors))
+            self._announce(series, index, message._replace(tensors=tensors))
 
     def reap(self, count: int) -> None:
         """Free the first `count` messages of this phase, which are known to have been received.
@@ -134,26 +134,26 @@ class Sender:
             RuntimeError: not all messages of the phase have been sent.
             ChannelError: the channel is dead.
         """
-        course = self._course
-        if course is None:
+        series = self._series
+        if series is None:
             raise RuntimeError(f"{self._what}: no phase has begun.")
-        if len(self._sent) < len(course.slots):
-            missing = course.slots[len(self._sent)]
+        if len(self._sent) < len(series.names):
+            missing = series.names[len(self._sent)]
             raise RuntimeError(
-                f"{self._what}: {len(self._sent)} of the {len(course.slots)} messages of {course.series!r} were sent; "
+                f"{self._what}: {len(self._sent)} of the {len(series.names)} messages of {series.name!r} were sent; "
                 f"{missing} is the first that was not."
             )
         self.reap(len(self._sent))
-        self._course = None
+        self._series = None
 
-    def _announce(self, course: MessageSeries, place: int, letter: Message) -> None:
+    def _announce(self, series: MessageSeries, index: int, message: Message) -> None:
         """Send a message that is not as predicted, and predict the next one by it."""
-        packing = Packing.of(letter.tensors)
-        apart = self._goes_apart(packing, letter.tensors)
-        text = describe(letter, packing, f"{course.slots[place]} from {self._what}", apart)
-        expected, before = course.predicted(place), course.header(place)
-        form = course.learn(place, text)  # as the receiver does
-        extra = self._packed(form, _tensor_of(text + bytes(-len(text) % ALIGNMENT)), letter.tensors)
+        packing = Packing.of(message.tensors)
+        apart = self._goes_apart(packing, message.tensors)
+        text = describe(message, packing, f"{series.names[index]} from {self._what}", apart)
+        expected, before = series.predicted(index), series.header(index)
+        spec = series.learn(index, text)  # as the receiver does
+        extra = self._packed(spec, _tensor_of(text + bytes(-len(text) % ALIGNMENT)), message.tensors)
         header = _header((*before[:5], len(text), extra.numel()))
         buffer = torch.cat((header, torch.zeros(expected.beside_header, dtype=torch.uint8, device=_HOST)))
         nbytes = buffer.numel() + extra.numel()
@@ -166,11 +166,11 @@ class Sender:
             return False
         return any([tensor is not None and payloads.takes(tensor) for tensor in tensors])
 
-    def _packed(self, form: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+    def _packed(self, spec: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         """The buffer that goes through the host; a payload is sent at once."""
-        if not form.apart or self._payloads is None:
-            return form.packing.pack(header, tensors)
-        self._payloads.send(form.packing.pack_apart(tensors, self._payloads.device))
+        if not spec.apart or self._payloads is None:
+            return spec.packing.pack(header, tensors)
+        self._payloads.send(spec.packing.pack_apart(tensors, self._payloads.device))
         return header
 
     def _keep(self, nbytes: int, *handles: Handle) -> None:
@@ -178,13 +178,13 @@ class Sender:
         self._sizes.append(nbytes)
         self._held += nbytes
 
-    def _not_next(self, slot: str) -> str:
-        course = self._course
-        if course is None:
-            return f"{self._what}: {slot} was sent, but no phase has begun."
-        if len(self._sent) == len(course.slots):
-            return f"{self._what}: {slot} was sent, but all messages of {course.series!r} have been sent."
-        return f"{self._what}: {slot} was sent where {course.slots[len(self._sent)]} is next in {course.series!r}."
+    def _not_next(self, name: str) -> str:
+        series = self._series
+        if series is None:
+            return f"{self._what}: {name} was sent, but no phase has begun."
+        if len(self._sent) == len(series.names):
+            return f"{self._what}: {name} was sent, but all messages of {series.name!r} have been sent."
+        return f"{self._what}: {name} was sent where {series.names[len(self._sent)]} is next in {series.name!r}."
 
 
 class Receiver:
@@ -206,8 +206,8 @@ class Receiver:
         self._what = what
         self._window = window
         self._device = device or _HOST
-        self._courses = SpecCache(what)
-        self._course: MessageSeries | None = None
+        self._specs = SpecCache(what)
+        self._series: MessageSeries | None = None
         self._posted: deque[tuple[Tensor, Handle]] = deque()
         self._arrived: dict[int, _Arrival] = {}
         self._position = 0
@@ -217,36 +217,36 @@ class Receiver:
         """The number of messages of this phase that have been received, in order."""
         return self._position
 
-    def begin(self, series: str, slots: Sequence[str]) -> None:
+    def begin(self, series: str, names: Sequence[str]) -> None:
         """Begin a phase, as the sender does, and post the first receives.
 
         Raises:
             RuntimeError: the phase before has not been finished.
             ChannelError: the channel is dead.
         """
-        _check_finished(self._course, self._what)
-        self._course = self._courses.begin(series, slots)
+        _check_finished(self._series, self._what)
+        self._series = self._specs.begin(series, names)
         self._position = 0
-        self._post_ahead(self._course)
+        self._post_ahead(self._series)
 
-    def receive(self, slot: str) -> Message:
+    def receive(self, name: str) -> Message:
         """Wait for a message. Those before it are received too, and kept until they are taken.
 
         Raises:
             RuntimeError: no such message is expected, or another one has arrived.
             ChannelError: the channel is dead.
         """
-        course = self._course
-        place = None if course is None else course.places.get(slot)
-        if course is None or place is None or place < self._position and place not in self._arrived:
-            raise RuntimeError(self._not_expected(slot))
-        while self._position <= place:
-            self._receive_next(course)
-        form, buffer, start, payload = self._arrived.pop(place)
+        series = self._series
+        index = None if series is None else series.index_of.get(name)
+        if series is None or index is None or index < self._position and index not in self._arrived:
+            raise RuntimeError(self._not_expected(name))
+        while self._position <= index:
+            self._receive_next(series)
+        spec, buffer, start, payload = self._arrived.pop(index)
         if payload is None:
-            return form.message(form.packing.unpack(buffer, start, self._device))
+            return spec.message(spec.packing.unpack(buffer, start, self._device))
         buffer = payload.take()
-        return form.message(form.packing.unpack(buffer, 0, buffer.device))
+        return spec.message(spec.packing.unpack(buffer, 0, buffer.device))
 
     def finish(self) -> None:
         """End the phase.
@@ -254,75 +254,75 @@ class Receiver:
         Raises:
             RuntimeError: not all messages of the phase have been asked for.
         """
-        course = self._course
-        if course is None:
+        series = self._series
+        if series is None:
             raise RuntimeError(f"{self._what}: no phase has begun.")
-        missing = [*sorted(self._arrived), *range(self._position, len(course.slots))]
+        missing = [*sorted(self._arrived), *range(self._position, len(series.names))]
         if missing:
-            names = ", ".join(course.slots[place] for place in missing[:5])
+            first = ", ".join(series.names[index] for index in missing[:5])
             raise RuntimeError(
-                f"{self._what}: {len(missing)} of the {len(course.slots)} messages of {course.series!r} were not "
-                f"asked for: {names}{', ...' if len(missing) > 5 else ''}."
+                f"{self._what}: {len(missing)} of the {len(series.names)} messages of {series.name!r} were not "
+                f"asked for: {first}{', ...' if len(missing) > 5 else ''}."
             )
-        self._course = None
+        self._series = None
 
-    def _post_ahead(self, course: MessageSeries) -> None:
-        while len(self._posted) < self._window and self._position + len(self._posted) < len(course.slots):
-            form = course.predicted(self._position + len(self._posted))
-            buffer = self._buffer(HEADER.size + form.beside_header)
+    def _post_ahead(self, series: MessageSeries) -> None:
+        while len(self._posted) < self._window and self._position + len(self._posted) < len(series.names):
+            spec = series.predicted(self._position + len(self._posted))
+            buffer = self._buffer(HEADER.size + spec.beside_header)
             self._posted.append((buffer, self._incoming.post(buffer)))
 
-    def _receive_next(self, course: MessageSeries) -> None:
+    def _receive_next(self, series: MessageSeries) -> None:
         """Wait for the message at `position`, and read its header."""
-        self._post_ahead(course)  # now, when this rank would wait anyway, not when it has just got what it waited for
+        self._post_ahead(series)  # now, when this rank would wait anyway, not when it has just got what it waited for
         buffer, handle = self._posted.popleft()
         handle.wait()
-        place = self._position
+        index = self._position
         header = HEADER.unpack_from(_memory_of(buffer))
-        expected = course.header(place)
+        expected = series.header(index)
         if header == expected:
-            self._arrived[place] = self._arrival(course.predicted(place), buffer, HEADER.size)
+            self._arrived[index] = self._arrival(series.predicted(index), buffer, HEADER.size)
         elif header[:5] == expected[:5] and header[5] > 0:
-            self._arrived[place] = self._receive_announced(course, place, *header[5:])
+            self._arrived[index] = self._receive_announced(series, index, *header[5:])
         else:
-            raise RuntimeError(self._courses.mistaken(course, place, header))
+            raise RuntimeError(self._specs.mistaken(series, index, header))
         self._position += 1
 
-    def _receive_announced(self, course: MessageSeries, place: int, length: int, nbytes: int) -> _Arrival:
+    def _receive_announced(self, series: MessageSeries, index: int, length: int, nbytes: int) -> _Arrival:
         extra = self._buffer(nbytes)
         self._incoming.post(extra, extra=True).wait()
         try:
-            form = course.learn(place, bytes(_memory_of(extra[:length])))
+            spec = series.learn(index, bytes(_memory_of(extra[:length])))
         except LookupError as error:
-            raise RuntimeError(f"{course.slots[place]} from {self._what} cannot be read: {error.args[0]}") from error
-        return self._arrival(form, extra, length + -length % ALIGNMENT)
+            raise RuntimeError(f"{series.names[index]} from {self._what} cannot be read: {error.args[0]}") from error
+        return self._arrival(spec, extra, length + -length % ALIGNMENT)
 
-    def _arrival(self, form: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
+    def _arrival(self, spec: MessageSpec, buffer: Tensor, start: int) -> _Arrival:
         """A message whose header has arrived, which says whether a payload follows, and its length."""
-        if not form.apart:
-            return _Arrival(form, buffer, start, None)
+        if not spec.apart:
+            return _Arrival(spec, buffer, start, None)
         payloads = self._incoming.payloads
         if payloads is None:
             raise RuntimeError(f"{self._what}: a payload is to come, and this end of the channel has no payloads.")
-        return _Arrival(form, buffer, start, payloads.post(form.packing.nbytes))
+        return _Arrival(spec, buffer, start, payloads.post(spec.packing.nbytes))
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Memory to receive into; where a GPU copies from it, in pages that do not move."""
         return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=self._device.type == "cuda")
 
-    def _not_expected(self, slot: str) -> str:
-        course = self._course
-        if course is None:
-            return f"{self._what}: {slot} was asked for, but no phase has begun."
-        if slot in course.places:
-            return f"{self._what}: {slot} was asked for twice in {course.series!r}."
-        return f"{self._what}: {slot} was asked for, which is not in {course.series!r} ({', '.join(course.slots)})."
+    def _not_expected(self, name: str) -> str:
+        series = self._series
+        if series is None:
+            return f"{self._what}: {name} was asked for, but no phase has begun."
+        if name in series.index_of:
+            return f"{self._what}: {name} was asked for twice in {series.name!r}."
+        return f"{self._what}: {name} was asked for, which is not in {series.name!r} ({', '.join(series.names)})."
 
 
 class _Arrival(NamedTuple):
-    """A message that has been received: its spec, and its tensors' place in a buffer, or their payload."""
+    """A message that has been received: its spec, and where its tensors begin in a buffer, or their payload."""
 
-    form: MessageSpec
+    spec: MessageSpec
     buffer: Tensor
     start: int
     payload: Expected | None
@@ -340,6 +340,6 @@ def _memory_of(buffer: Tensor) -> Any:
     return buffer.numpy()
 
 
-def _check_finished(course: MessageSeries | None, what: str) -> None:
-    if course is not None:
-        raise RuntimeError(f"{what}: {course.series!r} has not been finished, and another phase begins.")
+def _check_finished(series: MessageSeries | None, what: str) -> None:
+    if series is not None:
+        raise RuntimeError(f"{what}: {series.name!r} has not been finished, and another phase begins.")

@@ -50,11 +50,11 @@ class Local:
             source: their place. None: with the caller, each on its own device.
             target: their new place. None: they stay.
         """
-        found = tuple(tensors)
-        if target is None or source == target or all([t is None or _is_there(t, source, target) for t in found]):
-            return Parcel(found, None)
+        given = tuple(tensors)
+        if target is None or source == target or all([t is None or _is_there(t, source, target) for t in given]):
+            return Parcel(given, None)
         streams: set[torch.cuda.Stream] = set()
-        moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in found])
+        moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in given])
         if not streams:
             return Parcel(moved, None)
         last = self._last_of(streams)
@@ -122,10 +122,10 @@ class Local:
     def _stream(self, device: torch.device, other: torch.device) -> torch.cuda.Stream:
         """The stream on `device` for copies to `other`; for what arrives, `device` itself stands for the others."""
         key = (device, other)
-        found = self._streams.get(key)
-        if found is None:
-            found = self._streams.setdefault(key, torch.cuda.Stream(device))
-        return found
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams.setdefault(key, torch.cuda.Stream(device))
+        return stream
 
     def _last_of(self, streams: set[torch.cuda.Stream]) -> torch.cuda.Stream:
         """A stream after all of these."""

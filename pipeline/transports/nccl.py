@@ -78,10 +78,10 @@ class Nccl(Carrier):
 
 def _backend() -> Any:
     """The class of NCCL's process groups; a torch without NCCL has none."""
-    found = getattr(dist, "ProcessGroupNCCL", None)
-    if found is None:
+    backend: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if backend is None:
         raise RuntimeError(
             f"torch {torch.__version__} has no NCCL, which the process group names for CUDA. Install a torch that was "
             'built with NCCL, or begin with torch.distributed.init_process_group("gloo").'
         )
-    return found
+    return backend

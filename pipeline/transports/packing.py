@@ -23,10 +23,10 @@ from pipeline.transports.tensor_spec import (
     built,
     fits,
     from_plain,
-    kind_of,
     memories,
     parts_of,
     plain_of,
+    spec_of,
 )
 
 ALIGNMENT = 64
@@ -37,7 +37,7 @@ class Packing:
     """What the tensors of a message look like, and where in its buffer each goes.
 
     Attributes:
-        kinds: one for each tensor; None for None.
+        specs: one for each tensor; None for None.
         nbytes: the size of the payload.
 
     Example:
@@ -51,14 +51,14 @@ class Packing:
 
     """
 
-    __slots__ = ("kinds", "nbytes", "_gaps", "_spans")
+    __slots__ = ("specs", "nbytes", "_gaps", "_spans")
 
-    def __init__(self, kinds: Sequence[TensorSpec]) -> None:
-        self.kinds = tuple(kinds)
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = tuple(specs)
         self._spans: list[tuple[Strided, int, int]] = []  # each part: what it is, how many numbers, where it begins
         self._gaps: list[Tensor | None] = []  # what lies before it
         end = 0
-        for part in chain.from_iterable(map(parts_of, self.kinds)):
+        for part in chain.from_iterable(map(parts_of, self.specs)):
             gap = -end % ALIGNMENT if part.span else 0
             self._gaps.append(torch.zeros(gap, dtype=_UINT8, device=_HOST) if gap else None)
             self._spans.append((part, part.span, end + gap))
@@ -68,20 +68,20 @@ class Packing:
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Packing:
         """What these tensors look like; they have been settled."""
-        return cls([None if tensor is None else kind_of(tensor) for tensor in tensors])
+        return cls([None if tensor is None else spec_of(tensor) for tensor in tensors])
 
     def plain(self) -> list[tuple[Any, ...] | None]:
         """Itself as plain values, for `pipeline.transports.plain.encode_plain`."""
-        return [None if kind is None else plain_of(kind) for kind in self.kinds]
+        return [None if spec is None else plain_of(spec) for spec in self.specs]
 
     @classmethod
     def from_plain(cls, plain: Sequence[tuple[Any, ...] | None]) -> Packing:
         """What has been made plain."""
-        return cls([None if each is None else from_plain(each) for each in plain])
+        return cls([None if spec is None else from_plain(spec) for spec in plain])
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these tensors look like that and can be sent as they are."""
-        return len(tensors) == len(self.kinds) and all(map(fits, tensors, self.kinds))
+        return len(tensors) == len(self.specs) and all(map(fits, tensors, self.specs))
 
     def pack(self, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         """A new buffer: the header (whose size is a multiple of 64), and the tensors, which fit."""
@@ -112,8 +112,8 @@ class Packing:
             start: where the payload begins, in bytes.
             device: where the tensors shall be.
         """
-        found = self._on_host(buffer, start) if device.type == "cpu" else self._elsewhere(buffer, start, device)
-        return tuple([None if kind is None else built(kind, found) for kind in self.kinds])
+        parts = self._on_host(buffer, start) if device.type == "cpu" else self._on_device(buffer, start, device)
+        return tuple([None if spec is None else built(spec, parts) for spec in self.specs])
 
     def _on_host(self, buffer: Tensor, start: int) -> Iterator[Tensor]:
         memory = buffer.numpy()
@@ -124,7 +124,7 @@ class Packing:
             else:
                 yield torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=_HOST)
 
-    def _elsewhere(self, buffer: Tensor, start: int, device: torch.device) -> Iterator[Tensor]:
+    def _on_device(self, buffer: Tensor, start: int, device: torch.device) -> Iterator[Tensor]:
         """One copy to the device, in its current stream, and from there one for each part where there are several."""
         payload = buffer[start : start + self.nbytes].to(device, non_blocking=True)
         for part, count, begin in self._spans:

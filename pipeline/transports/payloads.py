@@ -159,7 +159,7 @@ class Payloads(PayloadsOut, PayloadsIn):
     def _keep(self, work: Any, buffer: Tensor | None) -> None:
         """Until it has ended, which the header's arrival does not prove. In order: the first has ended first."""
         ended = self._carrier.has_ended
-        first = next((place for place, (each, _) in enumerate(self._under_way) if not ended(each)), None)
+        first = next((index for index, (earlier, _) in enumerate(self._under_way) if not ended(earlier)), None)
         left = [] if first is None else self._under_way[first:]
         self._under_way = [*left, (work, buffer)]  # a new list: other threads may be reading the old one
 
@@ -175,18 +175,18 @@ class _Expected(Expected):
 
     def take(self) -> Tensor:
         try:
-            found = self._carrier.take(self._buffer, self._work)
+            payload = self._carrier.take(self._buffer, self._work)
         except RuntimeError as error:
             raise self._payloads.error() from error
         if self._payloads.is_given_up:  # then it may hold anything: the stream waits, and would not raise
             raise self._payloads.error()
-        return found
+        return payload
 
 
 def drain(payloads: Iterable[Payloads], seconds: float) -> None:
     """Wait until nothing is under way on these, but no longer than that."""
     waiting, end = list(payloads), monotonic() + seconds
     while waiting and monotonic() < end:
-        waiting = [each for each in waiting if not each.is_idle]
+        waiting = [busy for busy in waiting if not busy.is_idle]
         if waiting:
             sleep(_PAUSE)

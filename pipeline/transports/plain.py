@@ -35,7 +35,7 @@ def encode_plain(value: Any) -> Json:
 def decode_plain(written: Json) -> Any:
     """What was encoded."""
     if isinstance(written, list):
-        return [decode_plain(each) for each in written]
+        return [decode_plain(item) for item in written]
     if isinstance(written, dict):
         ((tag, what),) = written.items()
         return _READ[tag](what)
@@ -55,25 +55,25 @@ def qualified(kind: Any) -> str:
 def _name_of(kind: type) -> str:
     name = qualified(kind)
     try:
-        found = _type_called(name)
+        named = _type_called(name)
     except LookupError:
-        found = None
-    if found is not kind:
+        named = None
+    if named is not kind:
         raise TypeError(f"the class {name} cannot be found by its name; define it at the top level of a module")
     return name
 
 
 def _type_called(name: str) -> type:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for each in path.split("."):
-        found = getattr(found, each, None)
-    if not isinstance(found, type):
+    named: Any = sys.modules.get(module)
+    for attribute in path.split("."):
+        named = getattr(named, attribute, None)
+    if not isinstance(named, type):
         raise LookupError(
             f"it names the class {name}, which this process does not know. Import or define it on every rank before "
             "the Pipe is called."
         )
-    return found
+    return named
 
 
 def _itself(value: Any) -> Json:
@@ -95,9 +95,9 @@ _WRITE: dict[type, Callable[[Any], Json]] = {
     str: _itself,
     int: _write_int,
     float: write_float,
-    list: lambda value: [encode_plain(each) for each in value],
-    tuple: lambda value: {"tuple": [encode_plain(each) for each in value]},
-    dict: lambda value: {"dict": [[encode_plain(key), encode_plain(each)] for key, each in value.items()]},
+    list: lambda value: [encode_plain(item) for item in value],
+    tuple: lambda value: {"tuple": [encode_plain(item) for item in value]},
+    dict: lambda value: {"dict": [[encode_plain(key), encode_plain(item)] for key, item in value.items()]},
     torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
     torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"device": str(value)},
@@ -105,8 +105,8 @@ _WRITE: dict[type, Callable[[Any], Json]] = {
 _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda written: int(written, 16),
     "float": _read_float,
-    "tuple": lambda written: tuple([decode_plain(each) for each in written]),
-    "dict": lambda written: {decode_plain(key): decode_plain(each) for key, each in written},
+    "tuple": lambda written: tuple([decode_plain(item) for item in written]),
+    "dict": lambda written: {decode_plain(key): decode_plain(item) for key, item in written},
     "type": _type_called,
     "dtype": lambda written: getattr(torch, written),
     "layout": lambda written: getattr(torch, written),

@@ -1,8 +1,8 @@
 """The cache of message specs: it predicts each message from the last of its kind, and checks what came.
 
-    begin("step", ["2F0", "2F1"])  -->  MessageSeries: slots, and the last spec of each
+    begin("step", ["2F0", "2F1"])  -->  MessageSeries: names, and the last spec of each
 
-    header, 64 bytes: magic | call | place | digest of series and slots | bytes of tensors as predicted
+    header, 64 bytes: magic | call | index | digest of the names | bytes of tensors as predicted
                       | bytes of the description (0: as predicted) | bytes on the extra stream | unused
 
 Both ends of a link begin the same phases in the same order and learn from the same messages, so that both predict and
@@ -28,31 +28,31 @@ _MAGIC = 0x6B636F74736E6550  # "Penstock"
 class MessageSeries:
     """The messages of a phase, in order, with the last spec of each."""
 
-    def __init__(self, series: str, slots: tuple[str, ...], what: str) -> None:
-        self.series = series
-        self.slots = slots
-        self.places = {slot: place for place, slot in enumerate(slots)}
-        if len(self.places) < len(slots):
-            raise ValueError(f"{what}: {series!r} has two messages of one name: {', '.join(slots)}.")
+    def __init__(self, name: str, names: tuple[str, ...], what: str) -> None:
+        self.name = name
+        self.names = names
+        self.index_of = {message: index for index, message in enumerate(names)}
+        if len(self.index_of) < len(names):
+            raise ValueError(f"{what}: {name!r} has two messages of one name: {', '.join(names)}.")
         self.call = 0
-        self.digest = _digest(series, slots)
-        self._last = [b""] * len(slots)  # the descriptions
-        self._predicted = [NOTHING] * len(slots)
+        self.digest = _digest(name, names)
+        self._last = [b""] * len(names)  # the descriptions
+        self._predicted = [NOTHING] * len(names)
 
-    def predicted(self, place: int) -> MessageSpec:
-        """The predicted spec of the next message of this place."""
-        return self._predicted[place]
+    def predicted(self, index: int) -> MessageSpec:
+        """The predicted spec of the next message of this index."""
+        return self._predicted[index]
 
-    def learn(self, place: int, text: bytes) -> MessageSpec:
+    def learn(self, index: int, text: bytes) -> MessageSpec:
         """The spec of an announced message, from its description; it is the next prediction."""
-        form = MessageSpec.read(text)
-        is_steady = self._last[place] in (b"", text)
-        self._last[place], self._predicted[place] = text, form if is_steady else NOTHING
-        return form
+        spec = MessageSpec.read(text)
+        is_steady = self._last[index] in (b"", text)
+        self._last[index], self._predicted[index] = text, spec if is_steady else NOTHING
+        return spec
 
-    def header(self, place: int) -> tuple[int, ...]:
+    def header(self, index: int) -> tuple[int, ...]:
         """The header of a message that is as predicted, in numbers."""
-        return _MAGIC, self.call, place, self.digest, self._predicted[place].packing.nbytes, 0, 0
+        return _MAGIC, self.call, index, self.digest, self._predicted[index].packing.nbytes, 0, 0
 
 
 class SpecCache:
@@ -63,36 +63,37 @@ class SpecCache:
         self._calls = 0
         self._known: OrderedDict[tuple[str, tuple[str, ...]], MessageSeries] = OrderedDict()
 
-    def begin(self, series: str, slots: Sequence[str]) -> MessageSeries:
-        key = (series, tuple(slots))
-        course = self._known.pop(key, None) or MessageSeries(*key, self._what)
-        self._known[key] = course
+    def begin(self, name: str, names: Sequence[str]) -> MessageSeries:
+        """Begin a phase of the series of this name, with these messages."""
+        key = (name, tuple(names))
+        series = self._known.pop(key, None) or MessageSeries(*key, self._what)
+        self._known[key] = series
         if len(self._known) > SERIES_REMEMBERED:
             self._known.popitem(last=False)
         self._calls += 1
-        course.call = self._calls
-        return course
+        series.call = self._calls
+        return series
 
-    def mistaken(self, course: MessageSeries, place: int, header: tuple[int, ...]) -> str:
+    def mistaken(self, series: MessageSeries, index: int, header: tuple[int, ...]) -> str:
         """The error text for a message other than the expected one."""
-        expected = f"message {place} ({course.slots[place]}) of {course.series!r} in call {course.call}"
+        expected = f"message {index} ({series.names[index]}) of {series.name!r} in call {series.call}"
         magic, call, came, digest, predicted, *_ = header
         if magic != _MAGIC:
             return f"{self._what}: {expected} should have come, and what came is no message at all."
-        if (call, came, digest) == (course.call, place, course.digest):
+        if (call, came, digest) == (series.call, index, series.digest):
             return (
                 f"{self._what}: {expected} came with {predicted} bytes of tensors, where this rank expected "
-                f"{course.predicted(place).packing.nbytes}: the two ends no longer remember the same."
+                f"{series.predicted(index).packing.nbytes}: the two ends no longer remember the same."
             )
-        other = next((each for each in self._known.values() if each.digest == digest), None)
-        name = f"of {other.series!r}" if other is not None else "of a series that this rank does not know"
-        slot = f" ({other.slots[came]})" if other is not None else ""
+        other = next((known for known in self._known.values() if known.digest == digest), None)
+        whose = f"of {other.name!r}" if other is not None else "of a series that this rank does not know"
+        shown = f" ({other.names[came]})" if other is not None else ""
         return (
-            f"{self._what}: {expected} should have come, and message {came}{slot} {name} in call {call} came: the "
+            f"{self._what}: {expected} should have come, and message {came}{shown} {whose} in call {call} came: the "
             "two ranks do not run the same calls in the same order."
         )
 
 
-def _digest(series: str, slots: tuple[str, ...]) -> int:
-    text = json.dumps([series, slots]).encode()
+def _digest(name: str, names: tuple[str, ...]) -> int:
+    text = json.dumps([name, names]).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)

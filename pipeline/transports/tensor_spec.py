@@ -1,6 +1,6 @@
 """The specs of tensors in a message, and the conversion of tensors to ones that can be sent.
 
-    tensors --settle--> tensors that can be sent --kind_of--> Strided(dtype, shape, stride) | Sparse(...) | None
+    tensors --settle--> tensors that can be sent --spec_of--> Strided(dtype, shape, stride) | Sparse(...) | None
                                                  --memories--> the tensors in memory that they are made of
 
 Strides stay as they are: a dense tensor travels as its memory lies there; an expanded one (the gradient of a sum) or
@@ -59,42 +59,42 @@ def settle(tensors: Sequence[Tensor | None], what: str) -> tuple[Tensor | None, 
     return tuple([None if tensor is None else _settled(tensor, what) for tensor in tensors])
 
 
-def fits(tensor: Tensor | None, kind: TensorSpec) -> bool:
+def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
     """Whether a tensor looks like that and can be sent as it is. This is asked for every tensor of every message."""
-    if tensor is None or kind is None:
-        return tensor is None and kind is None
-    if isinstance(kind, Sparse):
-        return type(tensor) is Tensor and tensor.is_sparse and kind_of(tensor.detach()) == kind
+    if tensor is None or spec is None:
+        return tensor is None and spec is None
+    if isinstance(spec, Sparse):
+        return type(tensor) is Tensor and tensor.is_sparse and spec_of(tensor.detach()) == spec
     return (
         type(tensor) is Tensor
-        and tensor.dtype is kind.dtype
+        and tensor.dtype is spec.dtype
         and tensor.layout is _STRIDED
         and not tensor.is_nested
-        and tensor.shape == kind.shape
-        and tensor.stride() == kind[2]
+        and tensor.shape == spec.shape
+        and tensor.stride() == spec[2]
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
 
 
-def kind_of(tensor: Tensor) -> Strided | Sparse:
+def spec_of(tensor: Tensor) -> Strided | Sparse:
     """What a settled tensor looks like."""
     if tensor.layout is _STRIDED:
         return _in_memory(tensor)
     return Sparse(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
 
 
-def parts_of(kind: TensorSpec) -> tuple[Strided, ...]:
+def parts_of(spec: TensorSpec) -> tuple[Strided, ...]:
     """What the tensors in memory look like of which it is made."""
-    if kind is None:
+    if spec is None:
         return ()
-    return kind[2:] if isinstance(kind, Sparse) else (kind,)
+    return spec[2:] if isinstance(spec, Sparse) else (spec,)
 
 
-def plain_of(kind: Strided | Sparse) -> tuple[Any, ...]:
-    """A kind as plain values, for `pipeline.transports.plain.encode_plain`."""
-    return tuple(kind) if isinstance(kind, Strided) else (*kind[:2], *map(tuple, kind[2:]))
+def plain_of(spec: Strided | Sparse) -> tuple[Any, ...]:
+    """A spec as plain values, for `pipeline.transports.plain.encode_plain`."""
+    return tuple(spec) if isinstance(spec, Strided) else (*spec[:2], *map(tuple, spec[2:]))
 
 
 def from_plain(plain: tuple[Any, ...]) -> Strided | Sparse:
@@ -114,13 +114,13 @@ def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:
             yield from _components(tensor)
 
 
-def built(kind: Strided | Sparse, found: Iterator[Tensor]) -> Tensor:
+def built(spec: Strided | Sparse, parts: Iterator[Tensor]) -> Tensor:
     """The tensor made of the next tensors in memory."""
-    if isinstance(kind, Strided):
-        return next(found)
-    indices, values = next(found), next(found)
-    built = torch.sparse_coo_tensor(indices, values, kind.shape, device=indices.device, check_invariants=False)
-    return built._coalesced_(kind.coalesced)
+    if isinstance(spec, Strided):
+        return next(parts)
+    indices, values = next(parts), next(parts)
+    built = torch.sparse_coo_tensor(indices, values, spec.shape, device=indices.device, check_invariants=False)
+    return built._coalesced_(spec.coalesced)
 
 
 def _settled(tensor: Tensor, what: str) -> Tensor:

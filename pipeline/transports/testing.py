@@ -169,15 +169,15 @@ def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
     timer.join()
 
 
-def _letters_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
-    letters = [Message((tensor,)) for tensor in _tensors()] + [Message(tuple(_tensors()))]
-    _exchange(pair, [letters, letters])
+def _messages_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
+    messages = [Message((tensor,)) for tensor in _tensors()] + [Message(tuple(_tensors()))]
+    _exchange(pair, [messages, messages])
 
 
-def _letters_without_tensors_arrive(pair: Pair) -> None:
+def _messages_without_tensors_arrive(pair: Pair) -> None:
     structures = [flatten(value, "it") for value in ((), [None, 1, "a"], {"a": float("inf"), "b": ()})]
-    letters = [Message(tree.tensors, tree.skeleton) for tree in structures] + [Message(()), Message((None, None))]
-    _exchange(pair, [letters, letters[::-1], letters])
+    messages = [Message(tree.tensors, tree.skeleton) for tree in structures] + [Message(()), Message((None, None))]
+    _exchange(pair, [messages, messages[::-1], messages])
 
 
 def _shapes_may_change_from_phase_to_phase_and_within_one(pair: Pair) -> None:
@@ -186,46 +186,46 @@ def _shapes_may_change_from_phase_to_phase_and_within_one(pair: Pair) -> None:
     _exchange(pair, [[Message((torch.randn(size),), None, (size > 1,), (size,)) for size in row] for row in sizes])
 
 
-def _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) -> None:
+def _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way(pair: Pair) -> None:
     small, large = Message((torch.randn(3),)), Message((torch.randn(1 << 19), torch.ones(1, dtype=torch.bool)))
     _exchange(pair, [[small, large, small], [large, small, large], [large, small, large]])
 
 
-def _letters_may_be_asked_for_in_another_order(pair: Pair) -> None:
-    _ask_in_another_order(pair, [Message((torch.full((place + 1,), place),)) for place in range(8)], 2)
+def _messages_may_be_asked_for_in_another_order(pair: Pair) -> None:
+    _ask_in_another_order(pair, [Message((torch.full((index + 1,), index),)) for index in range(8)], 2)
 
 
-def _ask_in_another_order(pair: Pair, letters: Sequence[Message], times: int) -> None:
-    slots = [str(place) for place in range(8)]
+def _ask_in_another_order(pair: Pair, messages: Sequence[Message], times: int) -> None:
+    names = [str(index) for index in range(8)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
     for _ in range(times):
-        sender.begin("order", slots)
-        receiver.begin("order", slots)
-        for slot, letter in zip(slots, letters, strict=True):
-            sender.send(slot, letter)
-        for place in (5, 0, 7, 6, 1, 2, 4, 3):
-            _assert_equal(receiver.receive(slots[place]), letters[place])
+        sender.begin("order", names)
+        receiver.begin("order", names)
+        for name, message in zip(names, messages, strict=True):
+            sender.send(name, message)
+        for index in (5, 0, 7, 6, 1, 2, 4, 3):
+            _assert_equal(receiver.receive(names[index]), messages[index])
         sender.finish()
         receiver.finish()
 
 
 def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
-    letters = [Message((torch.full((7,), place),)) for place in range(60)]
-    slots = [str(place) for place in range(60)]
+    messages = [Message((torch.full((7,), index),)) for index in range(60)]
+    names = [str(index) for index in range(60)]
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b")
 
     def send() -> None:
         for _ in range(3):
-            sender.begin("ahead", slots)
-            for slot, letter in zip(slots, letters, strict=True):
-                sender.send(slot, letter)
+            sender.begin("ahead", names)
+            for name, message in zip(names, messages, strict=True):
+                sender.send(name, message)
             sender.finish()
 
     thread = _Thread(send)
     for _ in range(3):
-        receiver.begin("ahead", slots)
-        for slot, letter in zip(slots, letters, strict=True):
-            _assert_equal(receiver.receive(slot), letter)
+        receiver.begin("ahead", names)
+        for name, message in zip(names, messages, strict=True):
+            _assert_equal(receiver.receive(name), message)
         receiver.finish()
     thread.join()
     assert thread.error is None, f"the sender ended with {thread.error!r}"
@@ -245,14 +245,14 @@ def _payloads_arrive_in_the_order_in_which_they_were_sent(out: PayloadsOut, into
 
 def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(5)]
-    expected, found = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
-    thread = _Thread(lambda: found.extend(_taken(expected)))
+    expected, received = [into.post(buffer.numel()) for buffer in sent], list[Tensor]()
+    thread = _Thread(lambda: received.extend(_taken(expected)))
     time.sleep(0.02)  # let whoever does not wait go wrong
     for buffer in sent:
         _send(out, buffer)
     thread.join()
     assert thread.error is None, f"whoever expects payloads ended with {thread.error!r}"
-    _assert_same(found, sent)
+    _assert_same(received, sent)
 
 
 def _payloads_of_megabytes_arrive_whole(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
@@ -279,8 +279,8 @@ def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn
         _send(out, _bytes(10_000, seed))
     gc.collect()
     others = [_bytes(10_000, 100 + seed).to(out.device) for seed in range(10)]
-    found = _taken([into.post(other.numel()) for other in others])
-    _assert_same(found, [_bytes(10_000, seed) for seed in range(10)])
+    received = _taken([into.post(other.numel()) for other in others])
+    _assert_same(received, [_bytes(10_000, seed) for seed in range(10)])
 
 
 def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
@@ -299,21 +299,22 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: P
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
 
-def _letters_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _messages_on_the_device_arrive_bit_by_bit(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     tensors = [tensor.to(out.device) for tensor in _tensors() if tensor.layout is torch.strided]
-    letters = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
-    _exchange(pair, [letters, letters])
+    messages = [Message((tensor,)) for tensor in tensors] + [Message(tuple(tensors)), Message((tensors[0], None))]
+    _exchange(pair, [messages, messages])
 
 
-def _letters_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+def _messages_may_hold_tensors_on_the_device_and_on_the_host(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     there, here, none = torch.randn(5).to(out.device), torch.arange(3), torch.empty(0).to(out.device)
-    letters = [Message(each) for each in ((there,), (there, here), (here, there, none), (here,), (none,), (here, none))]
-    _exchange(pair, [letters, letters, letters[::-1], [letters[0], letters[3]] * 3, [letters[3], letters[0]] * 3])
+    tensors = (there,), (there, here), (here, there, none), (here,), (none,), (here, none)
+    mixed = [Message(some) for some in tensors]
+    _exchange(pair, [mixed, mixed, mixed[::-1], [mixed[0], mixed[3]] * 3, [mixed[3], mixed[0]] * 3])
 
 
-def _letters_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
-    letters = [Message((torch.full((place + 1,), place + 0.5).to(out.device),)) for place in range(8)]
-    _ask_in_another_order(pair, letters, 3)
+def _messages_on_the_device_may_be_asked_for_in_another_order(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
+    messages = [Message((torch.full((index + 1,), index + 0.5).to(out.device),)) for index in range(8)]
+    _ask_in_another_order(pair, messages, 3)
 
 
 def _with_payloads(check: Callable[[PayloadsOut, PayloadsIn, Pair], None]) -> Callable[[Pair], None]:
@@ -342,15 +343,15 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     _with_payloads(_payloads_and_the_two_streams_do_not_wait_for_each_other),
     _with_payloads(_a_payload_need_not_be_kept_by_its_sender),
     _with_payloads(_giving_up_ends_payloads_as_well),
-    _letters_of_every_dtype_and_layout_arrive_bit_by_bit,
-    _letters_without_tensors_arrive,
+    _messages_of_every_dtype_and_layout_arrive_bit_by_bit,
+    _messages_without_tensors_arrive,
     _shapes_may_change_from_phase_to_phase_and_within_one,
-    _a_letter_of_megabytes_may_follow_a_small_one_and_the_other_way,
-    _letters_may_be_asked_for_in_another_order,
+    _a_message_of_megabytes_may_follow_a_small_one_and_the_other_way,
+    _messages_may_be_asked_for_in_another_order,
     _a_sender_in_a_thread_of_its_own_may_be_far_ahead,
-    _with_payloads(_letters_on_the_device_arrive_bit_by_bit),
-    _with_payloads(_letters_may_hold_tensors_on_the_device_and_on_the_host),
-    _with_payloads(_letters_on_the_device_may_be_asked_for_in_another_order),
+    _with_payloads(_messages_on_the_device_arrive_bit_by_bit),
+    _with_payloads(_messages_may_hold_tensors_on_the_device_and_on_the_host),
+    _with_payloads(_messages_on_the_device_may_be_asked_for_in_another_order),
 )
 
 
@@ -380,7 +381,7 @@ def _send(out: PayloadsOut, buffer: Tensor) -> None:
 
 
 def _taken(expected: list[Expected]) -> list[Tensor]:
-    return [each.take().cpu() for each in expected]
+    return [payload.take().cpu() for payload in expected]
 
 
 def _bytes(size: int, seed: int) -> Tensor:
@@ -410,40 +411,41 @@ def _tensors() -> list[Tensor]:
 def _exchange(pair: Pair, phases: list[list[Message]]) -> None:
     """Send messages phase by phase, each as soon as may be, and see that the same ones come."""
     sender, receiver = Sender(pair.outgoing, "a to b"), Receiver(pair.incoming, "a to b", window=2)
-    for letters in phases:
-        slots = [str(place) for place in range(len(letters))]
-        sender.begin("letters", slots)
-        receiver.begin("letters", slots)
-        for slot, letter in zip(slots, letters, strict=True):
-            sender.send(slot, letter)
-            _assert_equal(receiver.receive(slot), letter)
+    for messages in phases:
+        names = [str(index) for index in range(len(messages))]
+        sender.begin("messages", names)
+        receiver.begin("messages", names)
+        for name, message in zip(names, messages, strict=True):
+            sender.send(name, message)
+            _assert_equal(receiver.receive(name), message)
             sender.reap(receiver.position)
         sender.finish()
         receiver.finish()
         assert sender.held_bytes == 0
 
 
-def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), f"buffer {place} of {len(expected)} is not what was sent"
+def _assert_same(received: list[Tensor], expected: list[Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(received, expected, strict=True)):
+        assert torch.equal(one, other), f"buffer {index} of {len(expected)} is not what was sent"
 
 
-def _assert_equal(found: Message, expected: Message) -> None:
-    assert len(found.tensors) == len(expected.tensors), f"{len(found.tensors)} tensors came of {len(expected.tensors)}"
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
+def _assert_equal(received: Message, expected: Message) -> None:
+    counts = len(received.tensors), len(expected.tensors)
+    assert counts[0] == counts[1], f"{counts[0]} tensors came of {counts[1]}"
+    for one, other in zip(received.tensors, expected.tensors, strict=True):
         assert (one is None) == (other is None), "None was taken for a tensor, or a tensor for None"
         if one is not None and other is not None:
             assert _same_bits(one, other), f"{other} came as {one}"
-    memories = [storage_of(tensor) for tensor in found.tensors if tensor is not None]
-    assert len(set(memories)) == len(memories), "two tensors of a letter share their memory"
-    assert repr(found[1:]) == repr(expected[1:]), f"{expected[1:]} came as {found[1:]}"
+    memories = [storage_of(tensor) for tensor in received.tensors if tensor is not None]
+    assert len(set(memories)) == len(memories), "two tensors of a message share their memory"
+    assert repr(received[1:]) == repr(expected[1:]), f"{expected[1:]} came as {received[1:]}"
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     (other,) = settle([other], "it")  # type: ignore[assignment]  # a tensor, since it was one
     if other.layout is not torch.strided:
         return one.layout is other.layout and same_values(one, other)
-    return Packing.of([one]).kinds == Packing.of([other]).kinds and torch.equal(_bits(one), _bits(other))
+    return Packing.of([one]).specs == Packing.of([other]).specs and torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: Tensor) -> Tensor:

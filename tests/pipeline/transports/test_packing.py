@@ -218,8 +218,8 @@ def test_kinds_are_equal_where_tensors_look_alike():
     looks = [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 3).double(), torch.zeros(6)]
     looks.append(torch.zeros(2, 3).to_sparse_coo())
     for one, other in combinations(looks, 2):
-        assert Packing.of([one]).kinds != Packing.of([other]).kinds
-    assert Packing.of([torch.ones(2, 3)]).kinds == (Strided(torch.float32, (2, 3), (3, 1)),)
+        assert Packing.of([one]).specs != Packing.of([other]).specs
+    assert Packing.of([torch.ones(2, 3)]).specs == (Strided(torch.float32, (2, 3), (3, 1)),)
 
 
 class Tagged(torch.Tensor):
@@ -268,7 +268,7 @@ def test_inference_tensors_travel_in_and_out_of_inference_mode():
 def test_on_another_device_tensors_have_memory_of_their_own_as_well(tensors):
     settled = settle(tensors, "it")
     packing = Packing.of(settled)
-    elsewhere = packing._elsewhere(packing.pack(HEADER, settled), 64, CPU)  # the CPU stands in for the other device
+    elsewhere = packing._on_device(packing.pack(HEADER, settled), 64, CPU)  # the CPU stands in for the other device
     sent = [tensor for tensor in settled if tensor is not None]
     found = list(elsewhere)
     assert [(t.dtype, t.shape, t.stride(), bits(t)) for t in found] == [

@@ -383,7 +383,7 @@ PAYLOAD_FAULTS = {
     GivesOutPayloadsBeforeTheyHaveCome: "payloads may be expected before they are sent: AssertionError: buffer 0 of 5",
     LetsPayloadsOutliveIt: "giving up ends payloads as well: not done after 3.0 s",
     UsesTheMemoryOfPayloadsAnew: f"{IN_ORDER}: AssertionError: buffer 0 of 8",
-    ConfusesPayloadsOfMixedLetters: "letters may hold tensors on the device and on the host: AssertionError: tensor",
+    ConfusesPayloadsOfMixedLetters: "messages may hold tensors on the device and on the host: AssertionError: tensor",
 }
 
 
