@@ -76,14 +76,14 @@ def values_in_words(tensors: Sequence[Tensor]) -> str:
 
 
 def _in_words(tensor: Tensor) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     begin: list[object] = []
     for part in parts_of(tensor):
         plain = part.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         begin = plain[:3].tolist()
-        found.update(f"{part.dtype}{list(part.shape)}".encode())
-        found.update(plain.view(torch.uint8).numpy().data)
-    return f"{' '.join(map(str, begin))} ... (digest {found.hexdigest()})"
+        hashed.update(f"{part.dtype}{list(part.shape)}".encode())
+        hashed.update(plain.view(torch.uint8).numpy().data)
+    return f"{' '.join(map(str, begin))} ... (digest {hashed.hexdigest()})"
 
 
 def encoded(words: Mapping[str, str]) -> str:
@@ -103,15 +103,15 @@ def difference(texts: Sequence[str], names: Sequence[str]) -> str:
     """
     all_words = [json.loads(text) for text in texts]
     for name in names:
-        found = [words.get(name, "nothing") for words in all_words]
-        if len(set(found)) > 1:
-            return f"{name} differ between the ranks: {_who_has_what(found)}"
+        texts = [words.get(name, "nothing") for words in all_words]
+        if len(set(texts)) > 1:
+            return f"{name} differ between the ranks: {_who_has_what(texts)}"
     return f"rank digests differ but their descriptions agree ({names}); please report this bug"
 
 
-def _who_has_what(found: Sequence[str]) -> str:
+def _who_has_what(texts: Sequence[str]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(found):
+    for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
     shown = _shortened(list(groups))
     return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in zip(shown, groups.values(), strict=True))
@@ -127,8 +127,8 @@ def _shortened(texts: list[str]) -> list[str]:
         return [_clipped(text) for text in texts]
     lines = [text.splitlines() for text in texts]
     common = set(lines[0]).intersection(*lines[1:])
-    found = ["; ".join(line for line in each if line not in common) or "nothing else" for each in lines]
-    return [_clipped(text) for text in found]
+    own = ["; ".join(line for line in some if line not in common) or "nothing else" for some in lines]
+    return [_clipped(text) for text in own]
 
 
 def _clipped(text: str) -> str:

@@ -43,12 +43,12 @@ class StageAssignment(NamedTuple):
     Attributes:
         rank: this one.
         rank_of: the rank of each stage.
-        ties: the parameters that several ranks have.
+        tied_parameters: those that several ranks have.
     """
 
     rank: int
     rank_of: tuple[int, ...]
-    ties: tuple[TiedParameter, ...]
+    tied_parameters: tuple[TiedParameter, ...]
 
     @property
     def own(self) -> list[int]:
@@ -65,16 +65,16 @@ class StageAssignment(NamedTuple):
         """The rank that makes the output."""
         return self.rank_of[-1]
 
-    def tied(self, module: nn.Module) -> list[Tensor | None]:
+    def copies_in(self, module: nn.Module) -> list[Tensor | None]:
         """This rank's copy of each tied parameter; None where it has none."""
-        return [self._copy(tie, module) for tie in self.ties]
+        return [self._copy(tied, module) for tied in self.tied_parameters]
 
-    def _copy(self, tie: TiedParameter, module: nn.Module) -> Tensor | None:
-        names = [name for stage, name in tie.readers if self.rank_of[stage] == self.rank]
+    def _copy(self, tied: TiedParameter, module: nn.Module) -> Tensor | None:
+        names = [name for stage, name in tied.readers if self.rank_of[stage] == self.rank]
         return module.get_parameter(names[0]) if names else None
 
 
-def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:
+def assign(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) -> StageAssignment:
     """The assignment of a module's stages, all of which are known.
 
     Args:
@@ -86,12 +86,12 @@ def hosting(stages: Sequence[nn.Sequential], rank_of: Sequence[int], rank: int) 
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
             readers.setdefault(id(parameter), []).append((index, name))
-    ties = []
-    for found in readers.values():
-        holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in found))
+    tied = []
+    for places in readers.values():
+        holders = tuple(dict.fromkeys(rank_of[stage] for stage, _ in places))
         if len(holders) > 1:
-            ties.append(TiedParameter(found[0][1], tuple(found), holders[0], holders))
-    return StageAssignment(rank, tuple(rank_of), tuple(ties))
+            tied.append(TiedParameter(places[0][1], tuple(places), holders[0], holders))
+    return StageAssignment(rank, tuple(rank_of), tuple(tied))
 
 
 def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
@@ -105,24 +105,24 @@ def schedule_over(name: str, stages: int, chunks: int, ranks: int) -> Schedule:
         >>> schedule_over("interleaved", stages=6, chunks=2, ranks=2).placement
         Placement(lane_of=(0, 1, 0, 1, 0, 1))
     """
-    each = by_name(name, 1, max(chunks, 2)).stages
-    if each == 1:
+    stages_per_lane = by_name(name, 1, max(chunks, 2)).stages
+    if stages_per_lane == 1:
         return on_ranks(by_name(name, stages, chunks), ranks)
-    if stages == each * ranks:
+    if stages == stages_per_lane * ranks:
         return by_name(name, ranks, chunks)
     if stages % ranks:
         raise ScheduleError(
             f"schedule {name} has as many stages on one rank as on another, but the balance has {stages} stages for "
-            f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * each}, or a schedule such as 1f1b."
+            f"{ranks} ranks. Use a multiple of {ranks}, such as {ranks * stages_per_lane}, or a schedule such as 1f1b."
         )
     if name in _AS_MANY_AS_YOU_LIKE:
         return by_name(name, ranks, chunks, stages_per_lane=stages // ranks)
-    if stages % each:
+    if stages % stages_per_lane:
         raise ScheduleError(
-            f"schedule {name} has {each} stages a lane but the balance has {stages}, no multiple of that. Use "
-            f"{ranks * each} stages for {ranks} ranks."
+            f"schedule {name} has {stages_per_lane} stages a lane but the balance has {stages}, no multiple of that. "
+            f"Use {ranks * stages_per_lane} stages for {ranks} ranks."
         )
-    return on_ranks(by_name(name, stages // each, chunks), ranks)
+    return on_ranks(by_name(name, stages // stages_per_lane, chunks), ranks)
 
 
 def on_ranks(schedule: Schedule, ranks: int) -> Schedule:

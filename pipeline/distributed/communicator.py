@@ -65,10 +65,10 @@ class DistributedCommunicator(Communicator):
         self._messages = CallMessages(ranks, series)
         self._interrupts = Deferral()  # from the last vote to the end
         self._action: Action | None = None  # under way
-        self._standing = ""  # the progress of the step, for errors
+        self._progress = ""  # the progress of the step, for errors
         self.topology: PipeTopology = topology
         self.exchange = RankExchange(topology, self._messages, self._interrupts)
-        self.gradients: TiedGradients = TiedGradients(topology.hosting, tied, self._messages)
+        self.gradients: TiedGradients = TiedGradients(topology.assignment, tied, self._messages)
 
     @property
     def _ranks(self) -> RankGroup:
@@ -94,7 +94,7 @@ class DistributedCommunicator(Communicator):
                 return
             if self._entry.startswith("Pipe("):
                 self._ranks.pipes = self.topology.number  # there is no such Pipe; other ranks may not have begun one
-            self._ranks.fail(error, self._call, self._action, self._standing)
+            self._ranks.fail(error, self._call, self._action, self._progress)
         finally:
             if error is None and self._is_backward:
                 self._interrupts.end_with_backward()
@@ -134,8 +134,8 @@ class DistributedCommunicator(Communicator):
 
     def at(self, action: Action | None) -> None:
         self._action = action
-        self._ranks.watch.at = "the end of a phase" if action is None else (action,)
-        self._ranks.watch.steps += 1
+        self._ranks.monitor.at = "the end of a phase" if action is None else (action,)
+        self._ranks.monitor.steps += 1
 
     # ------------------------------------------------------------------------------------------------------ together
 
@@ -148,7 +148,7 @@ class DistributedCommunicator(Communicator):
         self._messages.finish()
         self._interrupts.begin()
         is_step = self._entry == "step"
-        self._standing = _VOTED if is_step else ""
+        self._progress = _VOTED if is_step else ""
         loss, divisor, reached, hooks, metrics = verdict
         kind, bits = (-1, 0) if loss is None else (_DTYPES.index(loss.dtype), to_bits(loss.item()))
         mine = [Meeting.AGREE, reached, hooks, kind, bits, *optional_bits(divisor), len(metrics)]
@@ -157,11 +157,11 @@ class DistributedCommunicator(Communicator):
         reached, hooks = any(row[1] for row in rows), any(row[2] for row in rows)
         if is_step and reached and not hooks:
             self._call += _AGREED
-            self._standing = f"was in {self._call}"
+            self._progress = f"was in {self._call}"
         if hooks:
-            self._standing = ""
+            self._progress = ""
             self._interrupts.end()
-        _, _, _, kind, bits, divides, divisor_bits, has_metrics, *_ = rows[self.topology.hosting.last]
+        _, _, _, kind, bits, divides, divisor_bits, has_metrics, *_ = rows[self.topology.assignment.last]
         device = self._ranks.device
         if loss is None and kind >= 0:
             loss = torch.tensor(from_bits(bits), dtype=_DTYPES[kind], device=device)
@@ -172,7 +172,7 @@ class DistributedCommunicator(Communicator):
     def _shared_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The metrics of the last rank, on this rank's device."""
         what, message = "the metrics", None
-        if self._ranks.rank == self.topology.hosting.last:
+        if self._ranks.rank == self.topology.assignment.last:
             tree = flatten(dict(metrics), what)
             message = Message(tree.tensors, tree.skeleton)
         tree = self.exchange.broadcast(what, -1, message).tree
@@ -189,6 +189,6 @@ class DistributedCommunicator(Communicator):
         """
         self.compare()
         self._interrupts.begin()
-        last = self.topology.hosting.last
+        last = self.topology.assignment.last
         message = Message((divisor,)) if self._ranks.rank == last else None
         return self._messages.broadcast(last, "the divisor", message, waits=False).tensors[0]

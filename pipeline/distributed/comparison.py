@@ -114,7 +114,7 @@ class Comparison:
         size = len(Sketch._fields)
         for index in range(len(values[0]) // size):
             sketches = [Sketch(*row[size * index : size * (index + 1)]) for row in values]
-            if not all(sketch.is_like(sketches[self._topology.hosting.last]) for sketch in sketches):
+            if not all(sketch.is_like(sketches[self._topology.assignment.last]) for sketch in sketches):
                 described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
                 raise MismatchError(_GRADIENTS.format(index, described))
         self._is_mini_batch_compared, self._sketches = True, Sketches(())

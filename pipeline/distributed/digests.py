@@ -46,10 +46,10 @@ class Fingerprint:
     @property
     def number(self) -> int:
         """From 1 up to 63 bits."""
-        found = hashlib.blake2b(digest_size=8)
+        hashed = hashlib.blake2b(digest_size=8)
         for sums in self._sums:
-            found.update(sums.value().numpy().data)
-        return int.from_bytes(found.digest(), "little") >> 1 or 1
+            hashed.update(sums.value().numpy().data)
+        return int.from_bytes(hashed.digest(), "little") >> 1 or 1
 
 
 class Sketch(NamedTuple):

@@ -86,10 +86,10 @@ class RankExchange(Exchange):
         self._interrupts = interrupts
 
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
-        return RankMailbox(values, self._topology.hosting.rank_of, self._ranks, self._messages.series, transport)
+        return RankMailbox(values, self._topology.assignment.rank_of, self._ranks, self._messages.series, transport)
 
     def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
-        return self._messages.broadcast(self._topology.hosting.rank_of[stage], what, message)
+        return self._messages.broadcast(self._topology.assignment.rank_of[stage], what, message)
 
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         what = "the state"
@@ -140,7 +140,7 @@ class RankExchange(Exchange):
             for name, dtype, value in json.loads(text):
                 if name:
                     by_name.setdefault(first_names.get(name, name), (dtype, value))  # a tied parameter counts once
-                elif rank == self._topology.hosting.last:
+                elif rank == self._topology.assignment.last:
                     unnamed.append((dtype, value))
         in_order = [by_name[name] for name in dict.fromkeys(first_names.values()) if name in by_name]
         whole = [

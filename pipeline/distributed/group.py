@@ -65,14 +65,14 @@ class RankGroup:
         self.timeout = timeout
         prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
-        self.watch = FailureMonitor(store, f"{prefix}/watch", self.rank, self.size, heartbeat, timeout)
-        rendezvous = AbortableRendezvous(store, f"{prefix}/meeting", self.size)
+        self.monitor = FailureMonitor(store, f"{prefix}/monitor", self.rank, self.size, heartbeat, timeout)
+        rendezvous = AbortableRendezvous(store, f"{prefix}/rendezvous", self.size)
         patience, carrier = timedelta(seconds=timeout + _LATER), nccl_of(group, self.device)
 
         def new_channels(store: dist.Store, pairs: Pairs) -> Channels:
             return Channels(store, "channels", self.rank, pairs, patience, carrier)
 
-        self.connections = Connections(self.rank, self.device, rendezvous, self.watch, new_channels)
+        self.connections = Connections(self.rank, self.device, rendezvous, self.monitor, new_channels)
         self.connections.connect(_control_pairs(self.size))
         self.connections.agree()
 
@@ -93,33 +93,33 @@ class RankGroup:
         """How many calls have failed."""
         return self.connections.generation
 
-    def send_one(self, to: int, series: str, what: str, letter: Message) -> None:
+    def send_one(self, to: int, series: str, what: str, message: Message) -> None:
         """Send a message by itself."""
         sender = self.connections.sender(to)
         sender.begin(series, [what])
-        sender.send(what, letter)
+        sender.send(what, message)
 
     def finish(self, to: int) -> None:
         """Wait until a rank has received all that was sent to it."""
-        self.watch.at = f"the end, for rank {to} to receive the last messages"
+        self.monitor.at = f"the end, for rank {to} to receive the last messages"
         self.connections.sender(to).finish()
 
     def receive_one(self, source: int, series: str, what: str) -> Message:
         """Receive a message that was sent by itself."""
-        self.watch.at = f"the end, for {what} from rank {source}"
+        self.monitor.at = f"the end, for {what} from rank {source}"
         receiver = self.connections.receiver(source)
         receiver.begin(series, [what])
-        found = receiver.receive(what)
+        message = receiver.receive(what)
         receiver.finish()
-        return found
+        return message
 
     # ----------------------------------------------------------------------------------------------------- numbers
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, by rank. All give equally many."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        found = self._exchange(mine.view(torch.uint8))
-        return [each.view(torch.int64).tolist() for each in found]
+        rows = self._exchange(mine.view(torch.uint8))
+        return [row.view(torch.int64).tolist() for row in rows]
 
     def exchange_texts(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
@@ -127,10 +127,11 @@ class RankGroup:
         sizes = [size for (size,) in self.exchange([len(data)])]
         buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
         buffer[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
-        return [bytes(each[:size].tolist()).decode() for each, size in zip(self._exchange(buffer), sizes, strict=True)]
+        rows = self._exchange(buffer)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        self.watch.at = "a meeting of all ranks"
+        self.monitor.at = "a meeting of all ranks"
         if self.size <= _DIRECT:
             return self._tell_all(mine)
         if self.rank == 0:
@@ -143,13 +144,13 @@ class RankGroup:
 
     def _tell_all(self, mine: Tensor) -> list[Tensor]:
         others = [rank for rank in range(self.size) if rank != self.rank]
-        found = {rank: torch.empty_like(mine) for rank in others}
+        rows = {rank: torch.empty_like(mine) for rank in others}
         sent = [self.connections.outgoing(rank).send(mine) for rank in others]
-        posted = [self.connections.incoming(rank).post(found[rank]) for rank in others]
+        posted = [self.connections.incoming(rank).post(rows[rank]) for rank in others]
         for handle in [*posted, *sent]:
             handle.wait()
-        found[self.rank] = mine
-        return [found[rank] for rank in range(self.size)]
+        rows[self.rank] = mine
+        return [rows[rank] for rank in range(self.size)]
 
     def _as_hub(self, mine: Tensor) -> list[Tensor]:
         others = range(1, self.size)
@@ -178,7 +179,7 @@ class RankGroup:
                 self.calls_since += 1
                 self.is_in_call = True
                 self.connections.open()  # before the monitor can give it up
-                self.watch.enter(self.generation, call, self.connections.abort)
+                self.monitor.enter(self.generation, call, self.connections.abort)
             finally:
                 interrupts.end()
             self.connections.build()
@@ -187,43 +188,43 @@ class RankGroup:
 
     def leave(self) -> None:
         """Note that the call has succeeded here."""
-        self.watch.leave()
+        self.monitor.leave()
         self.is_in_call = False
         self.connections.agree()
 
-    def fail(self, error: BaseException, call: str, action: Action | None = None, standing: str = "") -> NoReturn:
+    def fail(self, error: BaseException, call: str, action: Action | None = None, progress: str = "") -> NoReturn:
         """Report a failure of the call here to all ranks, and raise the error that all raise.
 
         Args:
-            standing: the progress of this rank, added where another one went silent and its progress is unknown.
+            progress: of this rank, in words: added where another one went silent, whose progress is unknown.
         """
         interrupts = Deferral()
         interrupts.begin()
         try:
-            self._fail(error, call, action, standing)
+            self._fail(error, call, action, progress)
         finally:
             interrupts.end()
 
-    def _fail(self, error: BaseException, call: str, action: Action | None, standing: str) -> NoReturn:
+    def _fail(self, error: BaseException, call: str, action: Action | None, progress: str) -> NoReturn:
         self.is_in_call = False
         is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
         own = self._lost(error, call) if is_lost else self._raised(error, call, action)
-        first = self.watch.verdict(_GRACE) if is_lost else None
+        first = self.monitor.verdict(_GRACE) if is_lost else None
         if first is None:
-            self.watch.fail(own)
-            first = self.watch.verdict(_GRACE) or own
+            self.monitor.fail(own)
+            first = self.monitor.verdict(_GRACE) or own
         self.close()
-        self.watch.leave()
-        found = exception_of(first, self.rank)
-        if standing and isinstance(found, RankError) and not first.traceback:  # no rank raised: progress is unknown
-            found.add_note(f"rank {self.rank} {standing}")
-        is_everyones = type(found) is type(error) and str(found) == str(error)  # all ranks made the same error
+        self.monitor.leave()
+        shared = exception_of(first, self.rank)
+        if progress and isinstance(shared, RankError) and not first.traceback:  # no rank raised: progress is unknown
+            shared.add_note(f"rank {self.rank} {progress}")
+        is_everyones = type(shared) is type(error) and str(shared) == str(error)  # all ranks made the same error
         if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
             error.add_note(f"this is rank {self.rank}, in {call}")
             raise error
         if not is_lost:
-            found.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
-        raise found from found.__cause__ or error
+            shared.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
+        raise shared from shared.__cause__ or error
 
     def _raised(self, error: BaseException, call: str, action: Action | None) -> Failure:
         if action is None:
@@ -231,7 +232,7 @@ class RankGroup:
         return of_exception(error, self.rank, call, stage=action.stage, chunk=action.chunk, action=str(action))
 
     def _lost(self, error: BaseException, call: str) -> Failure:
-        waited = f"rank {self.rank} waited at {in_words(self.watch.at)}."
+        waited = f"rank {self.rank} waited at {in_words(self.monitor.at)}."
         return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
 
     def close(self) -> None:
@@ -241,8 +242,8 @@ class RankGroup:
 
     def farewell(self) -> None:
         """The script ends."""
-        self.watch.farewell()
-        self.watch.stop()
+        self.monitor.farewell()
+        self.monitor.stop()
         self.connections.drain(self.heartbeat)
         self.close()
 

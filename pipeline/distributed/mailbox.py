@@ -47,13 +47,13 @@ class RankMailbox(Post):
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         assert messages is not None  # a plan over ranks has them
         self._messages = messages
-        for (source, to), slots in messages.slots.items():
+        for (source, to), expected in messages.channels.items():
             links = self._ranks.connections
             link = links.receiver(source) if to == self._ranks.rank else links.sender(to)
-            link.begin(f"{self._series}/{phase}", [slot.name for slot in slots])
+            link.begin(f"{self._series}/{phase}", [message.name for message in expected])
 
     def end(self) -> None:
-        channels = list(self._current().slots)
+        channels = list(self._current().channels)
         for source, to in channels:
             if to == self._ranks.rank:
                 self._ranks.connections.receiver(source).finish()
@@ -78,7 +78,7 @@ class RankMailbox(Post):
                 elif reader == CALLER or self._rank_of[reader] == self._ranks.rank:
                     self._activations[key] = message, None
                 else:
-                    memory = tuple((each.origin, until[each.origin]) for each in message.memory)
+                    memory = tuple((identity.origin, until[identity.origin]) for identity in message.memory)
                     tree = message.tree
                     self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 
@@ -92,15 +92,15 @@ class RankMailbox(Post):
                 self._transport.receive(parcel)
             return activations
         message = self._receive(key)
-        return Activations(message.tree, message.needs_grad, tuple([_memory(each) for each in message.memory]))
+        return Activations(message.tree, message.needs_grad, tuple([_memory(written) for written in message.memory]))
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        for row, each in zip(self._values.read_by[stage], grads, strict=True):
+        for row, row_grads in zip(self._values.read_by[stage], grads, strict=True):
             key = row.name, chunk, stage, True
             if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._ranks.rank:
-                self._gradients[key] = each
+                self._gradients[key] = row_grads
             else:
-                self._send(key, Message(each))
+                self._send(key, Message(row_grads))
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
         return [
@@ -114,8 +114,8 @@ class RankMailbox(Post):
         return self._receive(key).tensors
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        found = [message for (_, number, _, _), (message, _) in self._activations.items() if number == chunk]
-        return (memory for message in found for memory in message.memory)
+        of_chunk = [message for (_, number, _, _), (message, _) in self._activations.items() if number == chunk]
+        return (memory for message in of_chunk for memory in message.memory)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
@@ -127,7 +127,7 @@ class RankMailbox(Post):
 
     def _receive(self, key: Key) -> Message:
         """Wait for a message, and free what it proves to have been received."""
-        messages, monitor = self._current(), self._ranks.watch
+        messages, monitor = self._current(), self._ranks.monitor
         channel, name = messages.channel_of[key], messages.name_of[key]
         source, here = channel
         action = monitor.at
@@ -136,27 +136,27 @@ class RankMailbox(Post):
         receiver = self._ranks.connections.receiver(source)
         message = receiver.receive(name)
         monitor.at = action
-        if (here, source) in messages.slots:
+        if (here, source) in messages.channels:
             self._ranks.connections.sender(source).reap(messages.delivered(channel, receiver.position))
         return message
 
 
 def _until(rows: Sequence[Value], made: Sequence[Activations]) -> dict[tuple[int, int, int], int]:
     """For each memory that is sent the last stage that reads it by another way: a rank between would not know."""
-    found: dict[tuple[int, int, int], int] = {}
+    last_reader: dict[tuple[int, int, int], int] = {}
     times: dict[tuple[int, int, int], int] = {}
     for row, message in zip(rows, made, strict=True):
         for memory in dict.fromkeys(message.memory):
             times[memory.origin] = times.get(memory.origin, 0) + 1
-            found[memory.origin] = max(found.get(memory.origin, -1), memory.until, *row.readers)
+            last_reader[memory.origin] = max(last_reader.get(memory.origin, -1), memory.until, *row.readers)
     return {
-        memory.origin: found[memory.origin] if times[memory.origin] > 1 else memory.until
+        memory.origin: last_reader[memory.origin] if times[memory.origin] > 1 else memory.until
         for message in made
         for memory in message.memory
     }
 
 
-def _memory(found: object) -> MemoryId:
-    assert isinstance(found, tuple)  # as _until wrote it
-    origin, until = found
+def _memory(written: object) -> MemoryId:
+    assert isinstance(written, tuple)  # as _until wrote it
+    origin, until = written
     return MemoryId(tuple(origin), until)

@@ -105,5 +105,5 @@ class AbortableRendezvous:
 
 
 def _clone(store: dist.Store) -> dist.Store:
-    found: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-    return found
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return clone

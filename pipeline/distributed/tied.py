@@ -23,14 +23,14 @@ class TiedGradients(Gradients):
     """Whole gradients over the ranks: of the parameters that several have, their copies'.
 
     Args:
-        hosting: the assignment of stages, and the tied parameters.
+        assignment: says which parameters are tied, and where.
         copies: this rank's copy of each, None where it has none. Empty: none is built yet.
         messages: those of the call.
     """
 
-    def __init__(self, hosting: StageAssignment, copies: Sequence[Tensor | None], messages: CallMessages) -> None:
+    def __init__(self, assignment: StageAssignment, copies: Sequence[Tensor | None], messages: CallMessages) -> None:
         self.copies = copies
-        self._hosting = hosting
+        self._assignment = assignment
         self._messages = messages
         self._ranks = messages.ranks
 
@@ -44,32 +44,32 @@ class TiedGradients(Gradients):
             return
         mine = ["" if copy is None else f"{values_in_words([copy])} {copy.requires_grad}" for copy in self.copies]
         digests = self._ranks.exchange([digest(text) for text in mine])
-        for index, tie in enumerate(self._hosting.ties):
-            if len({digests[rank][index] for rank in tie.holders}) > 1:
-                names = " = ".join(f"'{name}'" for _, name in tie.readers)
+        for index, tied in enumerate(self._assignment.tied_parameters):
+            if len({digests[rank][index] for rank in tied.holders}) > 1:
+                names = " = ".join(f"'{name}'" for _, name in tied.readers)
                 raise MismatchError(
-                    f"the tied parameter {names} has other values, or another requires_grad, on rank {tie.owner} than "
-                    f"on another of ranks {list(tie.holders)}. Change it on all of them alike: give it to the "
+                    f"the tied parameter {names} has other values, or another requires_grad, on rank {tied.owner} than "
+                    f"on another of ranks {list(tied.holders)}. Change it on all of them alike: give it to the "
                     "optimizer of each, with the same settings."
                 )
 
     def share_values(self, copies: Sequence[Tensor | None]) -> None:
         """Write the owner's values into all copies of tied parameters."""
-        for tie, copy in zip(self._hosting.ties, copies, strict=True):
-            what = f"the values of '{tie.name}'"
+        for tied, copy in zip(self._assignment.tied_parameters, copies, strict=True):
+            what = f"the values of '{tied.name}'"
             if copy is None:
                 continue
-            if self._ranks.rank == tie.owner:
-                self._messages.send(tie.holders[1:], what, Message((copy.detach(),)))
+            if self._ranks.rank == tied.owner:
+                self._messages.send(tied.holders[1:], what, Message((copy.detach(),)))
             else:
-                (values,) = self._messages.receive(tie.owner, what).tensors
+                (values,) = self._messages.receive(tied.owner, what).tensors
                 assert values is not None  # as it was sent
                 with torch.no_grad():
                     copy.copy_(values)
 
     def owners(self, used: list[Tensor]) -> list[Tensor]:
         """A parameter in use on any rank is in use on all that have it."""
-        if not self._hosting.ties:
+        if not self._assignment.tied_parameters:
             return used
         keys = {id(owner) for owner in used}
         rows = self._ranks.exchange([id(copy) in keys for copy in self.copies])
@@ -97,20 +97,20 @@ class TiedGradients(Gradients):
 
     def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
         """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
-        tie = self._hosting.ties[index]
-        here, rank_of = self._hosting.rank, self._hosting.rank_of
-        stages = (-1, *[stage for stage, _ in tie.readers])  # -1: the loss, if it reads the parameter, on the last rank
-        part, whole = f"a part of the gradient of '{tie.name}'", f"the gradient of '{tie.name}'"
-        if here != tie.owner:
+        tied = self._assignment.tied_parameters[index]
+        here, rank_of = self._assignment.rank, self._assignment.rank_of
+        stages = (-1, *[stage for stage, _ in tied.readers])  # -1: the loss, if it reads it, on the last rank
+        part, whole = f"a part of the gradient of '{tied.name}'", f"the gradient of '{tied.name}'"
+        if here != tied.owner:
             own = tuple([mine.get(stage) for stage in stages if rank_of[stage] == here])
-            self._messages.send([tie.owner], part, Message(own))
-            return self._messages.receive(tie.owner, whole).tensors[0]
+            self._messages.send([tied.owner], part, Message(own))
+            return self._messages.receive(tied.owner, whole).tensors[0]
         sums: dict[int, Tensor | None] = dict(mine)
-        for rank in tie.holders[1:]:
+        for rank in tied.holders[1:]:
             theirs = [stage for stage in stages if rank_of[stage] == rank]
             sums.update(zip(theirs, self._messages.receive(rank, part).tensors, strict=True))
         total: Tensor | None = None
         for stage in stages:
             total = add_grads(total, sums.get(stage))
-        self._messages.send(tie.holders[1:], whole, Message((total,)))
+        self._messages.send(tied.holders[1:], whole, Message((total,)))
         return total

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.values import Values
-from pipeline.distributed.assignment import StageAssignment, hosting
+from pipeline.distributed.assignment import StageAssignment, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.execution.communicator import Topology
@@ -28,7 +28,7 @@ class PipeTopology(Topology):
     Attributes:
         ranks: the ranks.
         number: of the Pipe, among those that run on these ranks.
-        hosting: the assignment of stages.
+        assignment: the assignment of stages.
         pairs: the ordered pairs of ranks that exchange.
         parameters: in words, those of the whole module: a line each.
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
@@ -39,7 +39,7 @@ class PipeTopology(Topology):
 
     ranks: RankGroup
     number: int
-    hosting: StageAssignment
+    assignment: StageAssignment
     pairs: frozenset[tuple[int, int]]
     parameters: str
     first_names: Mapping[str, str]
@@ -52,12 +52,12 @@ class PipeTopology(Topology):
         return self
 
     def has(self, stage: int) -> bool:
-        return self.hosting.rank_of[stage] == self.hosting.rank
+        return self.assignment.rank_of[stage] == self.assignment.rank
 
     def name_of(self, leaf: Tensor) -> str | None:
         """The name of a parameter of the module. None: it is none."""
-        found = self.known.get(id(leaf))
-        return found[0] if found is not None and found[1]() is leaf else None
+        name, reference = self.known.get(id(leaf), (None, None))
+        return name if reference is not None and reference() is leaf else None
 
     def is_own(self, name: str) -> bool:
         """Whether this rank alone has a parameter."""
@@ -104,10 +104,10 @@ class PipeTopology(Topology):
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
         """What stands in the places of other ranks' layers, by their names."""
         index = 0
-        for stage, rank in enumerate(self.hosting.rank_of):
+        for stage, rank in enumerate(self.assignment.rank_of):
             layers: Mapping[str, Any] = stages[stage]._modules
             for name, layer in layers.items():
-                if rank != self.hosting.rank:
+                if rank != self.assignment.rank:
                     yield name, RemoteLayer.of(layer, index, stage, rank)
                 index += 1
 
@@ -123,7 +123,7 @@ def topology_of(
         ranks: the ranks.
         values: what crosses the stages.
     """
-    found = hosting(stages, rank_of, ranks.rank)
+    assignment = assign(stages, rank_of, ranks.rank)
     number, ranks.pipes = ranks.pipes, ranks.pipes + 1
     named: dict[int, tuple[str, Tensor]] = {}
     for stage in stages:
@@ -138,8 +138,8 @@ def topology_of(
     known: dict[int, tuple[str, ReferenceType[Tensor]]] = {
         key: (name, ref(parameter)) for key, (name, parameter) in named.items()
     }
-    pairs = frozenset(_pairs(found, values, ranks.size))
-    tied = {tie.name for tie in found.ties}
+    pairs = frozenset(_pairs(assignment, values, ranks.size))
+    tied = {parameter.name for parameter in assignment.tied_parameters}
     own = frozenset(
         name
         for stage, rank in zip(stages, rank_of, strict=True)
@@ -148,18 +148,18 @@ def topology_of(
         if name not in tied
     )
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, found, pairs, "\n".join(lines), first_names, known, own, nothing)
+    return PipeTopology(ranks, number, assignment, pairs, "\n".join(lines), first_names, known, own, nothing)
 
 
 def _words(parameter: Tensor) -> str:
     return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
 
 
-def _pairs(found: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
-    both = [(found.rank_of[producer], found.rank_of[reader]) for _, producer, reader in values.edges()]
-    both += [(tie.owner, rank) for tie in found.ties for rank in tie.holders]
+def _pairs(assignment: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
+    both = [(assignment.rank_of[producer], assignment.rank_of[reader]) for _, producer, reader in values.edges()]
+    both += [(tied.owner, rank) for tied in assignment.tied_parameters for rank in tied.holders]
     both += [(rank, 0) for rank in range(size)]  # to gather the whole state
-    both += [(end, rank) for end in (found.first, found.last) for rank in range(size)]
+    both += [(end, rank) for end in (assignment.first, assignment.last) for rank in range(size)]
     for one, other in both:
         if one != other:
             yield one, other

@@ -26,17 +26,17 @@ def check_wrapped(module: nn.Module) -> None:
     Example:
         >>> check_wrapped(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     """
-    found = _names(module, DistributedDataParallel)
-    if found:
+    names = _names(module, DistributedDataParallel)
+    if names:
         raise ValueError(
-            f"DistributedDataParallel within the nn.Sequential: {found}. Its gradients would not be averaged, "
+            f"DistributedDataParallel within the nn.Sequential: {names}. Its gradients would not be averaged, "
             "since a Pipe adds them up over the chunks first. Wrap the Pipe, DistributedDataParallel(Pipe(...)), or "
             "give Pipe(..., replicas=group)."
         )
-    found = _names(module, *_imported("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"))
-    if found:
+    names = _names(module, *_imported("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"))
+    if names:
         raise ValueError(
-            f"FSDP within the nn.Sequential: {found}. It puts parameters together for each forward and takes "
+            f"FSDP within the nn.Sequential: {names}. It puts parameters together for each forward and takes "
             "them apart afterwards, which a Pipe, that holds on to what its chunks computed with, does not survive. "
             "Leave fully_shard out: the stages divide the parameters between the ranks already, and replicas=group "
             "averages gradients."
@@ -58,7 +58,7 @@ def check_over_ranks(module: nn.Module) -> None:
             "such as nn.GroupNorm."
         )
     kinds = tuple(_imported("torch.distributed.tensor", "DTensor"))
-    parts = [name for name, each in module.named_parameters() if isinstance(each, kinds)]
+    parts = [name for name, parameter in module.named_parameters() if isinstance(parameter, kinds)]
     if parts:
         raise ValueError(
             f"DTensor parameters in a Pipe over ranks: {', '.join(parts)}. Messages between ranks hold whole tensors "
@@ -68,16 +68,16 @@ def check_over_ranks(module: nn.Module) -> None:
 
 
 def _names(module: nn.Module, *kinds: type) -> str:
-    found = [(name, each) for name, each in module.named_modules() if isinstance(each, kinds)]
-    return ", ".join(f"{name or 'itself'} ({type(each).__name__})" for name, each in found)
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)]
+    return ", ".join(f"{name or 'itself'} ({type(layer).__name__})" for name, layer in layers)
 
 
 def _imported(module: str, *names: str) -> Iterator[type]:
     """Some classes of a module, if it was ever imported: else nothing can be one of them."""
     for name in names:
-        found = getattr(sys.modules.get(module), name, None)
-        if found is not None:
-            yield found
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            yield kind
 
 
 def refuse_reduced(params: Iterable[Tensor], who: str) -> None:
@@ -91,9 +91,9 @@ def refuse_reduced(params: Iterable[Tensor], who: str) -> None:
     if not distributed.is_available() or not distributed.is_initialized():
         return
     wanted = {id(param) for param in params}
-    for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel):
-            if any(id(param) in wanted for param in each.parameters()):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), DistributedDataParallel):
+            if any(id(param) in wanted for param in candidate.parameters()):
                 raise RuntimeError(
                     f"{who} would update parameters of a DistributedDataParallel before their gradients are averaged. "
                     "Use Pipe(..., replicas=group), whose steps average first, or the optimizer itself."

@@ -33,8 +33,8 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         words = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: words, draws=materialize is not None)
         layout.ranks.connections.connect(topology.pairs)
-        settle(stages, topology.hosting.own, layout.devices, materialize, lambda: seed)
+        settle(stages, topology.assignment.own, layout.devices, materialize, lambda: seed)
         modules = runtime.module._modules
         modules.update(elsewhere)
-        communicator.gradients.share_values(topology.hosting.tied(runtime.module))
+        communicator.gradients.share_values(topology.assignment.copies_in(runtime.module))
         communicator.agree(Verdict(None, None, True))

@@ -122,8 +122,8 @@ class Runtime:
         """The parameters that several ranks have, each with this rank's copy; None where it has none."""
         if self.topology is None:
             return []
-        hosting = self.topology.hosting
-        return list(zip(hosting.ties, hosting.tied(self.module), strict=True))
+        assignment = self.topology.assignment
+        return list(zip(assignment.tied_parameters, assignment.copies_in(self.module), strict=True))
 
     def stages(self) -> list[list[nn.Module]]:
         """The layers of each stage, as they are now.
@@ -144,7 +144,7 @@ class Runtime:
             averages: whether it averages gradients over replicas.
         """
         topology, replicas = self.topology, self.settings.layout.replicas
-        tied = [] if topology is None else topology.hosting.tied(self.module)
+        tied = [] if topology is None else topology.assignment.copies_in(self.module)
         own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if replicas is None or not averages:
             return own

@@ -126,7 +126,7 @@ def plans_of(schedule: str | Schedule, balance: Sequence[int], chunks: int, layo
     resolved = plans.resolved(chunks)
     check_schedule(resolved, len(balance))
     if layout.topology is not None:
-        check_placement(resolved, layout.topology.hosting.rank_of)
+        check_placement(resolved, layout.topology.assignment.rank_of)
     return plans
 
 

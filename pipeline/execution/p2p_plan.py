@@ -43,7 +43,7 @@ class P2PPlan:
         rank: this one.
 
     Attributes:
-        slots: the messages of each channel from or to this rank, in order.
+        channels: the messages of each channel from or to this rank, in order.
         name_of: for each message its name.
         channel_of: for each message its channel.
 
@@ -52,7 +52,7 @@ class P2PPlan:
         >>> from scheduler import by_name
         >>> schedule = by_name("1f1b", lanes=2, chunks=2)
         >>> plan = P2PPlan(schedule.orders, chain(2), schedule.placement, rank=0)
-        >>> [message.name for message in plan.slots[1, 0]]
+        >>> [message.name for message in plan.channels[1, 0]]
         ['the gradient of h1 of chunk 0 from stage 1', 'the gradient of h1 of chunk 1 from stage 1']
     """
 
@@ -63,7 +63,7 @@ class P2PPlan:
         numbers = {row.name: number for number, row in enumerate(values.rows)}
         edges = values.edges()
         sent = messages(placement, [(producer, reader) for _, producer, reader in edges]).sent
-        self.slots: dict[Channel, list[P2PMessage]] = {}
+        self.channels: dict[Channel, list[P2PMessage]] = {}
         for sender, order in enumerate(orders):
             for index, (stage, kind, chunk) in enumerate(order):
                 for way in sent.get((stage, kind), ()):
@@ -73,27 +73,27 @@ class P2PPlan:
                         takers = [Action(way.stage, needing, chunk) for needing in way.kinds]
                         taken_at = next(position[taker] for taker in takers if taker in position)
                         message = P2PMessage(_name(key, numbers), key, index, taken_at)
-                        self.slots.setdefault((sender, way.lane), []).append(message)
-        self.name_of = {slot.key: slot.name for slots in self.slots.values() for slot in slots}
-        self.channel_of = {slot.key: channel for channel, slots in self.slots.items() for slot in slots}
-        self._delivered = {channel: self._proved(channel) for channel in self.slots if channel[1] == rank}
+                        self.channels.setdefault((sender, way.lane), []).append(message)
+        self.name_of = {message.key: message.name for messages in self.channels.values() for message in messages}
+        self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}
+        self._delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}
 
     def delivered(self, channel: Channel, count: int) -> int:
         """The number of messages of the opposite channel that have arrived once `count` have come in on this one."""
         return self._delivered[channel][count]
 
     def _proved(self, channel: Channel) -> list[int]:
-        ours = self.slots.get((channel[1], channel[0]), [])
+        ours = self.channels.get((channel[1], channel[0]), [])
         found, proved = [0], 0
-        for slot in self.slots[channel]:
-            while proved < len(ours) and _last_taken(ours, proved) <= slot.sent_at:
+        for message in self.channels[channel]:
+            while proved < len(ours) and _last_taken(ours, proved) <= message.sent_at:
                 proved += 1
             found.append(proved)
         return found
 
 
-def _last_taken(slots: Sequence[P2PMessage], index: int) -> int:
-    return slots[index].taken_at
+def _last_taken(messages: Sequence[P2PMessage], index: int) -> int:
+    return messages[index].taken_at
 
 
 def _name(key: Key, numbers: Mapping[Name, int]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipeline import Pipe
-from pipeline.distributed.data_parallel import shards as replica_shares
+from pipeline.distributed.data_parallel import shards
 from pipeline.distributed.remote_layer import RemoteLayer
 
 Found = dict[str, Any]
@@ -37,11 +37,11 @@ def mesh_of(pipelines: int = 2) -> DeviceMesh:
 @contextmanager
 def travelling_alone(every: bool) -> Iterator[None]:
     """Within: the gradients of each stage are sent by themselves, however small they are."""
-    kept, replica_shares.SMALL = replica_shares.SMALL, 0 if every else replica_shares.SMALL
+    kept, shards.SMALL = shards.SMALL, 0 if every else shards.SMALL
     try:
         yield
     finally:
-        replica_shares.SMALL = kept
+        shards.SMALL = kept
 
 
 # ---------------------------------------------------------------------------------------------------------- models

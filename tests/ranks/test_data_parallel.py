@@ -11,7 +11,7 @@ from crew import Crew
 from one_and_many import differences
 
 from pipeline.distributed.data_parallel.gradient_means import _mean
-from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shares
+from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shards_of
 
 
 def check(crew: Crew, cases: list[dict[str, Any]], in_process: bool = False) -> None:
@@ -76,10 +76,10 @@ def test_every_kind_of_gradient_is_averaged(crew4: Crew, door: str) -> None:
     ])  # fmt: skip
 
 
-def test_shares_are_even_and_cover_every_parameter_once() -> None:
+def test_shards_are_even_and_cover_every_parameter_once() -> None:
     for count in range(1, 6):
         for sizes in product(range(4), repeat=4):
-            found = shares(sizes, count)
+            found = shards_of(sizes, count)
             pieces = sorted(piece for share in found for piece in share)
             for number, size in enumerate(sizes):
                 own = [(begin, end) for parameter, begin, end in pieces if parameter == number]

@@ -106,7 +106,7 @@ class ReplicaAverager(Averager):
     def _begun(self) -> GradientReducer:
         if self._reducer is None:
             replicas = self._replicas
-            self._reducer = GradientReducer(replicas.ranks, str(replicas.number), self.layout.slots)
+            self._reducer = GradientReducer(replicas.ranks, str(replicas.number), self.layout.buckets)
         return self._reducer
 
     def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
@@ -118,7 +118,7 @@ class ReplicaAverager(Averager):
 
     def _external(self, last: GradientBucket) -> Sequence[Tensor]:
         """The parameters of the last bucket that are not the module's."""
-        return last.parameters[len(self.layout.slots[-1].parameters) :]
+        return last.parameters[len(self.layout.buckets[-1].parameters) :]
 
 
 def _by_id(pairs: Iterable[Pair]) -> dict[int, Tensor]:

@@ -84,7 +84,7 @@ class DataParallelCommunicator(Communicator):
             self._inner.__enter__()
         except BaseException:
             if not is_within:
-                ranks.watch.enter(ranks.generation, self._name, ranks.connections.abort)
+                ranks.monitor.enter(ranks.generation, self._name, ranks.connections.abort)
                 self._pass_on()
             raise
         try:
@@ -92,7 +92,7 @@ class DataParallelCommunicator(Communicator):
         except BaseException as error:
             if pipeline is None or is_within:
                 raise
-            pipeline.watch.fail(self._failure_among_replicas(error))
+            pipeline.monitor.fail(self._failure_among_replicas(error))
             self._inner.__exit__(ReplicaLostError, ReplicaLostError(str(error)), None)
             raise
         return self
@@ -123,7 +123,7 @@ class DataParallelCommunicator(Communicator):
     def _fail(self, error: BaseException, pipeline: RankGroup) -> NoReturn:
         """The call failed here: make it everyone's failure, first the pipeline's, then the replicas'."""
         if isinstance(error, ReplicaLostError):
-            pipeline.watch.fail(self._failure_among_replicas(error))
+            pipeline.monitor.fail(self._failure_among_replicas(error))
         try:
             self._inner.__exit__(type(error), error, error.__traceback__)
         finally:
@@ -133,9 +133,9 @@ class DataParallelCommunicator(Communicator):
     def _failure_among_replicas(self, error: BaseException) -> Failure:
         """The failure of the call, as the replicas' ranks tell it; for the pipeline."""
         ranks = self._replicas.ranks
-        failure = ranks.watch.verdict(_GRACE)
+        failure = ranks.monitor.verdict(_GRACE)
         if failure is None:
-            waited = f"rank {ranks.rank} waited at {in_words(ranks.watch.at)}."
+            waited = f"rank {ranks.rank} waited at {in_words(ranks.monitor.at)}."
             failure = silence(ranks.rank, self._call, f"rank {ranks.rank} lost a connection: {error}", waited)
         where = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
         return _told_among(failure, where)
@@ -144,14 +144,14 @@ class DataParallelCommunicator(Communicator):
         """Make the pipeline's failure that of the replicas."""
         ranks, pipeline = self._replicas.ranks, self._replicas.pipeline
         assert pipeline is not None  # or nothing failed but here
-        failure = pipeline.watch.verdict(0.0)
+        failure = pipeline.monitor.verdict(0.0)
         if failure is None:
             failure = silence(pipeline.rank, self._call, "the call failed before it began.")
         where = f"{_WHERE[0]}{ranks.rank} (ranks {members(pipeline)} of the world, here 0 to {pipeline.size - 1})"
         ranks.is_in_call = False
-        ranks.watch.fail(_told_among(failure, where))
+        ranks.monitor.fail(_told_among(failure, where))
         ranks.close()
-        ranks.watch.leave()
+        ranks.monitor.leave()
 
     def open(
         self,
@@ -173,9 +173,9 @@ class DataParallelCommunicator(Communicator):
 
     def at(self, action: Action | None) -> None:
         self._action = action
-        watch = self._replicas.ranks.watch
-        watch.at = "the end of a phase" if action is None else (action,)
-        watch.steps += 1
+        monitor = self._replicas.ranks.monitor
+        monitor.at = "the end of a phase" if action is None else (action,)
+        monitor.steps += 1
         self._inner.at(action)
 
     def again(self) -> DataParallelCommunicator:
@@ -199,7 +199,7 @@ class DataParallelCommunicator(Communicator):
         if votes:
             if isinstance(self._inner, DistributedCommunicator):
                 self._inner.compare()  # what refuses one replica's call refuses all
-            self._replicas.ranks.watch.at = "the vote of all replicas"
+            self._replicas.ranks.monitor.at = "the vote of all replicas"
             with lost():
                 rows = self._replicas.ranks.exchange([self._replicas.number, verdict.hooks])
             verdict = verdict._replace(hooks=any(hooks for _, hooks in rows))

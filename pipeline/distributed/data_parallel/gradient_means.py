@@ -3,7 +3,7 @@
     replica 0  [ a0 | b0 ]  --b0-->  replica 1: (b0 + b1) / 2  --mean-->  [ mean a | mean b ]
     replica 1  [ a1 | b1 ]  --a1-->  replica 0: (a0 + a1) / 2  --mean-->  [ mean a | mean b ]
 
-    sums    slot by slot, as soon as a slot is final: they travel while other stages, here and on other ranks, compute
+    sums    bucket by bucket, as soon as one is final: they travel while other stages, here and on other ranks, compute
     means   when the divisors of all replicas are known; added in the order of the replicas, half precision in float32
 
 So a mean is the same to the bit on all replicas, and of n replicas each sends 2 (n - 1) / n of the bytes. A gradient
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.loss import divide_
-from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shares
+from pipeline.distributed.data_parallel.shards import GradientBucket, Piece, shards_of
 from pipeline.distributed.group import RankGroup
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.message import Message
@@ -38,25 +38,25 @@ class GradientReducer:
     Args:
         ranks: of the replicas.
         series: what the messages of such a pass have in common.
-        slots: what travels, in this order. The last one is known at the end.
+        buckets: what travels, in this order. The last one is known at the end.
     """
 
-    def __init__(self, ranks: RankGroup, series: str, slots: Sequence[GradientBucket]) -> None:
+    def __init__(self, ranks: RankGroup, series: str, buckets: Sequence[GradientBucket]) -> None:
         self._ranks = ranks
         self._series = series
-        self._slots = list(slots)
+        self._buckets = list(buckets)
         self._note: Sequence[int] = ()
         self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self._grads: list[list[Tensor | None]] = []  # of the slots that were sent, by parameter
-        self._shares: list[list[list[Piece]]] = []  # of those, by replica
+        self._grads: list[list[Tensor | None]] = []  # of the buckets that were sent, by parameter
+        self._shards: list[list[list[Piece]]] = []  # of those, by replica
 
     @property
     def early(self) -> GradientBucket | None:
-        """The next slot to send. None: it is the last one."""
-        return self._slots[len(self._grads)] if len(self._grads) < len(self._slots) - 1 else None
+        """The next bucket to send. None: it is the last one."""
+        return self._buckets[len(self._grads)] if len(self._grads) < len(self._buckets) - 1 else None
 
     def send(self, grads: Mapping[int, Tensor]) -> None:
-        """Send the sums of the next slot, to each replica its share.
+        """Send the sums of the next bucket, to each replica its shard.
 
         Args:
             grads: by the id of the parameter.
@@ -64,48 +64,48 @@ class GradientReducer:
         with lost():
             self._send(grads, ())
 
-    def send_last(self, slot: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
-        """The same of the last slot, which has turned out to be this one.
+    def send_last(self, bucket: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
+        """The same of the last bucket, which has turned out to be this one.
 
         Args:
             note: whole numbers for everyone.
         """
-        self._slots[-1], self._note = slot, note
+        self._buckets[-1], self._note = bucket, note
         with lost():
             self._send(grads, (torch.tensor(note, dtype=torch.int64, device="cpu"),))
 
     def _send(self, grads: Mapping[int, Tensor], more: tuple[Tensor, ...]) -> None:
         if not self._grads:
             self._begin("sums")
-        slot = self._slots[len(self._grads)]
-        mine = [grads.get(id(parameter)) for parameter in slot.parameters]
-        cuts = shares([parameter.numel() for parameter in slot.parameters], self._ranks.size)
+        bucket = self._buckets[len(self._grads)]
+        mine = [grads.get(id(parameter)) for parameter in bucket.parameters]
+        cuts = shards_of([parameter.numel() for parameter in bucket.parameters], self._ranks.size)
         flat = [_flat(grad) for grad in mine]
         for rank in self._others:
             parts = [_cut(flat[piece.parameter], piece) for piece in cuts[rank]]
-            self._ranks.connections.sender(rank).send(_named("sums", slot), Message((*parts, *more)))
+            self._ranks.connections.sender(rank).send(_named("sums", bucket), Message((*parts, *more)))
         self._grads.append(mine)
-        self._shares.append(cuts)
+        self._shards.append(cuts)
 
     def receive(self) -> tuple[list[list[Parts]], list[list[int]]]:
-        """When all have been sent: the sums of this replica's share, by slot and replica, and everyone's note."""
+        """When all have been sent: the sums of this replica's shard, by bucket and replica, and everyone's note."""
         rank = self._ranks.rank
         own = [
             [_cut(_flat(grads[piece.parameter]), piece) for piece in cuts[rank]]
-            for grads, cuts in zip(self._grads, self._shares, strict=True)
+            for grads, cuts in zip(self._grads, self._shards, strict=True)
         ]
-        found: list[list[Parts]] = [[parts] * self._ranks.size for parts in own]
+        sums: list[list[Parts]] = [[parts] * self._ranks.size for parts in own]
         notes = [list(self._note)] * self._ranks.size
         with lost():
-            for index, slot in enumerate(self._slots):
+            for index, bucket in enumerate(self._buckets):
                 for other in self._others:
-                    found[index][other] = list(self._received(other, "sums", slot))
+                    sums[index][other] = list(self._received(other, "sums", bucket))
             self._finish()
         for other in self._others:
-            note = found[-1][other].pop()
-            assert note is not None  # it was sent with the last slot
+            note = sums[-1][other].pop()
+            assert note is not None  # it was sent with the last bucket
             notes[other] = note.tolist()
-        return found, notes
+        return sums, notes
 
     def means(
         self, sums: list[list[Parts]], divisors: Sequence[Tensor | None]
@@ -122,48 +122,49 @@ class GradientReducer:
         rank, own = self._ranks.rank, []
         with lost():
             self._begin("means")
-            for index, slot in enumerate(self._slots):
+            for index, bucket in enumerate(self._buckets):
                 parts, sums[index] = sums[index], []
-                cuts = self._shares[index][rank]
-                own.append([_mean(each, divisors, slot, piece) for piece, *each in zip(cuts, *parts, strict=True)])
-                if not slot.parameters:
+                cuts = self._shards[index][rank]
+                columns = zip(cuts, *parts, strict=True)
+                own.append([_mean(summands, divisors, bucket, piece) for piece, *summands in columns])
+                if not bucket.parameters:
                     continue
                 for other in self._others:
-                    self._ranks.connections.sender(other).send(_named("means", slot), Message(tuple(own[-1])))
-            pairs = [pair for index in range(len(self._slots)) for pair in self._whole(index, own[index])]
+                    self._ranks.connections.sender(other).send(_named("means", bucket), Message(tuple(own[-1])))
+            pairs = [pair for index in range(len(self._buckets)) for pair in self._whole(index, own[index])]
             self._finish()
         return pairs
 
     def _whole(self, index: int, mine: Parts) -> Iterator[tuple[Tensor, Tensor]]:
-        """The means of a slot, put together from everyone's share."""
-        slot = self._slots[index]
-        if not slot.parameters:
+        """The means of a bucket, put together from everyone's shard."""
+        bucket = self._buckets[index]
+        if not bucket.parameters:
             return
-        pieces: list[list[tuple[Piece, Tensor | None]]] = [[] for _ in slot.parameters]
-        for rank, cuts in enumerate(self._shares[index]):
-            theirs = mine if rank == self._ranks.rank else self._received(rank, "means", slot)
+        pieces: list[list[tuple[Piece, Tensor | None]]] = [[] for _ in bucket.parameters]
+        for rank, cuts in enumerate(self._shards[index]):
+            theirs = mine if rank == self._ranks.rank else self._received(rank, "means", bucket)
             for piece, mean in zip(cuts, theirs, strict=True):
                 pieces[piece.parameter].append((piece, mean))
-        for parameter, grad, each in zip(slot.parameters, self._grads[index], pieces, strict=True):
-            whole = _joined(parameter, grad, each)
+        for parameter, grad, means in zip(bucket.parameters, self._grads[index], pieces, strict=True):
+            whole = _joined(parameter, grad, means)
             if whole is not None:
                 yield parameter, whole
 
     def _begin(self, what: str) -> None:
-        names = [_named(what, slot) for slot in self._slots if slot.parameters or what == "sums"]
+        names = [_named(what, bucket) for bucket in self._buckets if bucket.parameters or what == "sums"]
         for rank in self._others:
             self._ranks.connections.receiver(rank).begin(f"{self._series}/{what}", names)
             self._ranks.connections.sender(rank).begin(f"{self._series}/{what}", names)
 
-    def _received(self, rank: int, what: str, slot: GradientBucket) -> tuple[Tensor | None, ...]:
-        self._ranks.watch.at = f"the {_named(what, slot)}, from replica {rank}"
-        return self._ranks.connections.receiver(rank).receive(_named(what, slot)).tensors
+    def _received(self, rank: int, what: str, bucket: GradientBucket) -> tuple[Tensor | None, ...]:
+        self._ranks.monitor.at = f"the {_named(what, bucket)}, from replica {rank}"
+        return self._ranks.connections.receiver(rank).receive(_named(what, bucket)).tensors
 
     def _finish(self) -> None:
         for rank in self._others:
             self._ranks.connections.receiver(rank).finish()
         for rank in self._others:
-            self._ranks.watch.at = f"the end, for replica {rank} to receive gradients"
+            self._ranks.monitor.at = f"the end, for replica {rank} to receive gradients"
             self._ranks.connections.sender(rank).finish()
 
 
@@ -176,8 +177,8 @@ def lost() -> Iterator[None]:
         raise ReplicaLostError(str(error)) from error
 
 
-def _named(what: str, slot: GradientBucket) -> str:
-    return f"{what} of {slot.name}"
+def _named(what: str, bucket: GradientBucket) -> str:
+    return f"{what} of {bucket.name}"
 
 
 def _flat(grad: Tensor | None) -> Tensor | None:
@@ -192,26 +193,26 @@ def _cut(flat: Tensor | None, piece: Piece) -> Tensor | None:
 
 
 def _mean(
-    parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], slot: GradientBucket, piece: Piece
+    parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], bucket: GradientBucket, piece: Piece
 ) -> Tensor | None:
     """Of one piece, over all replicas. None: none has it."""
-    found = [(part, divisor) for part, divisor in zip(parts, divisors, strict=True) if part is not None]
-    if not found:
+    present = [(part, divisor) for part, divisor in zip(parts, divisors, strict=True) if part is not None]
+    if not present:
         return None
-    parameter = slot.parameters[piece.parameter]
-    if len({part.layout for part, _ in found}) > 1:
+    parameter = bucket.parameters[piece.parameter]
+    if len({part.layout for part, _ in present}) > 1:
         raise RuntimeError(
             f"the gradient of a parameter of shape {list(parameter.shape)} is sparse on one replica and dense on "
             "another. Use sparse=False in its nn.Embedding, or use it alike on all replicas."
         )
     total: Tensor | None = None
-    for part, divisor in found:
+    for part, divisor in present:
         here = divide_(part.to(parameter.device), divisor)
         here = here.to(torch.float32) if here.dtype in _HALF else here
         here = here.coalesce() if here.is_sparse else here
         total = here if total is None else total.add_(here)  # in place: messages are ours, and our own part is replaced
-    assert total is not None  # found is not empty
-    mean = total.div_(len(parts)).to(found[0][0].dtype)
+    assert total is not None  # some part is present
+    mean = total.div_(len(parts)).to(present[0][0].dtype)
     return mean.coalesce() if mean.is_sparse else mean
 
 
@@ -219,13 +220,13 @@ def _joined(
     parameter: Tensor, grad: Tensor | None, pieces: Sequence[tuple[Piece, Tensor | None]]
 ) -> Tensor | None:
     """A mean, put together; written into `grad` where that can be."""
-    found = [(piece, mean) for piece, mean in pieces if mean is not None]
-    if not found or found[0][1].is_sparse:
-        return found[0][1].to(parameter.device) if found else None
+    present = [(piece, mean) for piece, mean in pieces if mean is not None]
+    if not present or present[0][1].is_sparse:
+        return present[0][1].to(parameter.device) if present else None
     if grad is None:
-        grad = torch.empty_like(parameter, dtype=found[0][1].dtype, requires_grad=False)
+        grad = torch.empty_like(parameter, dtype=present[0][1].dtype, requires_grad=False)
     flat = grad.view(-1) if grad.is_contiguous() else grad.new_empty(grad.numel())
-    for piece, mean in found:
+    for piece, mean in present:
         here = flat[piece.begin : piece.end]
         if here.data_ptr() != mean.data_ptr():  # else it was computed in its place
             here.copy_(mean)

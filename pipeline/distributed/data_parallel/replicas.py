@@ -21,7 +21,7 @@ from pipeline.distributed.agreement import MismatchError, difference, digest, en
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.transports.message import Message
 
-_LETTER = 2**25  # bytes of initial values in a message
+_MESSAGE_BYTES = 2**25  # of initial values in a message
 
 
 class Replicas:
@@ -81,7 +81,7 @@ class Replicas:
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Write replica 0's values into everyone's."""
         series, what = f"{self.number}/values", "the initial values"
-        for some in _in_letters(tensors):
+        for some in _in_messages(tensors):
             if self.index == 0:
                 for rank in range(1, self.count):
                     self.ranks.send_one(rank, series, what, Message(tuple([tensor.detach() for tensor in some])))
@@ -124,16 +124,16 @@ def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout
     """
     if given is None:
         return None
-    found = ranks_of(given, heartbeat, timeout)
-    if found is not None and ranks is not None:
-        both = sorted(set(members(found)) & set(members(ranks)))
+    replicas = ranks_of(given, heartbeat, timeout)
+    if replicas is not None and ranks is not None:
+        both = sorted(set(members(replicas)) & set(members(ranks)))
         if len(both) > 1:
             raise ValueError(
-                f"replicas has ranks {members(found)} and group has ranks {members(ranks)}, so ranks {both} would be "
-                "replicas of each other and parts of one pipeline. Give the two dimensions of a DeviceMesh: "
+                f"replicas has ranks {members(replicas)} and group has ranks {members(ranks)}, so ranks {both} would "
+                "be replicas of each other and parts of one pipeline. Give the two dimensions of a DeviceMesh: "
                 'group=mesh["pp"], replicas=mesh["dp"].'
             )
-    return found
+    return replicas
 
 
 def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
@@ -143,7 +143,7 @@ def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
         MismatchError: something does.
     """
     digests = [digest(text) for text in words.values()]
-    if any(each != digests for each in ranks.exchange(digests)):
+    if any(theirs != digests for theirs in ranks.exchange(digests)):
         refuse(ranks, words)
 
 
@@ -174,12 +174,12 @@ def _in_words(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         yield f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _in_letters(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Several small ones at a time."""
     some: list[Tensor] = []
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         some.append(tensor)
-        if sum(each.numel() * each.element_size() for each in some) >= _LETTER:
+        if sum(tensor.numel() * tensor.element_size() for tensor in some) >= _MESSAGE_BYTES:
             yield some
             some = []
     if some:

@@ -1,10 +1,10 @@
 """Shards of gradients: each replica computes the means of as many numbers as any other.
 
-    parameters of a slot   [ 0.weight | 0.bias | 2.weight             | 2.bias ]
-    shares of 2 replicas   [ replica 0             | replica 1                 ]     a weight may be in both
+    parameters of a bucket [ 0.weight | 0.bias | 2.weight             | 2.bias ]
+    shards of 2 replicas   [ replica 0             | replica 1                 ]     a weight may be in both
 
-A slot is what travels together: the parameters of one stage, which are final when its last backward has run, or of a
-few small ones; and at the end the rest, which several stages read, or only the loss. Slots and shares follow from the
+A bucket is what travels together: the parameters of one stage, which are final when its last backward has run, or of a
+few small ones; and at the end the rest, which several stages read, or only the loss. Buckets and shards follow from the
 parameters alone, so all replicas cut alike.
 """
 
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """A stretch of a parameter's numbers, in the order of its flattened self.
 
     Attributes:
-        parameter: its number in its slot.
+        parameter: its number in its bucket.
         begin, end: the stretch. A parameter's first one begins at 0.
     """
 
@@ -55,11 +55,11 @@ class Layout(NamedTuple):
     """What of a process travels to its replicas.
 
     Attributes:
-        slots: in the order in which they travel: late stages, which are final first. The last one has the rest, too.
+        buckets: in the order in which they travel: late stages, which are final first. The last one has the rest, too.
         parameters: all, in the order of the modules.
     """
 
-    slots: tuple[GradientBucket, ...]
+    buckets: tuple[GradientBucket, ...]
     parameters: tuple[Tensor, ...]
 
 
@@ -73,62 +73,62 @@ def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] 
     Example:
         >>> layers = {stage: [nn.Linear(512, 512)] for stage in range(4)}
         >>> layout = layout_of({**layers, 4: [nn.Linear(512, 2)]})
-        >>> [(slot.name, len(slot.parameters)) for slot in layout.slots]
+        >>> [(bucket.name, len(bucket.parameters)) for bucket in layout.buckets]
         [('stages 4, 3', 4), ('stages 2', 2), ('stages 1', 2), ('stages 0', 2), ('no stage', 0)]
     """
-    found = {
+    by_stage = {
         stage: {id(parameter): parameter for layer in layers for parameter in layer.parameters()}
         for stage, layers in sorted(stages.items())
     }
-    readers = Counter(key for parameters in found.values() for key in parameters)
-    everything = {key: parameter for parameters in found.values() for key, parameter in parameters.items()}
+    readers = Counter(key for parameters in by_stage.values() for key in parameters)
+    everything = {key: parameter for parameters in by_stage.values() for key, parameter in parameters.items()}
     shared = {key: everything[key] for key, count in readers.items() if count > 1 or key in apart}
-    slots, last = [], GradientBucket((), ())
-    for stage in reversed(found):
-        own = [parameter for key, parameter in found[stage].items() if key not in shared]
+    buckets, last = [], GradientBucket((), ())
+    for stage in reversed(by_stage):
+        own = [parameter for key, parameter in by_stage[stage].items() if key not in shared]
         last = GradientBucket((*last.stages, stage), (*last.parameters, *own))
-        if sum([each.numel() * each.element_size() for each in last.parameters]) >= SMALL:
-            slots.append(last)
+        if sum([parameter.numel() * parameter.element_size() for parameter in last.parameters]) >= SMALL:
+            buckets.append(last)
             last = GradientBucket((), ())
     last = GradientBucket(last.stages, (*last.parameters, *shared.values()))
-    return Layout((*slots, last), tuple(everything.values()))
+    return Layout((*buckets, last), tuple(everything.values()))
 
 
 def with_external(layout: Layout, pairs: Sequence[Pair]) -> GradientBucket:
-    """The last slot, with parameters that are trained with the module but are not its own, those of a loss."""
+    """The last bucket, with parameters that are trained with the module but are not its own, those of a loss."""
     known = {id(parameter) for parameter in layout.parameters}
     external = [owner for owner, _ in pairs if id(owner) not in known and isinstance(owner, nn.Parameter)]
-    last = layout.slots[-1]
+    last = layout.buckets[-1]
     return GradientBucket(last.stages, (*last.parameters, *external))
 
 
-def shares(sizes: Sequence[int], count: int) -> list[list[Piece]]:
-    """Cut a row of parameters into shares of as many numbers.
+def shards_of(sizes: Sequence[int], count: int) -> list[list[Piece]]:
+    """Cut a row of parameters into shards of as many numbers.
 
     Args:
         sizes: how many numbers each parameter has.
-        count: how many shares.
+        count: how many shards.
 
     Returns:
-        The pieces of each share. The first piece of a parameter is there even if it is empty.
+        The pieces of each shard. The first piece of a parameter is there even if it is empty.
 
     Example:
-        >>> shares([3, 5], 2)
+        >>> shards_of([3, 5], 2)
         [[Piece(parameter=0, begin=0, end=3), Piece(parameter=1, begin=0, end=1)], [Piece(parameter=1, begin=1, end=5)]]
     """
     total = sum(sizes)
-    ends = [total * (share + 1) // count for share in range(count)]
-    found: list[list[Piece]] = [[] for _ in range(count)]
-    share, first = 0, 0
+    ends = [total * (shard + 1) // count for shard in range(count)]
+    shards: list[list[Piece]] = [[] for _ in range(count)]
+    shard, first = 0, 0
     for index, size in enumerate(sizes):
         begin = 0
         while begin < size:
-            while ends[share] <= first + begin:
-                share += 1
-            end = min(size, ends[share] - first)
-            found[share].append(Piece(index, begin, end))
+            while ends[shard] <= first + begin:
+                shard += 1
+            end = min(size, ends[shard] - first)
+            shards[shard].append(Piece(index, begin, end))
             begin = end
         if size == 0:
-            found[share].append(Piece(index, 0, 0))
+            shards[shard].append(Piece(index, 0, 0))
         first += size
-    return found
+    return shards

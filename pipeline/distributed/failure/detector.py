@@ -88,7 +88,7 @@ class FailureDetector:
         beat = self._beats.get(rank)
         if beat is None:
             return "has not been heard of yet"
-        return f"{'is' if rank == self._rank else 'was'} {beat.standing()}"
+        return f"{'is' if rank == self._rank else 'was'} {beat.described()}"
 
     def _ended(self, own: Heartbeat) -> Failure | None:
         for rank, beat in self._others().items():
@@ -103,7 +103,7 @@ class FailureDetector:
             if beat.generation > own.generation:
                 message = (
                     f"{own.call} was given up by the others while rank {self._rank} was not heard of: rank {rank} is "
-                    f"{beat.standing()}, {beat.generation - own.generation} failures later."
+                    f"{beat.described()}, {beat.generation - own.generation} failures later."
                 )
                 return silence(self._rank, own.call, message)
         return None
@@ -116,7 +116,7 @@ class FailureDetector:
             return None
         message = (
             f"rank {rank} does not answer since {since[rank]:.1f} s (heartbeat={self._heartbeat}): stopped, swapped "
-            f"out or cut off. It was last seen {self._beats[rank].standing()}."
+            f"out or cut off. It was last seen {self._beats[rank].described()}."
         )
         return silence(rank, own.call, message, self.waits(but=rank))
 

@@ -157,11 +157,11 @@ def _found(type_name: str) -> type[Exception] | None:
     """The type of that name. Its module may have dots, and so may its name within (a class within a class)."""
     parts = type_name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        found = _module(".".join(parts[:cut]))
-        for part in parts[cut:] if found is not None else ():
-            found = getattr(found, part, None)
-        if isinstance(found, type):
-            return found if issubclass(found, Exception) else None
+        named = _module(".".join(parts[:cut]))
+        for part in parts[cut:] if named is not None else ():
+            named = getattr(named, part, None)
+        if isinstance(named, type):
+            return named if issubclass(named, Exception) else None
     return None
 
 

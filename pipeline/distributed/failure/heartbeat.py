@@ -26,7 +26,7 @@ class Heartbeat(NamedTuple):
         ended: "", or how this rank ended.
 
     >>> beat = Heartbeat(41, 0, 7, "step 7", True, "2B3", 120, "")
-    >>> Heartbeat.parse(beat.text()) == beat, beat.standing()
+    >>> Heartbeat.parse(beat.text()) == beat, beat.described()
     (True, 'at 2B3 in step 7')
     """
 
@@ -65,7 +65,7 @@ class Heartbeat(NamedTuple):
         """A value that changes when the rank makes progress, and not by a beat alone."""
         return self.order, self.is_in, self.steps, self.ended
 
-    def standing(self) -> str:
+    def described(self) -> str:
         """A description of where the rank is."""
         if not self.call:
             place = "before its first call"

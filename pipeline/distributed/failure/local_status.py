@@ -1,6 +1,6 @@
 """The local status: this rank's progress and the known failure, shared by the main thread and the monitor's threads.
 
-    main thread: enter ... at, steps ... leave         watcher: beat(), asked(), unposted()  ──► store
+    main thread: enter ... at, steps ... leave         monitor thread: beat(), asked(), unposted()  ──► store
                  ask, fail ◄── the generation's failure, abort() ── posted(), deliver() ◄── store
 """
 

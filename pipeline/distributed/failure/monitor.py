@@ -1,10 +1,10 @@
 """The failure monitor: it ends the waits of a rank when another has failed, went silent, or will not enter the call.
 
-    main thread                        watcher thread                        the others' watchers
+    main thread                        monitor's thread                         the others' threads
     enter, at, steps, leave ─state──►  a beat, once a second     ◄──store──►  beats
     fail(failure)           ────────►  the failure, first wins   ◄──store──►  looked for, ten times a second
     a wait ends, verdict()  ◄─abort()  there is a failure, or a silence that is one
-                            ◄─abort()  guard thread: the store itself does not answer
+                            ◄─abort()  watchdog thread: the store itself does not answer
 
 The main thread never touches the store, which may hold its caller for as long as the process that hosts it is stopped.
 
@@ -65,16 +65,16 @@ class FailureMonitor:
         self.at: object = ""
         self.steps = 0
         self._heartbeat = heartbeat
-        self._standing = standing = LocalStatus(rank, weakref.ref(self))
-        judge = FailureDetector(rank, size, heartbeat, timeout)
-        self._watcher = MonitorThread(standing, StoreKeys(store, prefix, rank, size), judge, heartbeat)
-        self._guard = StoreWatchdog(standing, self._watcher, heartbeat)
-        at_exit = partial(_end_with_script, standing, self._watcher, self._guard, os.getpid())
-        self._drop = weakref.finalize(self, standing.drop)  # the threads then end once no other rank needs them
+        self._status = status = LocalStatus(rank, weakref.ref(self))
+        detector = FailureDetector(rank, size, heartbeat, timeout)
+        self._thread = MonitorThread(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
+        self._watchdog = StoreWatchdog(status, self._thread, heartbeat)
+        at_exit = partial(_end_with_script, status, self._thread, self._watchdog, os.getpid())
+        self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
-        self._watcher.start(at_end=partial(_forget, self._guard, at_exit))
-        self._guard.start()
+        self._thread.start(at_end=partial(_forget, self._watchdog, at_exit))
+        self._watchdog.start()
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
         """Enter a call, as all ranks do.
@@ -90,11 +90,11 @@ class FailureMonitor:
             ValueError: there was a later generation.
         """
         self.at = ""
-        self._standing.enter(generation, call, abort)
+        self._status.enter(generation, call, abort)
 
     def leave(self) -> None:
         """Leave the call, which succeeded on this rank. From here on its abort is not called, nor under way."""
-        self._standing.leave()
+        self._status.leave()
 
     def fail(self, failure: Failure) -> None:
         """Report a failure of this rank to the others. If another rank was first, its failure stays the one for all.
@@ -102,10 +102,10 @@ class FailureMonitor:
         The call is over then, and its abort is not called. Where the store does not answer, this returns after two
         seconds at most, and the record is posted when it answers again.
         """
-        with self._standing.changed:  # so that the thread looks after this
-            self._standing.leave()
-            self._watcher.hurry()
-            self._standing.tell(failure, min(POSTING, self._heartbeat))
+        with self._status.changed:  # so that the thread looks after this
+            self._status.leave()
+            self._thread.hurry()
+            self._status.tell(failure, min(POSTING, self._heartbeat))
 
     def verdict(self, grace: float) -> Failure | None:
         """The failure of this generation, or None if there is none after `grace` seconds.
@@ -113,12 +113,12 @@ class FailureMonitor:
         It is the same on all ranks (where the store did not answer: of the same kind). If there is one, the call is
         over.
         """
-        with self._standing.changed:
-            self._watcher.hurry()
-            found = self._standing.ask(grace)
-            if found is not None:
-                self._standing.leave()
-            return found
+        with self._status.changed:
+            self._thread.hurry()
+            failure = self._status.ask(grace)
+            if failure is not None:
+                self._status.leave()
+            return failure
 
     def farewell(self) -> None:
         """Note that this rank ends its script: the others need not wait for it. Runs at exit by itself.
@@ -126,35 +126,35 @@ class FailureMonitor:
         Waits for ranks that are still in a call that this one has left, five seconds at most: the store may live in
         this process, and they need it.
         """
-        _part(self._standing, self._watcher)
+        _part(self._status, self._thread)
 
     def stop(self) -> None:
         """End the threads at once, and report that to the others. May be called again."""
         self._drop()
-        self._standing.leave()
-        _join(self._watcher, self._guard)
+        self._status.leave()
+        _join(self._thread, self._watchdog)
 
 
-def _part(standing: LocalStatus, watcher: MonitorThread) -> None:
-    standing.end("ended its script")
-    watcher.hurry()
-    with standing.changed:
-        standing.changed.wait_for(lambda: standing.has_parted or not watcher.is_alive(), PARTING)
+def _part(status: LocalStatus, thread: MonitorThread) -> None:
+    status.end("ended its script")
+    thread.hurry()
+    with status.changed:
+        status.changed.wait_for(lambda: status.has_parted or not thread.is_alive(), PARTING)
 
 
-def _forget(guard: StoreWatchdog, at_exit: Callable[[], None]) -> None:
-    guard.end()
+def _forget(watchdog: StoreWatchdog, at_exit: Callable[[], None]) -> None:
+    watchdog.end()
     atexit.unregister(at_exit)
 
 
-def _join(watcher: MonitorThread, guard: StoreWatchdog) -> None:
-    guard.end()
-    watcher.end()
-    guard.join()
-    watcher.join()
+def _join(thread: MonitorThread, watchdog: StoreWatchdog) -> None:
+    watchdog.end()
+    thread.end()
+    watchdog.join()
+    thread.join()
 
 
-def _end_with_script(standing: LocalStatus, watcher: MonitorThread, guard: StoreWatchdog, process: int) -> None:
+def _end_with_script(status: LocalStatus, thread: MonitorThread, watchdog: StoreWatchdog, process: int) -> None:
     if os.getpid() == process:  # and not in a fork of the rank, which has no threads, and is not the rank
-        _part(standing, watcher)
-        _join(watcher, guard)
+        _part(status, thread)
+        _join(thread, watchdog)

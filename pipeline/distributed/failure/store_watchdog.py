@@ -20,18 +20,18 @@ class StoreWatchdog:
     """The thread that watches the monitor's thread.
 
     Args:
-        standing: of this rank.
-        watcher: the monitor's thread, which uses the store.
+        status: of this rank.
+        monitor: the monitor's thread, which uses the store.
         heartbeat: seconds that a turn of that thread may take.
     """
 
-    def __init__(self, standing: LocalStatus, watcher: MonitorThread, heartbeat: float) -> None:
-        self._standing = standing
-        self._watcher = watcher
+    def __init__(self, status: LocalStatus, monitor: MonitorThread, heartbeat: float) -> None:
+        self._status = status
+        self._monitor = monitor
         self._heartbeat = heartbeat
         self._awake = self._since = monotonic()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipe guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pipe watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -54,17 +54,17 @@ class StoreWatchdog:
         if now - self._awake > self._heartbeat / 2:
             self._since = now  # this process was stopped itself: the store had no time to answer
         self._awake = now
-        began = self._watcher.turn_began
+        began = self._monitor.turn_began
         held = 0.0 if began is None else now - max(began, self._since)
         if held <= self._heartbeat:
             return
-        if self._standing.ended:
-            self._standing.part()
-        if self._standing.asked() is not None:
-            rank, own = self._standing.rank, self._standing.beat(0)
+        if self._status.ended:
+            self._status.part()
+        if self._status.asked() is not None:
+            rank, own = self._status.rank, self._status.beat(0)
             message = (
                 f"the store of torch.distributed does not answer rank {rank} since {held:.1f} s "
                 f"(heartbeat={self._heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
-                f"swapped out or cut off. rank {rank} is {own.standing()}."
+                f"swapped out or cut off. rank {rank} is {own.described()}."
             )
-            self._standing.lose(silence(rank, own.call, message, self._watcher.judge.waits(but=rank)))
+            self._status.lose(silence(rank, own.call, message, self._monitor.detector.waits(but=rank)))

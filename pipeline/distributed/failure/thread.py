@@ -31,17 +31,17 @@ class MonitorThread:
     """The thread of a monitor that uses the store.
 
     Args:
-        standing: of this rank.
-        board: the keys.
-        judge: the rules.
+        status: of this rank.
+        keys: the keys.
+        detector: the rules.
         heartbeat: seconds.
     """
 
-    def __init__(self, standing: LocalStatus, board: StoreKeys, judge: FailureDetector, heartbeat: float) -> None:
+    def __init__(self, status: LocalStatus, keys: StoreKeys, detector: FailureDetector, heartbeat: float) -> None:
         self.turn_began: float | None = None  # of the turn under way
-        self.judge = judge
-        self._standing = standing
-        self._board = board
+        self.detector = detector
+        self._status = status
+        self._keys = keys
         self._heartbeat = heartbeat
         self._period = min(BEAT, heartbeat / 4)
         self._wake = threading.Event()
@@ -53,7 +53,7 @@ class MonitorThread:
         self._before = self._said
         self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
         self._at_end: Callable[[], object] = int  # nothing
-        self._thread = threading.Thread(target=self._run, name="pipe watcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pipe monitor", daemon=True)
 
     def start(self, at_end: Callable[[], object]) -> None:
         """Begin; the thread does that at its end."""
@@ -79,13 +79,13 @@ class MonitorThread:
             self._thread.join(JOINING)
 
     def _run(self) -> None:
-        while not (self._is_over or self._standing.has_parted):
+        while not (self._is_over or self._status.has_parted):
             self._guarded(self._turn)
-            self._wake.wait(SHORT_PAUSE if self._standing.is_asking else min(PAUSE, self._period))
+            self._wake.wait(SHORT_PAUSE if self._status.is_asking else min(PAUSE, self._period))
             self._wake.clear()
         if not self._said.ended:
             self._guarded(self._speak)
-        self._standing.part()
+        self._status.part()
         self._at_end()
 
     def _guarded(self, work: Callable[[], object]) -> None:
@@ -99,19 +99,19 @@ class MonitorThread:
     def _turn(self) -> None:
         self._check_clock()
         self._post()
-        asked = self._standing.asked()
-        found = None if asked is None else self._board.failure(asked)
-        if asked is not None and found is not None:
-            self._standing.deliver(asked, found)
-        self._standing.wake()
-        if self._is_due(self._standing.beat(0)):
+        asked = self._status.asked()
+        failure = None if asked is None else self._keys.failure(asked)
+        if asked is not None and failure is not None:
+            self._status.deliver(asked, failure)
+        self._status.wake()
+        if self._is_due(self._status.beat(0)):
             self._post()  # before a beat that is of a later generation
             self._exchange(self._speak())
 
     def _post(self) -> None:
-        while unposted := self._standing.unposted():
+        while unposted := self._status.unposted():
             generation, failure = unposted[0]
-            self._standing.posted(generation, self._board.post(generation, failure))
+            self._status.posted(generation, self._keys.post(generation, failure))
 
     def _is_due(self, own: Heartbeat) -> bool:
         """A beat is due in time; and early when this rank pauses after a call, since then others may part."""
@@ -121,19 +121,19 @@ class MonitorThread:
         return (pauses and is_news) or bool(own.ended) or monotonic() >= self._next
 
     def _speak(self) -> Heartbeat:
-        self._said = self._standing.beat(self._said.serial + 1)
-        self._board.say(self._said)
+        self._said = self._status.beat(self._said.serial + 1)
+        self._keys.say(self._said)
         return self._said
 
     def _exchange(self, own: Heartbeat) -> None:
-        beats = self._board.beats()
-        self._board.forget_before(own.generation)
+        beats = self._keys.beats()
+        self._keys.forget_before(own.generation)
         now = self._check_clock()
         self._next = now + self._period
-        self.judge.see({**beats, self._standing.rank: own}, now)
-        accused = self.judge.accusation(now)
-        if accused is not None and self._standing.asked() == own.generation:
-            self._standing.deliver(own.generation, self._board.post(own.generation, accused))
+        self.detector.see({**beats, self._status.rank: own}, now)
+        accused = self.detector.accusation(now)
+        if accused is not None and self._status.asked() == own.generation:
+            self._status.deliver(own.generation, self._keys.post(own.generation, accused))
         if own.ended:
             self._part(beats, now)
 
@@ -141,7 +141,7 @@ class MonitorThread:
         """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
         now = monotonic()
         if now - self._awake > self._heartbeat / 2:
-            self.judge.restart(now)
+            self.detector.restart(now)
         self._awake = now
         return now
 
@@ -149,19 +149,19 @@ class MonitorThread:
         if self._parting is None:
             self._parting = now, {rank: beat.serial for rank, beat in beats.items()}
         since, serials = self._parting
-        if now - since > min(PARTING, self._heartbeat) or not self.judge.needy(serials, now, 3 * self._period):
-            self._standing.part()
+        if now - since > min(PARTING, self._heartbeat) or not self.detector.needy(serials, now, 3 * self._period):
+            self._status.part()
 
     def _without_store(self, reason: str) -> None:
-        rank, own = self._standing.rank, self._standing.beat(0)
-        for generation, failure in self._standing.unposted():
-            self._standing.posted(generation, failure)
-        if self._standing.asked() is not None:
-            message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.standing()}."
-            self._standing.deliver(own.generation, silence(rank, own.call, message, self.judge.waits(but=rank)))
-        self._standing.wake()
+        rank, own = self._status.rank, self._status.beat(0)
+        for generation, failure in self._status.unposted():
+            self._status.posted(generation, failure)
+        if self._status.asked() is not None:
+            message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.described()}."
+            self._status.deliver(own.generation, silence(rank, own.call, message, self.detector.waits(but=rank)))
+        self._status.wake()
         if own.ended:
-            self._standing.part()
+            self._status.part()
 
 
 def _reason(error: Exception) -> str:

@@ -139,7 +139,7 @@ class Stateful(Enclosed, ABC):
         A tied parameter is called by its first name on every rank that has it; with remove_duplicate=False by all.
         """
         topology = self.runtime.topology
-        if topology is None or not topology.hosting.ties or not recurse:
+        if topology is None or not topology.assignment.tied_parameters or not recurse:
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
         return ((dot + name, each) for name, each in topology.named(super().named_parameters(), remove_duplicate))

@@ -46,7 +46,7 @@ class Rank:
         self.store = _store(*store)
         self.groups: dict[int, dist.ProcessGroupGloo] = {}
         self.aborts = 0
-        self.watch: FailureMonitor | None = FailureMonitor(self.store, "watch", rank, size, heartbeat, timeout)
+        self.monitor: FailureMonitor | None = FailureMonitor(self.store, "watch", rank, size, heartbeat, timeout)
         return os.getpid()
 
     def connect(self, generation: int) -> None:
@@ -58,7 +58,7 @@ class Rank:
 
     def enter(self, generation: int, call: str) -> None:
         self.call = call
-        self.watch.enter(generation, call, self.abort)
+        self.monitor.enter(generation, call, self.abort)
 
     def abort(self) -> None:
         """Wakes every wait: gloo's waits end when one on the same pair of ranks runs out of time."""
@@ -71,7 +71,7 @@ class Rank:
                 pass
 
     def at(self, text: Any) -> None:
-        self.watch.at = tuple(text) if isinstance(text, list) else text
+        self.monitor.at = tuple(text) if isinstance(text, list) else text
 
     def receive(self, source: int) -> Any:
         """A number; or, if the wait died, the failure that this rank raises."""
@@ -80,35 +80,35 @@ class Rank:
             self.groups[source].recv([found], int(self.rank < source), 0).wait()
         except RuntimeError as error:
             return self.learn(source, error)
-        self.watch.steps += 1
+        self.monitor.steps += 1
         return found.item()
 
     def learn(self, source: int, error: Exception) -> Any:
-        found = self.watch.verdict(0.5)
+        found = self.monitor.verdict(0.5)
         if found is None:
             closed = RankError(f"the connection to rank {source} was closed")
             closed.__cause__ = error
-            self.watch.fail(of_exception(closed, self.rank, self.call))
-            found = self.watch.verdict(0.5)
+            self.monitor.fail(of_exception(closed, self.rank, self.call))
+            found = self.monitor.verdict(0.5)
         return found._asdict() | {"aborts": self.aborts}
 
     def send(self, to: int, number: float) -> None:
         self.sent = self.groups[to].send([torch.tensor([number])], int(self.rank < to), 0)  # held, or it is not sent
-        self.watch.steps += 1
+        self.monitor.steps += 1
 
     def fail(self, message: str) -> None:
         try:
             raise StrangeError(message)
         except StrangeError as error:
-            self.watch.fail(of_exception(error, self.rank, self.call, stage=2, chunk=3, action="2F3"))
+            self.monitor.fail(of_exception(error, self.rank, self.call, stage=2, chunk=3, action="2F3"))
 
     def verdict(self, grace: float) -> Any:
-        found = self.watch.verdict(grace)
+        found = self.monitor.verdict(grace)
         return None if found is None else found._asdict() | {"aborts": self.aborts}
 
     def raised(self) -> list[Any]:
         """What this rank raises for the failure: type, words, notes."""
-        error = exception_of(self.watch.verdict(0.0), self.rank)
+        error = exception_of(self.monitor.verdict(0.0), self.rank)
         return [type(error).__name__, str(error), error.__notes__]
 
     def fork(self) -> int:
@@ -117,7 +117,7 @@ class Rank:
         is_over = threading.Event()
 
         def hold() -> None:
-            with self.watch._standing.changed:
+            with self.monitor._status.changed:
                 is_held.set()
                 is_over.wait()
 
@@ -127,7 +127,7 @@ class Rank:
         process = os.fork()  # a lock that is held now is held for ever in the child
         if process == 0:
             signal.alarm(10)
-            self.watch = None
+            self.monitor = None
             atexit._run_exitfuncs()
             os._exit(0)
         is_over.set()
@@ -137,7 +137,7 @@ class Rank:
         """Get on, for so long, without other ranks."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.watch.steps += 1
+            self.monitor.steps += 1
             time.sleep(0.02)
 
     def hold(self, seconds: float) -> None:
@@ -150,19 +150,19 @@ class Rank:
         sys.setswitchinterval(switch)
 
     def leave(self) -> None:
-        self.watch.leave()
+        self.monitor.leave()
 
     def farewell(self) -> None:
-        self.watch.farewell()
+        self.monitor.farewell()
 
     def stop(self) -> list[str]:
         """The threads that are left of it."""
-        self.watch.stop()
-        self.watch.stop()
+        self.monitor.stop()
+        self.monitor.stop()
         return self.left()
 
     def drop(self) -> None:
-        self.watch = None
+        self.monitor = None
 
     def left(self) -> list[str]:
         return sorted(set(_threads()) - set(self.threads))

@@ -196,44 +196,44 @@ def failure(rank: int = 1, message: str = "no") -> Failure:
 
 
 def test_a_call_is_aborted_once() -> None:
-    standing, aborts = LocalStatus(0, lambda: None), []
-    standing.enter(0, "step 1", lambda: aborts.append(1))
+    status, aborts = LocalStatus(0, lambda: None), []
+    status.enter(0, "step 1", lambda: aborts.append(1))
     for _ in range(3):
-        standing.deliver(0, failure())
-        standing.wake()
+        status.deliver(0, failure())
+        status.wake()
     assert aborts == [1]
 
 
 def test_no_call_is_aborted_that_was_left_or_has_failed_here_or_is_of_a_later_generation() -> None:
-    standing, aborts = LocalStatus(0, lambda: None), []
-    standing.enter(0, "step 1", lambda: aborts.append(1))
-    standing.leave()
-    standing.deliver(0, failure())
-    standing.enter(1, "step 2", lambda: aborts.append(2))
-    standing.deliver(0, failure())
+    status, aborts = LocalStatus(0, lambda: None), []
+    status.enter(0, "step 1", lambda: aborts.append(1))
+    status.leave()
+    status.deliver(0, failure())
+    status.enter(1, "step 2", lambda: aborts.append(2))
+    status.deliver(0, failure())
     assert aborts == []
-    assert standing.failure is None
+    assert status.failure is None
 
 
 def test_a_call_in_a_generation_that_has_failed_is_aborted() -> None:
-    standing, aborts = LocalStatus(0, lambda: None), []
-    standing.enter(0, "step 1", lambda: None)
-    standing.deliver(0, failure())
-    standing.enter(0, "step 2", lambda: aborts.append(2))
-    standing.wake()
+    status, aborts = LocalStatus(0, lambda: None), []
+    status.enter(0, "step 1", lambda: None)
+    status.deliver(0, failure())
+    status.enter(0, "step 2", lambda: aborts.append(2))
+    status.wake()
     assert aborts == [2]
 
 
 def test_an_abort_that_raises_is_printed_and_the_failure_known_all_the_same(capsys: Any) -> None:
-    standing = LocalStatus(0, lambda: None)
-    standing.enter(0, "step 1", lambda: [][0])
-    standing.deliver(0, failure())
-    assert standing.failure == failure()
+    status = LocalStatus(0, lambda: None)
+    status.enter(0, "step 1", lambda: [][0])
+    status.deliver(0, failure())
+    assert status.failure == failure()
     assert "IndexError" in capsys.readouterr().err
 
 
 def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
-    standing, order = LocalStatus(0, lambda: None), []
+    status, order = LocalStatus(0, lambda: None), []
     begun = threading.Event()
 
     def abort() -> None:
@@ -241,38 +241,38 @@ def test_leaving_waits_for_an_abort_that_is_under_way() -> None:
         time.sleep(0.2)
         order.append("aborted")
 
-    standing.enter(0, "step 1", abort)
-    thread = threading.Thread(target=standing.deliver, args=(0, failure()))
+    status.enter(0, "step 1", abort)
+    thread = threading.Thread(target=status.deliver, args=(0, failure()))
     thread.start()
     assert begun.wait(10)
-    standing.leave()
+    status.leave()
     order.append("left")
     thread.join()
     assert order == ["aborted", "left"]
 
 
 def test_what_is_known_of_a_generation_stays() -> None:
-    standing = LocalStatus(0, lambda: None)
-    standing.enter(0, "step 1", lambda: None)
-    standing.deliver(0, failure(1, "first"))
-    standing.deliver(0, failure(2, "second"))
-    assert standing.failure == failure(1, "first")
+    status = LocalStatus(0, lambda: None)
+    status.enter(0, "step 1", lambda: None)
+    status.deliver(0, failure(1, "first"))
+    status.deliver(0, failure(2, "second"))
+    assert status.failure == failure(1, "first")
 
 
 def test_a_generation_that_is_over_cannot_be_entered() -> None:
-    standing = LocalStatus(3, lambda: None)
-    standing.enter(2, "step 1", lambda: None)
+    status = LocalStatus(3, lambda: None)
+    status.enter(2, "step 1", lambda: None)
     with pytest.raises(ValueError, match="generation 1 is over: rank 3 is in 2"):
-        standing.enter(1, "step 2", lambda: None)
+        status.enter(1, "step 2", lambda: None)
 
 
 def test_where_the_main_thread_is_may_be_said_in_parts() -> None:
     marks = types.SimpleNamespace(at="", steps=0)
-    standing = LocalStatus(0, lambda: marks)
-    standing.enter(0, "step 1", lambda: None)
+    status = LocalStatus(0, lambda: marks)
+    status.enter(0, "step 1", lambda: None)
     for at, text in [("2B3", "2B3"), (("2B3", "for", "h3", "from rank", 3), "2B3 for h3 from rank 3"), (None, "None")]:
         marks.at = at
-        assert standing.beat(0).standing() == f"at {text} in step 1"
+        assert status.beat(0).described() == f"at {text} in step 1"
 
 
 # --------------------------------------------------------------------------------------------------------- the store
@@ -303,15 +303,15 @@ def test_of_failures_that_come_together_one_wins_everywhere(store: dist.Store) -
 
         at_once([partial(tell, rank) for rank in range(8)])
         assert len(set(told.values())) == 1
-        assert {board.failure(generation) for board in boards} == set(told.values())
+        assert {keys.failure(generation) for keys in boards} == set(told.values())
 
 
 def test_keys_do_not_pile_up_and_the_latest_failures_can_be_had(store: dist.Store) -> None:
     boards, most = [StoreKeys(store, "w", rank, 3) for rank in range(3)], 0
     for generation in range(50):
-        for rank, board in enumerate(boards):
-            board.say(beat(generation))
-            board.forget_before(generation)
+        for rank, keys in enumerate(boards):
+            keys.say(beat(generation))
+            keys.forget_before(generation)
         boards[0].post(generation, failure(0, str(generation)))
         most = max(most, store.num_keys())
         for earlier in range(max(0, generation - KEPT), generation + 1):
@@ -320,10 +320,10 @@ def test_keys_do_not_pile_up_and_the_latest_failures_can_be_had(store: dist.Stor
     assert most <= 3 + KEPT + 1 + 2  # two are a FileStore's own
 
 
-def said(board: StoreKeys, what: Heartbeat) -> None:
+def said(keys: StoreKeys, what: Heartbeat) -> None:
     """It is in the store when this returns: a TCPStore is told without an answer, so one is asked for."""
-    board.say(what)
-    board.failure(0)
+    keys.say(what)
+    keys.failure(0)
 
 
 def test_a_rank_that_has_said_nothing_yet_is_not_waited_for(store: dist.Store) -> None:
@@ -423,7 +423,7 @@ def names(within: float = 0.0) -> list[str]:
 
 def test_stopping_ends_the_threads_and_may_be_done_twice(store: dist.Store) -> None:
     watch = FailureMonitor(store, "w", 0, 2)
-    assert sorted(names()) == ["pipe guard", "pipe watcher"]
+    assert sorted(names()) == ["pipe monitor", "pipe watchdog"]
     watch.enter(0, "step 1", lambda: None)
     watch.stop()
     watch.stop()
@@ -485,16 +485,16 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
 
 def test_the_guard_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_process_was_awake() -> None:
     for stopped in (False, True):
-        standing = LocalStatus(0, lambda: None)
-        standing.enter(0, "step 1", lambda: None)
-        watcher = MonitorThread(standing, StoreKeys(dist.HashStore(), "w", 0, 2), judge(), 10.0)
-        guard = StoreWatchdog(standing, watcher, 10.0)
-        watcher.turn_began = began = time.monotonic()
+        status = LocalStatus(0, lambda: None)
+        status.enter(0, "step 1", lambda: None)
+        thread = MonitorThread(status, StoreKeys(dist.HashStore(), "w", 0, 2), judge(), 10.0)
+        watchdog = StoreWatchdog(status, thread, 10.0)
+        thread.turn_began = began = time.monotonic()
         for second in range(1, 30):
             awake_since = 6 if stopped else 0
             if second >= awake_since:
-                guard._look(began + second)
-            assert (standing.failure is None) == (second - awake_since <= 10)
+                watchdog._look(began + second)
+            assert (status.failure is None) == (second - awake_since <= 10)
 
 
 class HeldBoard(StoreKeys):
@@ -519,16 +519,16 @@ class HeldBoard(StoreKeys):
 
 
 def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_be() -> None:
-    standing = LocalStatus(0, lambda: None)
+    status = LocalStatus(0, lambda: None)
 
     def give_up() -> None:
-        standing.lose(failure(0, "the store does not answer"))
-        standing.enter(1, "step 2", lambda: None)
+        status.lose(failure(0, "the store does not answer"))
+        status.enter(1, "step 2", lambda: None)
 
-    standing.enter(0, "step 1", lambda: None)
-    board = HeldBoard(give_up)
-    MonitorThread(standing, board, judge(), 10.0)._turn()
-    assert board.told == ["failure of 0", "beat of 1"]
+    status.enter(0, "step 1", lambda: None)
+    keys = HeldBoard(give_up)
+    MonitorThread(status, keys, judge(), 10.0)._turn()
+    assert keys.told == ["failure of 0", "beat of 1"]
 
 
 def test_a_watch_that_nobody_holds_ends_and_the_others_learn_it(store: dist.Store) -> None:

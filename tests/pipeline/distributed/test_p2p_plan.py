@@ -25,7 +25,7 @@ def schedules(ranks: int, chunks: int) -> list[Schedule]:
     return found
 
 
-def traffic_of(schedule: Schedule, orders, skips=()):
+def plans_of(schedule: Schedule, orders, skips=()):
     placement = schedule.placement
     values = chain(schedule.stages, skips)
     return [P2PPlan(orders, values, placement, rank) for rank in range(placement.lanes)]
@@ -46,10 +46,10 @@ def test_channels_have_the_messages_of_the_lowered_program_in_its_order(ranks: i
                 if kind in SENT:
                     other = stage - 1 if SENT[kind] else stage + 1
                     expected.setdefault((rank, rank_of[other]), []).append((stage, chunk, SENT[kind]))
-        for rank, traffic in enumerate(traffic_of(schedule, schedule.orders)):
+        for rank, plan in enumerate(plans_of(schedule, schedule.orders)):
             found = {}
-            for channel, slots in traffic.slots.items():
-                keys = [slot.key for slot in slots]
+            for channel, messages in plan.channels.items():
+                keys = [message.key for message in messages]
                 found[channel] = [(reader - (not grad), chunk, grad) for _, chunk, reader, grad in keys]
             assert found == {channel: sent for channel, sent in expected.items() if rank in channel}
 
@@ -60,12 +60,12 @@ def test_both_ends_of_a_channel_expect_the_same_messages(ranks: int, chunks: int
     for schedule in schedules(ranks, chunks):
         skips = [(Key(None, "a"), 0, schedule.stages - 1), (Key(None, "b"), 0, 1)]
         for orders in (schedule.orders, schedule.forward_half(), schedule.backward_half()):
-            ends = traffic_of(schedule, orders, skips)
-            for rank, traffic in enumerate(ends):
-                for (source, to), slots in traffic.slots.items():
+            ends = plans_of(schedule, orders, skips)
+            for rank, plan in enumerate(ends):
+                for (source, to), messages in plan.channels.items():
                     assert rank in (source, to)
-                    assert ends[source].slots[source, to] == ends[to].slots[source, to] == slots
-                    names_of = [slot.name for slot in slots]
+                    assert ends[source].channels[source, to] == ends[to].channels[source, to] == messages
+                    names_of = [message.name for message in messages]
                     assert len(set(names_of)) == len(names_of)
 
 
@@ -74,8 +74,8 @@ def test_skips_of_one_name_in_two_namespaces_have_two_names() -> None:
 
     skips = [(Key(Namespace(), "x"), 0, 1), (Key(Namespace(), "x"), 0, 1)]
     orders = by_name("gpipe", 2, 1).orders
-    traffic = P2PPlan(orders, chain(2, skips), Placement((0, 1)), 0)
-    assert [slot.name for slot in traffic.slots[0, 1]] == [
+    plan = P2PPlan(orders, chain(2, skips), Placement((0, 1)), 0)
+    assert [message.name for message in plan.channels[0, 1]] == [
         "h1 of chunk 0 for stage 1",
         "skip 'x' (value 3) of chunk 0 for stage 1",
         "skip 'x' (value 4) of chunk 0 for stage 1",
@@ -89,17 +89,17 @@ def test_what_a_message_proves_delivered_had_been_taken_before_it_was_sent(ranks
     proved = 0
     for schedule in schedules(ranks, chunks):
         skips = [(Key(None, "a"), 0, schedule.stages - 1)]
-        for rank, traffic in enumerate(traffic_of(schedule, schedule.orders, skips)):
-            for (source, to), slots in traffic.slots.items():
+        for rank, plan in enumerate(plans_of(schedule, schedule.orders, skips)):
+            for (source, to), messages in plan.channels.items():
                 if to != rank:
                     continue
-                ours = traffic.slots.get((to, source), [])
-                for count in range(len(slots) + 1):
-                    sent_at = slots[count - 1].sent_at if count else -1
-                    taken = {slot.name for slot in ours if slot.taken_at <= sent_at}
-                    found = traffic.delivered((source, to), count)
-                    assert {slot.name for slot in ours[:found]} <= taken
-                    in_order = next((i for i, slot in enumerate(ours) if slot.name not in taken), len(ours))
+                ours = plan.channels.get((to, source), [])
+                for count in range(len(messages) + 1):
+                    sent_at = messages[count - 1].sent_at if count else -1
+                    taken = {message.name for message in ours if message.taken_at <= sent_at}
+                    found = plan.delivered((source, to), count)
+                    assert {message.name for message in ours[:found]} <= taken
+                    in_order = next((i for i, message in enumerate(ours) if message.name not in taken), len(ours))
                     assert found == in_order
                     proved += found
     assert proved or chunks == 1

@@ -56,7 +56,7 @@ class Ranks:
 
     def __init__(self, rank: int, links: dict[tuple[int, int], Link]) -> None:
         self.rank, self.device = rank, torch.device("cpu")
-        self.watch = SimpleNamespace(at=("an action",))
+        self.monitor = SimpleNamespace(at=("an action",))
         self.connections, self._links = self, links
 
     def sender(self, to: int) -> Link:
