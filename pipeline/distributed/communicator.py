@@ -10,7 +10,7 @@ failure of an optimizer cannot be voted on beforehand: a barrier after its step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from pipeline.common.cadence import validates
 from pipeline.common.interrupts import LATE, Deferral
-from pipeline.data.pytrees import Grads, flatten
+from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import Meeting, from_bits, optional_bits, to_bits
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
-from pipeline.execution.communicator import Communicator, Verdict
+from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.message import Message
 from scheduler import Action
@@ -101,16 +101,10 @@ class DistributedCommunicator(Communicator):
             else:
                 self._interrupts.end(LATE.format(self._entry) if error is None else "")
 
-    def open(
-        self,
-        words: Callable[[bool], Mapping[str, str]],
-        draws: bool = True,
-        tensors: Sequence[Tensor] = (),
-        output_grads: Grads = (),
-    ) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
         values = validates(self._ranks.calls_since)
-        seed, of = self._comparison.open(words, draw_seed() if draws else 0, tensors, output_grads, values)
+        seed, of = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
         if values:
             self.gradients.check_copies()
         self._messages.series = self._messages.series or f"{self.topology.number}/{self._entry}/{of}"

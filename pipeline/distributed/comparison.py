@@ -7,12 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
-from torch import Tensor
-
-from pipeline.data.pytrees import Grads
 from pipeline.distributed.agreement import (
     FIRST,
     MINI_BATCHES,
@@ -27,6 +24,7 @@ from pipeline.distributed.agreement import (
 )
 from pipeline.distributed.digests import Fingerprint, Sketch, Sketches
 from pipeline.distributed.topology import PipeTopology
+from pipeline.execution.communicator import Compared, Describe
 
 _GRADIENTS = (
     "the gradients of the output differ between the ranks, in its tensor {}: {}. Every rank computes the loss, and all "
@@ -46,23 +44,16 @@ class Comparison:
     def __init__(self, topology: PipeTopology, calls: str) -> None:
         self._topology = topology
         self._calls = calls
-        self._words: Callable[[bool], Mapping[str, str]] = lambda values: {}
+        self._words: Describe = lambda values: {}
         self._mini_batch = Fingerprint(())
         self._is_mini_batch_compared = True
         self._sketches = Sketches(())  # of the gradients of the output
 
-    def open(
-        self,
-        words: Callable[[bool], Mapping[str, str]],
-        seed: int,
-        tensors: Sequence[Tensor],
-        output_grads: Grads,
-        values: bool,
-    ) -> tuple[int, int]:
+    def open(self, words: Describe, seed: int, tensors: Compared, values: bool) -> tuple[int, int]:
         """Compare the calls.
 
         Args:
-            words, tensors, output_grads: see `Communicator.open`.
+            words, tensors: see `Communicator.open`.
             seed: this rank's.
             values: whether to compare all values of the mini-batch.
 
@@ -72,7 +63,8 @@ class Comparison:
         Raises:
             MismatchError: the ranks make different calls.
         """
-        self._words, self._mini_batch, self._sketches = words, Fingerprint(tensors), Sketches(output_grads)
+        self._words = words
+        self._mini_batch, self._sketches = Fingerprint(tensors.mini_batch), Sketches(tensors.output_grads)
         mine = self._described(values)
         digests = [digest(text) for text in mine.values()]
         here = self._mini_batch.number if self._mini_batch.is_here else 0

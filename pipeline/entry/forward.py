@@ -22,7 +22,7 @@ from pipeline.common.errors import CheckpointError
 from pipeline.data.microbatch import gather, row_dim
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Output, Pair, Verdict, joined, share_output
+from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
@@ -117,7 +117,7 @@ class Backward:
         execution = self._call.execution
         with turn(self._then, may_wait=not execution.is_accelerated), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
-            communicator.open(lambda values: {}, draws=False, output_grads=self._compared(grads))
+            communicator.open(lambda values: {}, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
         tensors = self._call.batch.tree.tensors
@@ -163,10 +163,10 @@ class Backward:
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
         return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
 
-    def _compared(self, grads: Grads) -> Grads:
-        """The gradients of the output that must be the same on all ranks."""
+    def _compared(self, grads: Grads) -> Compared:
+        """The gradients of the output, which must be the same on all ranks if all have it."""
         is_batched = any(_is_in_vmap(grad) or _is_batched(grad) for grad in grads)  # refused later
-        return grads if self._everywhere and not is_batched else ()
+        return Compared(output_grads=grads if self._everywhere and not is_batched else ())
 
     def _sums(self) -> dict[int, Pair]:
         """By id of the owner: (owner, whole gradient); with replicas the mean of theirs."""

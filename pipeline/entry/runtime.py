@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from pipeline.entry.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, LocalCommunicator, Output, share_output
+from pipeline.execution.communicator import Communicator, Compared, LocalCommunicator, Output, share_output
 from pipeline.execution.drivers import in_turns
 from pipeline.execution.execution import Execution
 from pipeline.execution.plan import plan_step
@@ -188,7 +189,8 @@ class Runtime:
         settings, history, layout = self.settings, self.history, self.settings.layout
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
-        seed = communicator.open(lambda values: self._words(request, given, values), request.draws, tensors)
+        words = partial(self._words, request, given)
+        seed = communicator.open(words, request.draws, Compared(mini_batch=tensors))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."

@@ -39,6 +39,19 @@ from scheduler import Action, Event
 
 Part: TypeAlias = tuple[int, Tensor, Tensor]  # a stage, a parameter it reads, its gradient there
 Pair: TypeAlias = tuple[Tensor, Tensor]  # a parameter, or another leaf, and its gradient
+Describe: TypeAlias = Callable[[bool], Mapping[str, str]]  # with or without values -> descriptions, by name
+
+
+class Compared(NamedTuple):
+    """Tensors of a call that must be the same on all ranks.
+
+    Attributes:
+        mini_batch: the same to the bit. Where it is on an accelerator, `agree` finds out.
+        output_grads: those with which a backward begins: the same but for rounding, as `agree` finds out.
+    """
+
+    mini_batch: Sequence[Tensor] = ()
+    output_grads: Grads = ()
 
 
 class Output(NamedTuple):
@@ -213,21 +226,13 @@ class Communicator(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def open(
-        self,
-        words: Callable[[bool], Mapping[str, str]],
-        draws: bool = True,
-        tensors: Sequence[Tensor] = (),
-        output_grads: Grads = (),
-    ) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """Make sure that all ranks make the same call.
 
         Args:
             words: descriptions, by name, of what must be equal; called with whether to include the mini-batch's values.
             draws: whether this call draws a seed from torch's default CPU generator.
-            tensors: of the mini-batch. Their values must be the same, too; where they are on an accelerator, `agree`
-                finds out whether they are.
-            output_grads: with which a backward begins. `agree` finds out whether they are the same, but for rounding.
+            tensors: those whose values must be the same, too.
 
         Returns:
             The seed of the call; 0 if it draws none.
@@ -330,13 +335,7 @@ class LocalCommunicator(Communicator):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def open(
-        self,
-        words: Callable[[bool], Mapping[str, str]],
-        draws: bool = True,
-        tensors: Sequence[Tensor] = (),
-        output_grads: Grads = (),
-    ) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         return draw_seed() if draws else 0
 
     def at(self, action: Action | None) -> None:

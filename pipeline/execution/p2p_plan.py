@@ -86,14 +86,10 @@ class P2PPlan:
         ours = self.channels.get((channel[1], channel[0]), [])
         found, proved = [0], 0
         for message in self.channels[channel]:
-            while proved < len(ours) and _last_taken(ours, proved) <= message.sent_at:
+            while proved < len(ours) and ours[proved].taken_at <= message.sent_at:
                 proved += 1
             found.append(proved)
         return found
-
-
-def _last_taken(messages: Sequence[P2PMessage], index: int) -> int:
-    return messages[index].taken_at
 
 
 def _name(key: Key, numbers: Mapping[Name, int]) -> str:

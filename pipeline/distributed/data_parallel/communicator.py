@@ -11,14 +11,13 @@ fails the call: a rank that waits, waits for one that fails or that waits itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
 from torch import Tensor
 
 from pipeline.common.interrupts import LATE, Deferral
-from pipeline.data.pytrees import Grads
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, lost
@@ -26,7 +25,7 @@ from pipeline.distributed.data_parallel.replicas import Replicas, members
 from pipeline.distributed.data_parallel.shards import Layout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
 from pipeline.distributed.group import RankGroup, in_words
-from pipeline.execution.communicator import Communicator, Verdict
+from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
 from scheduler import Action
 
 _WHERE = ("replica ", "the replicas ")
@@ -153,13 +152,7 @@ class DataParallelCommunicator(Communicator):
         ranks.close()
         ranks.monitor.leave()
 
-    def open(
-        self,
-        words: Callable[[bool], Mapping[str, str]],
-        draws: bool = True,
-        tensors: Sequence[Tensor] = (),
-        output_grads: Grads = (),
-    ) -> int:
+    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """As the pipeline's own. What replicas must agree on is compared when their gradients meet."""
         compared: list[Mapping[str, str]] = []
 
@@ -167,7 +160,7 @@ class DataParallelCommunicator(Communicator):
             compared.append(words(values))
             return {**compared[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
 
-        seed = self._inner.open(with_replica, draws, tensors, output_grads)
+        seed = self._inner.open(with_replica, draws, tensors)
         self.averager.note(compared[-1] if compared else words(False))
         return seed
 
