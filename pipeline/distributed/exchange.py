@@ -23,7 +23,7 @@ from pipeline.distributed.group import RankGroup
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Exchange
-from pipeline.execution.mailbox import Post
+from pipeline.execution.mailbox import Mailbox
 from pipeline.gradients.clip import joined_norm, norm_of
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
@@ -85,7 +85,7 @@ class RankExchange(Exchange):
         self._messages = messages
         self._interrupts = interrupts
 
-    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
         return RankMailbox(values, self._topology.assignment.rank_of, self._ranks, self._messages.series, transport)
 
     def broadcast(self, what: str, stage: int, message: Message | None) -> Message:

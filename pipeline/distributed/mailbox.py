@@ -15,13 +15,13 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId
 from pipeline.data.values import CALLER, Value, Values
 from pipeline.distributed.group import RankGroup
-from pipeline.execution.mailbox import Post, sent
+from pipeline.execution.mailbox import Mailbox, sent
 from pipeline.execution.p2p_plan import Key, P2PPlan
 from pipeline.transports.local import Local, Parcel
 from pipeline.transports.message import Message
 
 
-class RankMailbox(Post):
+class RankMailbox(Mailbox):
     """The values under way in one call, as one rank sees them.
 
     Args:

@@ -30,7 +30,7 @@ from torch import Tensor
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
-from pipeline.execution.mailbox import Mailbox, Post
+from pipeline.execution.mailbox import LocalMailbox, Mailbox
 from pipeline.gradients.clip import joined_norm, total_norm
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
@@ -110,7 +110,7 @@ class Exchange(ABC):
     """What travels between the processes of a call."""
 
     @abstractmethod
-    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Post:
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
         """A mailbox for the values between the action that makes them and the one that reads them."""
 
     @abstractmethod
@@ -281,8 +281,8 @@ class LocalTopology(Topology):
 class LocalExchange(Exchange):
     """Everything is here."""
 
-    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
-        return Mailbox(values, places, transport)
+    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> LocalMailbox:
+        return LocalMailbox(values, places, transport)
 
     def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
         assert message is not None  # the first stage is here, and the last

@@ -27,7 +27,7 @@ from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.drivers import Driver
 from pipeline.execution.engine import Perform
-from pipeline.execution.mailbox import Post, check_alone
+from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
 from pipeline.recompute.randomness import KeptGenerators, Seeder
@@ -121,7 +121,7 @@ class Execution:
 
     # ---------------------------------------------------------------------------------------------- values under way
 
-    def _new_mailbox(self) -> Post:
+    def _new_mailbox(self) -> Mailbox:
         setup = self.setup
         return self.communicator.exchange.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
 

@@ -19,7 +19,7 @@ from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
 
 
-class Post(ABC):
+class Mailbox(ABC):
     """The interface of mailboxes: the values under way in one call, put and taken in the order of the table."""
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
@@ -58,7 +58,7 @@ class Post(ABC):
         """The number of values under way."""
 
 
-class Mailbox(Post):
+class LocalMailbox(Mailbox):
     """The values under way in one process.
 
     Args:
@@ -94,13 +94,13 @@ class Mailbox(Post):
                     self._activations[key] = sent(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        found = []
+        inbox = []
         for row in self._read_by[stage]:
-            message, parcel = self._activations.pop((row.name, chunk, stage))
+            activations, parcel = self._activations.pop((row.name, chunk, stage))
             if parcel is not None:
                 self._transport.receive(parcel)
-            found.append(message)
-        return found
+            inbox.append(activations)
+        return inbox
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         if stage in self._only_read:
@@ -108,26 +108,26 @@ class Mailbox(Post):
             self._gradients[name, chunk, reader] = grads[0], None
             return
         stays = self._is_one_place and stage != CALLER
-        for row, each in zip(self._read_by[stage], grads):
-            parcel = None if stays else self._transport.send(each, self._place(stage), self._place(row.producer))
-            self._gradients[row.name, chunk, stage] = each if parcel is None else parcel.tensors, parcel
+        for row, of_row in zip(self._read_by[stage], grads):
+            parcel = None if stays else self._transport.send(of_row, self._place(stage), self._place(row.producer))
+            self._gradients[row.name, chunk, stage] = of_row if parcel is None else parcel.tensors, parcel
 
     def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
         if stage in self._only_made:
             name, reader = self._only_made[stage]
             return [[self._gradients.pop((name, chunk, reader))[0]]]
-        found = []
+        of_rows = []
         for row in self._made_by[stage]:
             of_readers = []
             for reader in row.readers:
                 grads, parcel = self._gradients.pop((row.name, chunk, reader))
                 of_readers.append(grads if parcel is None else self._transport.receive(parcel))
-            found.append(of_readers)
-        return found
+            of_rows.append(of_readers)
+        return of_rows
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        found = [message for (_, number, _), (message, _) in list(self._activations.items()) if number == chunk]
-        return (memory for message in found for memory in message.memory)
+        of_chunk = [made for (_, number, _), (made, _) in list(self._activations.items()) if number == chunk]
+        return (memory for made in of_chunk for memory in made.memory)
 
     def __len__(self) -> int:
         return len(self._activations) + len(self._gradients)
@@ -145,11 +145,11 @@ def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: 
     Raises:
         RuntimeError: another tensor shares that memory.
     """
-    found = [memory for message in inbox for memory in message.memory]
-    own = {memory.origin for memory in found}
+    of_input = [memory for value in inbox for memory in value.memory]
+    own = {memory.origin for memory in of_input}
     beside = {memory.origin for memory in under_way}
-    elsewhere = any(memory.until > index for memory in found)
-    if len(own) < len(found) or not own.isdisjoint(beside) or elsewhere:
+    elsewhere = any(memory.until > index for memory in of_input)
+    if len(own) < len(of_input) or not own.isdisjoint(beside) or elsewhere:
         raise RuntimeError(
             f"{name} writes its input in place, and another tensor of that input, or a skip that a later stage "
             "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "

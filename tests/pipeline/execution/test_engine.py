@@ -12,7 +12,7 @@ from pipeline import StuckError
 from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, Value, Values, chain
 from pipeline.execution.engine import drive_inline, lane, merged_order, needs_of
-from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.mailbox import LocalMailbox
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.execution.trace import TraceRecorder
 from pipeline.transports.local import Local
@@ -224,7 +224,7 @@ def message(value: float) -> Activations:
 
 
 def test_a_value_is_put_once_and_taken_once() -> None:
-    mailbox = Mailbox(chain(2), {}, Local())
+    mailbox = LocalMailbox(chain(2), {}, Local())
     sent = message(1.0)
     mailbox.put(CALLER, 0, [sent])
     assert len(mailbox) == 1
@@ -236,7 +236,7 @@ def test_a_value_is_put_once_and_taken_once() -> None:
 
 
 def test_chunks_do_not_mix() -> None:
-    mailbox = Mailbox(chain(2), {}, Local())
+    mailbox = LocalMailbox(chain(2), {}, Local())
     sent = {chunk: message(float(chunk)) for chunk in range(3)}
     for chunk in (2, 0, 1):
         mailbox.put(0, chunk, [sent[chunk]])
@@ -248,7 +248,7 @@ def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_ea
     rows = (
         Value("x", CALLER, (0,)), Value("a", 0, (1, 2)), Value("b", 1, (2,)), Value("y", 2, (CALLER,)),
     )
-    mailbox = Mailbox(Values(rows), {}, Local())
+    mailbox = LocalMailbox(Values(rows), {}, Local())
     sent = {"a": message(1.0), "b": message(2.0)}
     mailbox.put(0, 0, [sent["a"]])
     assert len(mailbox) == 2
