@@ -4,6 +4,7 @@
 (`--whole`): see cover.py.
 """
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported and collected, none of which is ever garbage
     if config.getoption("--whole"):
         os.environ[WHOLE] = "1"
     settings.register_profile(
@@ -59,6 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {id(group[place]) for group in groups.values() for place in chosen([(i.nodeid, _values(i)) for i in group])}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
+
+
+def pytest_collection_finish() -> None:
+    """From here on the garbage collector looks at what tests make, not at what is imported, at each collection."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def _values(item: pytest.Item) -> dict[Any, Any]:
