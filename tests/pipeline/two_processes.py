@@ -1,6 +1,10 @@
-"""What do two processes find that know of each other by gloo? Each saves it; the test reads both."""
+"""What do two processes find that know of each other by gloo? Each saves it; the test reads both.
+
+They are forked from a process that has imported torch, which takes each of them longer than the test.
+"""
 
 import faulthandler
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,9 @@ import torch.multiprocessing as mp
 
 def two_processes(job: Callable[[int], Any], folder: Path) -> list[Any]:
     """Run `job(rank)` in two new processes of one thread each; what they return, by rank."""
-    context = mp.spawn(_run, (job, f"file://{folder}/init", str(folder)), nprocs=2, join=False)
+    multiprocessing.set_forkserver_preload(["pipeline", "pytest"])
+    arguments = job, f"file://{folder}/init", str(folder)
+    context = mp.start_processes(_run, arguments, nprocs=2, join=False, start_method="forkserver")
     assert context is not None  # not joined yet
     while not context.join(timeout=120):
         pass

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,9 +17,7 @@ def test_digests_are_equal_for_equal_texts_only(one: str, other: str) -> None:
 
 
 def test_a_digest_is_the_same_in_every_process() -> None:
-    code = "from pipeline.distributed.agreement import digest; print(digest('balance [1, 2]'))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(found.stdout) == digest("balance [1, 2]")
+    assert digest("balance [1, 2]") == 6401574045171436422
 
 
 def test_what_differs_first_is_told_with_its_ranks() -> None:

@@ -49,7 +49,8 @@ class Meeting:
 def company(work, ranks):
     """This process as rank 0 of several; the others do `work`, and put what they return into the queue."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SOON)
-    context = multiprocessing.get_context("spawn")
+    multiprocessing.set_forkserver_preload(["pipeline", "pytest"])  # processes that begin with torch imported
+    context = multiprocessing.get_context("forkserver")
     queue = context.Queue()
     children = [context.Process(target=child, args=(work, store.port, rank, ranks, queue)) for rank in range(1, ranks)]
     for process in children:
