@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import either, pairwise
 from law_check import differences, observed, row_loss, target_of
 from law_models import MODELS, Apply, Case, Twice, normal
 from law_reference import Result, Whole, call_seed, reference, reference_step
@@ -361,7 +362,11 @@ def the_input_is_written_in_a_later_chunk_only() -> Odd:
 # ------------------------------------------------------------------------------------------------------------- the law
 
 DOORS = ("forward", "step")
-SETTINGS = list(product(DOORS, ("always", "never"), ("each alone", "whole"), (3, 1), (True, False)))
+MODES = {
+    "door": DOORS, "checkpoint": ("always", "never"), "balance": ("each alone", "whole"), "chunks": (3, 1),
+    "train": (True, False),
+}
+SETTINGS = either([tuple(row.values()) for row in pairwise(MODES)], list(product(*MODES.values())))
 
 
 def _built(build: Callable[[], Odd], train: bool) -> tuple[Case, Any]:

@@ -465,9 +465,10 @@ def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
 
 
 @pytest.mark.filterwarnings(COMPLEX)
+@pytest.mark.parametrize("balance", [(1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_products_equal_differences_of_the_gradient(name):
-    check(OPERATORS[name])
+def test_products_equal_differences_of_the_gradient(name, balance):
+    check(OPERATORS[name], balances=[balance])
 
 
 OLD_STYLE = "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"

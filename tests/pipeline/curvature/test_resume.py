@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import either
 from dense_map import DenseMap, DenseSpace, symmetric
 from dense_ranks import RankMap, over_ranks
 from torch import Tensor
@@ -98,7 +99,7 @@ def test_interrupted_between_products_a_run_gives_the_same_bits(
 
     straight = top_eigenpairs(DenseMap(matrix), **WANTED)
     monkeypatch.setattr(Basis, method, interrupted)
-    for at in [*range(1, 12), 40, 77, 120]:
+    for at in either([1, 2, 9, 40, 120], [*range(1, 12), 40, 77, 120]):
         left = at
         try:
             top_eigenpairs(DenseMap(matrix), resume=path, save_every=0, **WANTED)
