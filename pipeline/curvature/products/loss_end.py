@@ -1,29 +1,26 @@
 """The loss behind the last stage, differentiated twice, and checked against the loss of the whole mini-batch.
 
     output of a chunk --loss_fn--> its part of the loss, and where the gradient begins
-    all chunks --entry/loss_check.py--> the un-pipelined loss and gradient, or an error
+    all chunks --entry/chunk_losses.py--> the un-pipelined loss and gradient, or an error
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from pipeline.common.graph import explore
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, LossFn, scale_of
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads, Tree
-from pipeline.entry.loss_check import check_joined
+from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.execution import Execution
 
 
-class LossProduct:
+class LossProduct(ChunkLosses):
     """The loss of one product's mini-batch.
 
     Args:
@@ -44,15 +41,13 @@ class LossProduct:
         first_rows: int,
         compares: bool,
     ) -> None:
-        self.loss = Loss(loss_fn, reduction, target.rows, True)
-        self.compares = compares and target.chunks > 1
+        super().__init__(
+            execution, Loss(loss_fn, reduction, target.rows, True), target, compares and target.chunks > 1
+        )
         self._loss_fn, self._reduction = loss_fn, reduction
-        self._target = target
         self._first_rows, self._rows = first_rows, sum(target.rows)
-        self._execution = execution
         self._seeder = execution.seeder()
         self._outputs: list[Activations] = []
-        self._grads: dict[int, Grads] = {}
 
     def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A chunk's loss on `tensors`, and what its gradient begins with.
@@ -60,23 +55,22 @@ class LossProduct:
         Raises:
             RuntimeError: it computes with something else that requires a gradient.
         """
-        return self._computed(self.loss, chunk, tree, tensors)
+        return self._begun(self.loss, chunk, tree, tensors)
 
     def aside(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same at another point, which does not count."""
-        return self._computed(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
+        return self._begun(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
 
-    def _computed(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _begun(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
-        loss, weight = own.chunk(chunk, tree.build(tensors), self._target_of(chunk, tree))
-        if loss.requires_grad:
-            beside = explore([loss], until=[tensor for tensor in tensors if tensor.requires_grad]).leaves
-            for leaf in beside.values():
-                raise RuntimeError(
-                    f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
-                    "output of the model: its part of the curvature would be lost. Detach it; for a penalty on "
-                    "parameters add its own curvature (that of c/2 |w|^2 is c times the vector)."
-                )
+        ends = [tensor for tensor in tensors if tensor.requires_grad]
+        loss, weight, external = self.computed(own, chunk, tree, tensors, ends)
+        for leaf in external.values():
+            raise RuntimeError(
+                f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and is no "
+                "output of the model: its part of the curvature would be lost. Detach it; for a penalty on "
+                "parameters add its own curvature (that of c/2 |w|^2 is c times the vector)."
+            )
         return loss, torch.full_like(loss, weight * self._relative, requires_grad=False)
 
     def _seed(self, chunk: int) -> None:
@@ -99,24 +93,20 @@ class LossProduct:
         own = float(weight) * (scale_of(self._first_rows) if kind == "count" else 1 / self._first_rows)
         return own, own
 
-    def note(self, chunk: int, tree: Tree, grads: Grads) -> None:
+    def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
         """Keep a chunk's output and the gradient there, for `check`."""
         if self.compares:
             needs = tuple([tensor.requires_grad for tensor in tree.tensors])
             tensors = tuple([tensor.detach() for tensor in tree.tensors])
             self._outputs.append(Activations(Tree(tensors, tree.skeleton), needs))
-            found = iter(grads)
-            grads = tuple([next(found) if need else None for need in needs])
-            self._grads[chunk] = tuple([None if grad is None else grad / self._relative for grad in grads])
+            self.note(chunk, tree, [None if grad is None else grad / self._relative for grad in grads])
 
     def check(self) -> None:
-        """Raise ValueError if the chunks' losses do not combine to that of the mini-batch."""
-        self.loss.check_counts()
-        if not self.compares and not self.loss.is_proven:
-            raise self.loss.unproven()
-        if self.compares and self._outputs and float(self.loss.weight[1]):  # where nothing counts it is 0 / 0
-            self._seed(0)
-            check_joined(self.loss, self._target, self._outputs, self._grads, True, None)
+        """Check the losses of all chunks."""
+        if not self.compares or self._outputs and float(self.loss.weight[1]):
+            self.check_all(self._outputs)
+        else:  # the loss of nothing is 0 / 0, which no other can be compared with
+            self.loss.check_counts()
 
     def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], per_row: int) -> None:
         """Raise ValueError if the loss of a row is not its own: the gradient at the first must not need the others.
@@ -151,13 +141,4 @@ class LossProduct:
     def _first_row(self, chunk: int, tree: Tree) -> Any:
         pieces = zip(self._target.pieces, self._target.cut, strict=True)
         cut = [piece[chunk][:1] if is_cut else piece[chunk] for piece, is_cut in pieces]
-        return self._moved(self._target.tree.build(cut), tree)
-
-    def _target_of(self, chunk: int, tree: Tree) -> Any:
-        return self._moved(self._target.value(chunk), tree)
-
-    def _moved(self, value: Any, tree: Tree) -> Any:
-        device = tree.tensors[0].device if tree.tensors else None
-        if device is None:
-            return value
-        return tree_map_only(Tensor, partial(self._execution.carried, device=device), value)
+        return self.beside(self._target.tree.build(cut), tree)

@@ -47,7 +47,7 @@ class HessianProduct(ProductCall):
         with run.hooks_asleep():
             grads = gradients_of([loss], targets, [begin], self._task.number > 0)
         own = len(targets) - len(beside)
-        self.loss_end.note(chunk, tree, _detached(grads[own:]))
+        self.loss_end.note_output(chunk, tree, _detached(grads[own:]))
         back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)
         self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.found)
         return back
@@ -85,7 +85,7 @@ class FirstOrderProduct(ProductCall):
         begin.requires_grad_(not self.is_linear)
         grads = gradients_of([loss], leaves, [begin], not self.is_linear)
         first = _detached(grads)
-        self.loss_end.note(chunk, tree, first)
+        self.loss_end.note_output(chunk, tree, first)
         tangents = run.push(graph, inbox.tangents) if graph.roots else []
         self._rule_check.confirm(run, chunk, inbox, of_output, tangents[0] if tangents else ())
         cotangents = self.cotangents(chunk, tree, leaves, grads, tangents)
