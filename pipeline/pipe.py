@@ -26,11 +26,12 @@ from pipeline.common.torch_modes import eagerly
 from pipeline.data.loss import LossFn
 from pipeline.data.values import chain
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
+from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import entry_points
 from pipeline.entry.joining import join_ranks
 from pipeline.entry.runtime import History, Runtime
-from pipeline.entry.settings import Layout, Settings, check_chunks, check_deferred, plans_of
+from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
 from pipeline.entry.settled import Settled
 from pipeline.entry.state.meta_init import How
 from pipeline.entry.state.state_dict import Stateful
@@ -46,6 +47,7 @@ from pipeline.entry.validation import (
     settle,
 )
 from pipeline.execution.drivers import check_workers
+from pipeline.execution.setup import Layout
 from pipeline.execution.trace import TraceRecorder
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import is_part
@@ -142,14 +144,16 @@ class Pipe(Settled, Stateful):
         verify_skippables(module)
         stages = split(module, layers_per_stage)
         check_shared(stages)
-        layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers, ranks)
+        layout = Layout(places, chain(len(stages), routes(stages)), Local(), workers)
+        processes = Processes(ranks)
         count = check_chunks(chunks)
-        plans = plans_of(schedule, layers_per_stage, count, layout)
+        plans = plans_of(schedule, layers_per_stage, count, layout, processes)
         if ranks is not None:
-            layout = layout.over(stages, plans.resolved(count))
+            topology = topology_of(stages, plans.resolved(count).placement.lane_of, ranks, layout.values)
+            processes = replace(processes, topology=topology)
         self._settings = Settings(
-            layout, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim), mixes_rows,
-            check_deferred(deferred_batch_norm, module)
+            layout, processes, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim),
+            mixes_rows, check_deferred(deferred_batch_norm, module)
         )
         self._history = History()
         self.training = module.training
@@ -162,7 +166,7 @@ class Pipe(Settled, Stateful):
             is_part(self)
         if others is not None:
             found = Replicas(others, ranks, self)
-            self._settings = replace(self._settings, layout=replace(layout, replicas=found))
+            self._settings = replace(self._settings, processes=replace(processes, replicas=found))
             found.join(self, self._settings.words)
 
     def __setstate__(self, state: Any) -> None:
@@ -205,7 +209,7 @@ class Pipe(Settled, Stateful):
     @schedule.setter
     def schedule(self, schedule: str | Schedule) -> None:
         old = self._settings
-        self._settings = replace(old, plans=plans_of(schedule, old.balance, old.chunks, old.layout))
+        self._settings = replace(old, plans=plans_of(schedule, old.balance, old.chunks, old.layout, old.processes))
 
     @property
     def checkpoint(self) -> Policy:

@@ -68,12 +68,10 @@ class Loss:
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {loss_fn!r}, which is not callable. Give (output, target) -> loss.")
-        self._name = _name(loss_fn)
         self._asked = reduction
         self._reduction = _reduction(loss_fn, reduction)
         self.loss_fn = loss_fn
         self._rows = rows
-        self._all_rows = sum(rows)
         self._scale = scale_of(self._all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
@@ -82,6 +80,14 @@ class Loss:
         self._is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
         self._metrics = Metrics(self._name)
+
+    @property
+    def _name(self) -> str:
+        return _name(self.loss_fn)
+
+    @property
+    def _all_rows(self) -> int:
+        return sum(self._rows)
 
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.

@@ -25,15 +25,15 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
     Raises:
         MismatchError: the ranks build different Pipes.
     """
-    topology, layout = runtime.topology, runtime.settings.layout
-    assert topology is not None and layout.ranks is not None  # one process joins nobody
+    topology = runtime.topology
+    assert topology is not None  # one process joins nobody
     elsewhere = dict(topology.elsewhere(stages))
     count = sum(runtime.settings.balance)
     with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
         words = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: words, draws=materialize is not None)
-        layout.ranks.connections.connect(topology.pairs)
-        settle(stages, topology.assignment.own, layout.devices, materialize, lambda: seed)
+        topology.ranks.connections.connect(topology.pairs)
+        settle(stages, topology.assignment.own, runtime.settings.layout.devices, materialize, lambda: seed)
         modules = runtime.module._modules
         modules.update(elsewhere)
         communicator.gradients.share_values(topology.assignment.copies_in(runtime.module))

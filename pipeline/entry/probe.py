@@ -69,7 +69,7 @@ class Probe:
         self._checks_rows = checks_rows
         self._setup = replace(
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
-            known=StageTraits(), workers="inline" if setup.communicator.is_alone else setup.workers
+            known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
         )
         self._batch = batch
         self._rows = max(2, batch.rows[0])
@@ -302,7 +302,7 @@ class ProbeCall:
         self._inboxes[stage] = inbox, self._generators.states()
         self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
         if stage != execution.last:
-            nothing = [Activations(flatten(None, run.name), ())] * len(execution.setup.values.made_by[stage])
+            nothing = [Activations(flatten(None, run.name), ())] * len(execution.setup.layout.values.made_by[stage])
             execution.mailbox.put(stage, chunk, nothing if made is None else made)
 
     @staticmethod

@@ -97,12 +97,12 @@ class Runtime:
     @property
     def topology(self) -> PipeTopology | None:
         """The assignment of stages to ranks. None: all stages are in this process."""
-        return self.settings.layout.topology
+        return self.settings.processes.topology
 
     @property
     def has_replicas(self) -> bool:
         """Whether other pipelines train the same stages on other mini-batches."""
-        return self.settings.layout.replicas is not None
+        return self.settings.processes.replicas is not None
 
     @property
     def rank(self) -> int:
@@ -144,7 +144,7 @@ class Runtime:
             entry: the name of the operation.
             averages: whether it averages gradients over replicas.
         """
-        topology, replicas = self.topology, self.settings.layout.replicas
+        topology, replicas = self.topology, self.settings.processes.replicas
         tied = [] if topology is None else topology.assignment.copies_in(self.module)
         own: Communicator = LocalCommunicator() if topology is None else DistributedCommunicator(topology, tied, entry)
         if replicas is None or not averages:
@@ -186,7 +186,7 @@ class Runtime:
         target: Batch | None,
         recorder: TraceRecorder | None,
     ) -> Setup:
-        settings, history, layout = self.settings, self.history, self.settings.layout
+        settings, history = self.settings, self.history
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
         words = partial(self._words, request, given)
@@ -199,10 +199,7 @@ class Runtime:
         history.calls += request.grad
         setup = Setup(
             stages=self.stages(),
-            places=layout.places,
-            values=layout.values,
-            transport=layout.transport,
-            workers=layout.workers,
+            layout=settings.layout,
             plan=plan,
             recompute=plan.recomputed(settings.checkpoint) if request.grad else frozenset(),
             grad=request.grad,
@@ -272,7 +269,7 @@ class Runtime:
     def recorder(self) -> TraceRecorder:
         """A recorder of the lanes of this Pipe."""
         schedule, layout = self.settings.schedule, self.settings.layout
-        alone = layout.ranks is None  # a rank has one lane
+        alone = self.settings.processes.ranks is None  # a rank has one lane
         turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if alone else ()
         return TraceRecorder(schedule.lanes, turns)
 

@@ -1,65 +1,43 @@
 """The settings of a Pipe: what it was built with, and what can be set on it later.
 
-    Pipe(module, balance, chunks, ...)  --checked-->  Settings, with the Layout of its stages
-    pipe.chunks = 8                     --checked-->  new Settings, in the place of the old ones
+    Pipe(module, ...)  --checked-->  Settings, with the Layout of its stages and the Processes that share it
+    pipe.chunks = 8    --checked-->  new Settings, in the place of the old ones
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from partition.contiguous import whole
 from pipeline.common.arguments import check_flag, shown
-from pipeline.common.places import Place
-from pipeline.data.values import Values
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
-from pipeline.distributed.topology import PipeTopology, topology_of
+from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.plans import Plans
 from pipeline.entry.validation import check_placement, check_schedule
+from pipeline.execution.setup import Layout
 from pipeline.recompute.policy import Policy
 from pipeline.stage.batchnorm import check_deferrable
-from pipeline.transports.local import Local
 from scheduler import Schedule, verify
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """Where the stages of a Pipe are, and what moves values between them.
+class Processes:
+    """The processes that share a Pipe.
 
     Attributes:
-        places: of each stage.
-        values: the table of values that cross stages.
-        transport: moves tensors between places of this process.
-        workers: how lanes run, see execution/drivers.py.
-        ranks: the processes that run the Pipe together. None: this one runs every stage.
+        ranks: run it together. None: this one runs every stage.
         topology: the assignment of stages to these ranks, once they have agreed on it.
         replicas: the pipelines that train the same stages on other mini-batches.
     """
 
-    places: Sequence[Place]
-    values: Values
-    transport: Local
-    workers: str | None
     ranks: RankGroup | None
     topology: PipeTopology | None = None
     replicas: Replicas | None = None
-
-    def over(self, stages: Sequence[nn.Sequential], schedule: Schedule) -> Layout:
-        """This layout, with the stages where a schedule runs them."""
-        assert self.ranks is not None  # one process has all stages
-        topology = topology_of(stages, schedule.placement.lane_of, self.ranks, self.values)
-        return replace(self, topology=topology)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each stage."""
-        return [place.device for place in self.places]
 
     @property
     def parameters(self) -> str:
@@ -75,6 +53,7 @@ class Settings:
 
     Attributes:
         layout: where its stages are.
+        processes: that share it.
         balance: the number of layers of each stage.
         chunks: the largest number of chunks.
         plans: of the schedule.
@@ -85,6 +64,7 @@ class Settings:
     """
 
     layout: Layout
+    processes: Processes
     balance: tuple[int, ...]
     chunks: int
     plans: Plans
@@ -105,11 +85,13 @@ class Settings:
         return (
             f"balance {list(self.balance)}\nchunks {self.chunks}\nbatch_dim {self.batch_dim}\n"
             f"mixes_rows {self.mixes_rows}\nschedule {self.plans.given}\ncheckpoint {checkpoint}\n"
-            f"deferred_batch_norm {self.deferred_batch_norm}\n{self.layout.parameters}"
+            f"deferred_batch_norm {self.deferred_batch_norm}\n{self.processes.parameters}"
         )
 
 
-def plans_of(schedule: str | Schedule, balance: Sequence[int], chunks: int, layout: Layout) -> Plans:
+def plans_of(
+    schedule: str | Schedule, balance: Sequence[int], chunks: int, layout: Layout, processes: Processes
+) -> Plans:
     """The plans of a schedule, which must fit the stages.
 
     Raises:
@@ -121,12 +103,12 @@ def plans_of(schedule: str | Schedule, balance: Sequence[int], chunks: int, layo
     if isinstance(schedule, Schedule):
         verify(schedule)
         check_schedule(schedule, len(balance))
-    ranks = None if layout.ranks is None else (layout.ranks.size, layout.ranks.rank)
+    ranks = None if processes.ranks is None else (processes.ranks.size, processes.ranks.rank)
     plans = Plans(schedule, layout.places, layout.values, ranks)
     resolved = plans.resolved(chunks)
     check_schedule(resolved, len(balance))
-    if layout.topology is not None:
-        check_placement(resolved, layout.topology.assignment.rank_of)
+    if processes.topology is not None:
+        check_placement(resolved, processes.topology.assignment.rank_of)
     return plans
 
 

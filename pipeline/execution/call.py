@@ -318,7 +318,7 @@ class Call:
 
     def _at_home(self, grads: Grads) -> Grads:
         """Gradients of the input, on the input's devices."""
-        carry = self.execution.setup.transport.carry
+        carry = self.execution.setup.layout.transport.carry
         return tuple([
             grad if grad is None or grad.device == tensor.device else carry(grad, None, Place(tensor.device))
             for grad, tensor in zip(grads, self.batch.tree.tensors, strict=False)
@@ -346,7 +346,7 @@ class Call:
 
     def _taken(self, stage: StageRun) -> list[Pair]:
         setup, to_owner = self.execution.setup, self.execution.placement.to_owner
-        return [(owner, to_owner(owner, grad, setup.places[stage.index])) for owner, grad in stage.take_sums()]
+        return [(owner, to_owner(owner, grad, setup.layout.places[stage.index])) for owner, grad in stage.take_sums()]
 
     def owners(self) -> list[Tensor]:
         """The parameters and foreign leaves that an output depends on, each once."""
@@ -372,8 +372,8 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     shared = Shared(
-        setup.values, setup.grad, execution.ambient, setup.known, setup.compares, setup.defer, execution.has_threads,
-        threading.Lock(), setup.keep, samples, setup.seed, execution.generators
+        setup.layout.values, setup.grad, execution.ambient, setup.known, setup.compares, setup.defer,
+        execution.has_threads, threading.Lock(), setup.keep, samples, setup.seed, execution.generators
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:
@@ -381,7 +381,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
             split[index].add(chunk)
     stages = [
         StageRun(
-            layers, setup.places[index].device, execution.bring(index), shared, split[index],
+            layers, setup.layout.places[index].device, execution.bring(index), shared, split[index],
             ends_in_loss and index == execution.last
         )
         for index, layers in execution.layers.items()

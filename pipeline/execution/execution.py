@@ -59,15 +59,15 @@ class Execution:
         self.communicator = setup.communicator
         first_layers = accumulate((len(layers) for layers in setup.stages), initial=0)
         self.layers = {
-            index: StageLayers(index, first, layers, setup.values)
+            index: StageLayers(index, first, layers, setup.layout.values)
             for index, (first, layers) in enumerate(zip(first_layers, setup.stages, strict=False))
             if setup.communicator.topology.has(index)
         }
         self.generators = KeptGenerators(self.devices)
         self.ambient = Ambient.capture(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
-        self.placement = ParameterPlacement(setup.stages, setup.places, setup.transport)
+        self.placement = ParameterPlacement(setup.stages, setup.layout.places, setup.layout.transport)
         self.mailbox = self._new_mailbox()
-        self._driver = Driver(setup.places, setup.stages, self._lane_of, setup.workers)
+        self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
         self._recorded = [len(trace) for trace in setup.traces]
         self._ready: dict[int, float] = {}  # by stage: when the action under way had its inputs, where that is traced
 
@@ -76,7 +76,7 @@ class Execution:
     @property
     def devices(self) -> list[torch.device]:
         """The devices of the stages in this process."""
-        return [self.setup.places[index].device for index in self.layers]
+        return [self.setup.layout.places[index].device for index in self.layers]
 
     @property
     def last(self) -> int:
@@ -101,7 +101,7 @@ class Execution:
     @property
     def is_accelerated(self) -> bool:
         """Whether a stage computes on an accelerator."""
-        return any(place.is_accelerator for place in self.setup.places)
+        return any(place.is_accelerator for place in self.setup.layout.places)
 
     @property
     def _lane_of(self) -> Sequence[int]:
@@ -113,17 +113,17 @@ class Execution:
 
     def bring(self, stage: int) -> Callable[[Tensor], Tensor]:
         """From a parameter to its values at the place of a stage: itself, or a copy."""
-        return partial(self.placement.bring, self.setup.places[stage])
+        return partial(self.placement.bring, self.setup.layout.places[stage])
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor of the caller's (a part of the target), on a device of a stage."""
-        return self.setup.transport.carry(tensor, Place(tensor.device), Place(device))
+        return self.setup.layout.transport.carry(tensor, Place(tensor.device), Place(device))
 
     # ---------------------------------------------------------------------------------------------- values under way
 
     def _new_mailbox(self) -> Mailbox:
-        setup = self.setup
-        return self.communicator.exchange.mailbox(setup.values, dict(enumerate(setup.places)), setup.transport)
+        layout = self.setup.layout
+        return self.communicator.exchange.mailbox(layout.values, dict(enumerate(layout.places)), layout.transport)
 
     def feed(self, grad: bool) -> None:
         """Post the chunks of the input to their readers. `grad`: as tensors that may need a gradient."""

@@ -84,7 +84,7 @@ def _compose(
     gate: Gate,
 ) -> tuple[list[Tensor], Tree]:
     """One chunk through all stages: the pieces of the input, behind the gate, and the output."""
-    batch, values = execution.batch, execution.setup.values
+    batch, values = execution.batch, execution.setup.layout.values
     pieces = [
         gate.enter(piece[chunk]) if is_live else piece[chunk].detach()
         for piece, is_live in zip(batch.pieces, live, strict=True)

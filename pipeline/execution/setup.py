@@ -1,10 +1,11 @@
-"""The settings of one call: one frozen object, handed on by name."""
+"""The settings of one call: frozen objects, handed on by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from pipeline.common.places import Place
@@ -17,15 +18,34 @@ from pipeline.transports.local import Local
 
 
 @dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the stages of a Pipe are, and what moves values between them in one process.
+
+    Attributes:
+        places: of each stage.
+        values: the table of values that cross stages.
+        transport: moves tensors between places.
+        workers: how lanes run, see execution/drivers.py.
+    """
+
+    places: Sequence[Place]
+    values: Values
+    transport: Local
+    workers: str | None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each stage."""
+        return [place.device for place in self.places]
+
+
+@dataclass(frozen=True, eq=False)
 class Setup:
     """The settings that a Pipe gives to a call.
 
     Attributes:
         stages: the layers of each stage.
-        places: the place of each stage.
-        values: the table of values that cross stages.
-        transport: moves tensors between places.
-        workers: how lanes run, see execution/drivers.py.
+        layout: where the stages are.
         plan: the orders that run.
         recompute: the (stage, chunk) pairs that are recomputed.
         grad: whether this call has gradients.
@@ -39,10 +59,7 @@ class Setup:
     """
 
     stages: Sequence[Sequence[nn.Module]]
-    places: Sequence[Place]
-    values: Values
-    transport: Local
-    workers: str | None
+    layout: Layout
     plan: Plan
     recompute: frozenset[tuple[int, int]]
     grad: bool

@@ -44,7 +44,7 @@ class LowerBound:
         self._graph = graph_of(problem)
         self._bounds = _bounds(problem, self._graph)
         self._passes = passes
-        times = *problem.split.duration, *problem.together.duration, *problem.travel
+        times = *problem.split.duration, *problem.together.duration, *problem.messages.travel
         self._integral = all(float(time).is_integer() for time in times)
         self.value = ceil(self._bounds.value * (1 - _BILLIONTH)) if self._integral else self._bounds.value
 

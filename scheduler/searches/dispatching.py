@@ -43,9 +43,9 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
             continue
         end[action] = lane.run(action, time)
         heappush(events, (lane.free, at))
-        receiver = problem.receiver[action]
+        receiver = problem.messages.receiver[action]
         if receiver < problem.count:
-            heappush(events, (lane.free + problem.arrival[action], problem.lane[receiver]))
+            heappush(events, (lane.free + problem.messages.arrival[action], problem.lane[receiver]))
     return LaneOrders([lane.order for lane in lanes])
 
 
@@ -125,5 +125,5 @@ class _Lane:
     def _arrival(self, action: int, end: Sequence[float]) -> float:
         """When all that an action needs is there; inf where that is not known yet."""
         problem = self._problem
-        arrival = end[problem.sender[action]] + problem.travel[action]
+        arrival = end[problem.messages.sender[action]] + problem.messages.travel[action]
         return max([arrival, *(end[need] for need in problem.near[action])])

@@ -73,18 +73,18 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
     def look_ahead(at: int) -> None:
         lane = lanes[at]
         if lane.left:
-            sender = problem.sender[lane.left[-1]]
+            sender = problem.messages.sender[lane.left[-1]]
             if end[sender] == inf:
                 sleepers[sender] = at
             else:
-                heappush(ahead, (max(lane.free, end[sender] + problem.travel[lane.left[-1]]), at))
+                heappush(ahead, (max(lane.free, end[sender] + problem.messages.travel[lane.left[-1]]), at))
 
     for at in range(problem.lanes):
         look_ahead(at)
     while ahead:
         lane = lanes[at := heappop(ahead)[1]]
         action = lane.left.pop()
-        arrival = end[problem.sender[action]] + problem.travel[action]
+        arrival = end[problem.messages.sender[action]] + problem.messages.travel[action]
         if not lane.make_room(action):
             return None
         lane.fill(arrival, -1 if eager else idled - lane.idled)
@@ -146,12 +146,12 @@ def _while_it_waits(problem: Problem, more: int) -> list[int]:
     forwards = [stage * chunks for stage in range(problem.stages)]
     starts = [0.0]
     for action in forwards[1:]:
-        starts.append(starts[-1] + duration[action - chunks] + problem.travel[action])
+        starts.append(starts[-1] + duration[action - chunks] + problem.messages.travel[action])
     counts: list[int] = []
     end = 0.0
     for start, action in zip(reversed(starts), reversed(forwards)):
         backward = action + problem.pairs
-        arrival = end + problem.travel[backward] if counts else start + duration[action]
+        arrival = end + problem.messages.travel[backward] if counts else start + duration[action]
         ahead = (arrival - start) / duration[action] if duration[action] else inf
         counts.append(1 if not counts else chunks if ahead >= chunks else floor(ahead) + more)
         end = max(arrival, start + counts[-1] * duration[action]) + duration[backward]

@@ -15,7 +15,7 @@ from scheduler.dependencies import requires
 from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
-from scheduler.searches.problem import Objective, Problem, Times
+from scheduler.searches.problem import Messages, Objective, Problem, Times
 
 __all__ = ["Memory", "alone", "pose"]
 
@@ -73,7 +73,7 @@ def _each(placement: Placement, chunks: int, kinds: int, whole: bool) -> Iterato
 
 def _waits(
     costs: Costs, placement: Placement, chunks: int, kinds: int
-) -> tuple[list[int], list[int], list[float], list[int], list[float], list[frozenset[int]]]:
+) -> tuple[list[int], Messages, list[frozenset[int]]]:
     actions = list(_each(placement, chunks, kinds, whole=False))
     numbers = {action: number for number, action in enumerate(actions)}
     split = frozenset((action.stage, action.chunk) for action in actions)
@@ -92,7 +92,7 @@ def _waits(
                 travel[number] = arrival[need] = hop(actions[need].stage, action.stage) if hop else 0
         before = [number - 1] if action.chunk else []
         near.append(frozenset([*before, *(need for need in needs if lane[need] == lane[number])]))
-    return lane, sender, travel, receiver, arrival, near
+    return lane, Messages(sender, travel, receiver, arrival), near
 
 
 def _times(

@@ -16,11 +16,20 @@ where no way leads from an action of the window to another one through other lan
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from scheduler.searches.problem import LaneOrders, Problem
 from scheduler.searches.timing import run, value
 
 __all__ = ["IncrementalTiming"]
+
+
+class _Clock(NamedTuple):
+    """The start, the end and the tail of each action."""
+
+    start: list[float]
+    end: list[float]
+    tail: list[float]
 
 
 class IncrementalTiming:
@@ -64,8 +73,8 @@ class IncrementalTiming:
             hold too much, or where the window alone does not tell.
         """
         problem, order, (duration, need, change) = self.problem, self.orders[lane], self.times
-        sender, travel, receiver, arrival = problem.sender, problem.travel, problem.receiver, problem.arrival
-        start, end, tail, nobody = self._start, self._end, self._tail, problem.count
+        sender, travel, receiver, arrival = problem.messages
+        (start, end, tail), nobody = self._clock, problem.count
         after = first + len(window)
         level, cap = self._level[lane][first], problem.caps[lane]
         for action in window:
@@ -126,22 +135,23 @@ class IncrementalTiming:
 
     def slack(self, action: int) -> float:
         """How much later this action could start without making the value larger."""
-        return self.value - self._start[action] - self._tail[action]
+        return self.value - self._clock.start[action] - self._clock.tail[action]
 
     def joinable(self) -> frozenset[int]:
         """The pairs that can be whole too and the value stays: W follows I at once, and who waits for I can wait."""
         problem, together, orders, rank = self.problem, self.problem.together.duration, self.orders, self.rank
-        free, end = [0.0] * problem.lanes, list(self._end)
+        free, end = [0.0] * problem.lanes, list(self._clock.end)
         joined: set[int] = set()
         for action in self._topological:
             lane, weight = problem.lane[action], action + problem.pairs
-            time = max(free[lane], end[problem.sender[action]] + problem.travel[action])
+            time = max(free[lane], end[problem.messages.sender[action]] + problem.messages.travel[action])
             free[lane] = end[action] = time + self.times.duration[action]
             after = rank[action] + 1
             if action // problem.pairs == 1 and after < len(orders[lane]) and orders[lane][after] == weight:
-                whole, receiver = time + together[action], problem.receiver[action]
+                whole, receiver = time + together[action], problem.messages.receiver[action]
                 in_time = whole <= (free[lane] + self.times.duration[weight]) * _ROUNDING
-                if in_time and whole + problem.arrival[action] + self._tail[receiver] <= self.value * _ROUNDING:
+                rest = problem.messages.arrival[action] + self._clock.tail[receiver]
+                if in_time and whole + rest <= self.value * _ROUNDING:
                     joined.add(action - problem.pairs)
                     end[action] = whole
         return frozenset(joined)
@@ -152,13 +162,12 @@ class IncrementalTiming:
 
     def _refresh(self) -> None:
         problem, times = self.problem, self.times
-        self._topological, self._end = run(problem, self.orders, times.duration)
+        self._topological, end = run(problem, self.orders, times.duration)
         assert len(self._topological) == problem.count  # a plan can end
-        self._start = list(self._end)
+        self._clock = _Clock(list(end), end, [0] * problem.count + [-inf])
         self._where = [0] * problem.count
         for where, action in enumerate(self._topological):
             self._where[action] = where
-        self._tail: list[float] = [0] * problem.count + [-inf]
         self._level = [list(accumulate((times.change[action] for action in order), initial=0.0))
                        for order in self.orders]
         self._forward(0)
@@ -167,7 +176,7 @@ class IncrementalTiming:
     def _reorder(self, lane: int, window: Sequence[int], begin: int, stop: int) -> None:
         """Keeps the topological order one, which changes between `begin` and `stop` only: first what does not come
         after the window, then the window, then what does."""
-        lane_of, sender = self.problem.lane, self.problem.sender
+        lane_of, sender = self.problem.lane, self.problem.messages.sender
         before, behind, late, late_lanes = [], [], set(window), {lane}
         for action in self._topological[begin:stop]:
             if lane_of[action] == lane:
@@ -184,8 +193,8 @@ class IncrementalTiming:
 
     def _forward(self, begin: int) -> None:
         """Starts and ends of all that comes at or after `begin` in the topological order."""
-        sender, travel, lane_of = self.problem.sender, self.problem.travel, self.problem.lane
-        start, end, duration, rank, orders = self._start, self._end, self.times.duration, self.rank, self.orders
+        sender, travel, lane_of = self.problem.messages.sender, self.problem.messages.travel, self.problem.lane
+        (start, end, _), duration, rank, orders = self._clock, self.times.duration, self.rank, self.orders
         free: list[float] = [-1] * self.problem.lanes
         for action in self._topological[begin:]:
             lane = lane_of[action]
@@ -201,8 +210,8 @@ class IncrementalTiming:
 
     def _backward(self, stop: int) -> None:
         """Tails of all that comes before `stop` in the topological order."""
-        receiver, arrival, lane_of = self.problem.receiver, self.problem.arrival, self.problem.lane
-        tail, duration, rank, orders = self._tail, self.times.duration, self.rank, self.orders
+        receiver, arrival, lane_of = self.problem.messages.receiver, self.problem.messages.arrival, self.problem.lane
+        tail, duration, rank, orders = self._clock.tail, self.times.duration, self.rank, self.orders
         rest: list[float | None] = [None] * self.problem.lanes
         for action in reversed(self._topological[:stop]):
             lane = lane_of[action]

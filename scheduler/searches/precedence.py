@@ -54,8 +54,8 @@ def graph_of(problem: Problem) -> PrecedenceGraph:
     """What every plan for this problem has to respect."""
     needs: Needs = [[(need, 0.0) for need in near] for near in problem.near]
     for action in range(problem.count):
-        if problem.sender[action] < problem.count:
-            needs[action].append((problem.sender[action], problem.travel[action]))
+        if problem.messages.sender[action] < problem.count:
+            needs[action].append((problem.messages.sender[action], problem.messages.travel[action]))
     choices: Choices = {}
     for stage in range(problem.stages):
         chains = [kind * problem.stages + stage for kind in range(1, problem.kinds)]

@@ -36,6 +36,22 @@ class LaneOrders(NamedTuple):
     whole: frozenset[int] = frozenset()
 
 
+class Messages(NamedTuple):
+    """For each action the action that it waits for on another lane, and the one that waits for it there.
+
+    Attributes:
+        sender: the action that it waits for; the number of actions where there is none
+        travel: the time that the message from there takes
+        receiver: the action that waits for it
+        arrival: the time that the message to there takes
+    """
+
+    sender: list[int]
+    travel: list[float]
+    receiver: list[int]
+    arrival: list[float]
+
+
 class Times(NamedTuple):
     """What each action takes, how much more than before its lane holds while it runs, and afterwards."""
 
@@ -53,10 +69,7 @@ class Problem:
         chunks: of a step
         kinds: 3, or 2 where nothing may be split
         lane: of each action
-        sender: what each waits for on another lane; `count` where there is nothing
-        travel: how long that is on its way
-        receiver: what waits for it on another lane
-        arrival: how long its message is on its way
+        messages: between lanes
         near: what it needs on its own lane
         split: durations and memory where every backward is split
         together: the same where every backward is whole
@@ -70,10 +83,7 @@ class Problem:
     chunks: int
     kinds: int
     lane: list[int]
-    sender: list[int]
-    travel: list[float]
-    receiver: list[int]
-    arrival: list[float]
+    messages: Messages
     near: list[frozenset[int]]
     split: Times
     together: Times

@@ -29,7 +29,7 @@ def run(
     problem: Problem, orders: Sequence[Sequence[int]], duration: Sequence[float]
 ) -> tuple[list[int], list[float]]:
     """Runs every lane as far as it gets: the actions in an order in which they could run, and when each ends."""
-    sender, travel, nobody = problem.sender, problem.travel, problem.count
+    sender, travel, nobody = problem.messages.sender, problem.messages.travel, problem.count
     end = [inf] * nobody + [0]
     sleeper = [-1] * (nobody + 1)  # the lane that waits for an action
     position, free = [0] * problem.lanes, [0.0] * problem.lanes

@@ -54,10 +54,10 @@ def test_every_need_is_on_the_lane_or_a_message(placement):
         number = problem.number(action)
         needs = {problem.number(need) for need in requires(action, placement.stages, schedule.split)}
         away = {need for need in needs if problem.lane[need] != problem.lane[number]}
-        assert away == {problem.sender[number]} - {problem.count}
+        assert away == {problem.messages.sender[number]} - {problem.count}
         assert needs - away <= problem.near[number]
-        assert all(problem.receiver[need] == number for need in away)
-        assert problem.travel[number] == (2 if away else 0)
+        assert all(problem.messages.receiver[need] == number for need in away)
+        assert problem.messages.travel[number] == (2 if away else 0)
 
 
 def test_forwards_that_do_not_ascend_are_no_plan():

@@ -50,24 +50,24 @@ def answer(request: Request) -> int:
     if request.check and not answers.give("check", A.check(seed=request.seed)).ok:
         answers.wait()
         return 1
-    show = False if request.quiet else None
-    if request.top is not None:
-        found = A.top_eigenpairs(
-            request.top, which=request.which, tol=request.tol, max_products=request.max_products, seed=request.seed,
+    wanted, seed, show = request.estimates, request.seed, False if request.quiet else None
+    if wanted.top is not None:
+        pairs = A.top_eigenpairs(
+            wanted.top, which=wanted.which, tol=wanted.tol, max_products=wanted.max_products, seed=seed,
             resume=request.resume, show=show,
         )
-        answers.give("top", found, _show_eigenvalues)
-    if request.trace is not None:
-        answers.give("trace", A.trace(request.trace, rel=request.rel, seed=request.seed, show=show))
-    if request.layers is not None:
+        answers.give("top", pairs, _show_eigenvalues)
+    if wanted.trace is not None:
+        answers.give("trace", A.trace(wanted.trace, rel=wanted.rel, seed=seed, show=show))
+    if wanted.layers is not None:
         blocks = A.per_layer(
-            request.layers, samples=request.samples, which=request.which, tol=request.tol, seed=request.seed, show=show
+            wanted.layers, samples=wanted.samples, which=wanted.which, tol=wanted.tol, seed=seed, show=show
         )
         answers.give("layers", blocks, _show_layers)
-    if request.density is not None:
-        spectrum = A.density(steps=request.steps, runs=request.runs, seed=request.seed, show=show)
+    if wanted.density is not None:
+        spectrum = A.density(steps=wanted.steps, runs=wanted.runs, seed=seed, show=show)
         answers.give("density", spectrum)
-        answers.picture(spectrum, request.density)
+        answers.picture(spectrum, wanted.density)
     answers.wait()
     return 0
 
@@ -114,15 +114,16 @@ class _Answers:
 
 def _check_files(request: Request) -> None:
     """What would fail after hours fails now."""
-    if request.density:
-        if Path(request.density).suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {request.density}).")
+    picture = request.estimates.density
+    if picture:
+        if Path(picture).suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {picture}).")
         if importlib.util.find_spec("matplotlib") is None:
             raise CommandError(
                 'pictures need matplotlib, which is not installed: pip install "penstock-torch[curvature]"'
             )
-        if not Path(request.density).resolve().parent.is_dir():
-            raise CommandError(f"cannot write {request.density}: its folder is not there. Make it first.")
+        if not Path(picture).resolve().parent.is_dir():
+            raise CommandError(f"cannot write {picture}: its folder is not there. Make it first.")
     if request.save is not None:
         try:
             request.save.mkdir(parents=True, exist_ok=True)

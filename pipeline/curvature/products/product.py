@@ -54,7 +54,7 @@ class ProductCall(ABC):
     def _stage(self, layers: StageLayers, sums: Sums) -> StageRule:
         execution, task = self._execution, self._task
         setup, index = execution.setup, layers.index
-        device, bring = setup.places[index].device, execution.bring(index)
+        device, bring = setup.layout.places[index].device, execution.bring(index)
         if task.shift is not None:
             bring = partial(_shifted, bring, task.shift, device)
         aliases = Aliases(
