@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
+from pipeline.curvature.products.messages import Back, Inbox
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.stage_check import of_gradient, of_output
-from pipeline.curvature.products.stage_rule import Back, Inbox, ProductGraph, StageRule, gradients_of
+from pipeline.curvature.products.stage_rule import ProductGraph, StageRule, gradients_of
 from pipeline.data.pytrees import Grads, Tree
 
 
@@ -44,19 +45,19 @@ class HessianProduct(ProductCall):
         beside = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
         targets = [*run.targets(graph), *beside]
         begin.requires_grad_(self._task.number > 0)
-        with run.hooks_asleep():
+        with run.parameters.hooks_asleep():
             grads = gradients_of([loss], targets, [begin], self._task.number > 0)
         own = len(targets) - len(beside)
         self.loss_end.note_output(chunk, tree, _detached(grads[own:]))
         back = run.differentiated(graph, inbox.tangents, grads[:own], (), self._task.gradient)
-        self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.found)
+        self._rule_check.confirm(run, chunk, inbox, partial(self._gradient_at, chunk), back.derivative)
         return back
 
     def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
         first, *seconds = groups
         back = run.pull_second(graph, inbox.tangents, first, seconds, self._task.gradient)
         if seconds:
-            self._rule_check.confirm(run, chunk, inbox, of_gradient(first, seconds[0]), back.found)
+            self._rule_check.confirm(run, chunk, inbox, of_gradient(first, seconds[0]), back.derivative)
         return back
 
     def _gradient_at(

@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
-from pipeline.curvature.known_bad import refuse_modules, refuse_nodes, twice_differentiable
+from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.matrices import PRODUCTS
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
-from pipeline.curvature.products.stage_rule import ProductGraph, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import Task, Told
 from pipeline.curvature.space import Vec
@@ -135,8 +134,7 @@ class Passes:
         wanted = {id(parameter): parameter for parameter in self.parameters().values()}
         along = partial(_along, vectors, slots)
         moved = None if shift is None else partial(_part, shift, slots)
-        inspect = _inspect if self._verify else _only_refuse
-        task = Task(rule, len(vectors), along, gradient, wanted, inspect, self._confirmed, told, moved)
+        task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, told, moved)
         total, loss, reached = self._all(task, sums, first)
         if not reached:
             raise RuntimeError(
@@ -299,14 +297,3 @@ def _part(vec: Vec, slots: Mapping[int, VectorSlice], owner: Tensor, device: tor
     """A parameter's part of a vector, on a device; zero for one that has none."""
     slot = slots.get(id(owner))
     return torch.zeros((), device=device) if slot is None else slot.view(vec).to(device)
-
-
-def _only_refuse(stage: StageRule, graph: ProductGraph, chunks: int) -> bool:
-    _inspect(stage, graph, chunks)
-    return False
-
-
-def _inspect(stage: StageRule, graph: ProductGraph, chunks: int) -> bool:
-    """What a chunk's graph shows: refuse what would be wrong; whether numbers must show that it is right."""
-    stage.is_doubtful = refuse_nodes(stage.name, graph.roots, chunks)
-    return stage.is_doubtful

@@ -20,8 +20,10 @@ from torch import Tensor
 from pipeline.common.graph import StrayGradientGuard
 from pipeline.curvature.known_bad import explained
 from pipeline.curvature.products.loss_end import LossProduct
+from pipeline.curvature.products.messages import Back, Inbox, groups_of
 from pipeline.curvature.products.stage_check import RuleCheck, of_output
-from pipeline.curvature.products.stage_rule import Back, Inbox, ProductGraph, ProductRecord, StageRule
+from pipeline.curvature.products.stage_parameters import StageParameters
+from pipeline.curvature.products.stage_rule import ProductGraph, ProductRecord, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import Task
 from pipeline.data.pytrees import Activations, Grads, sum_grads
@@ -64,11 +66,11 @@ class ProductCall(ABC):
         snapshot = ForwardSnapshot(
             layers.modules, execution.ambient, layers.name, index, setup.known, setup.compares
         )
-        return StageRule(
-            layers, aliases, snapshot, Seeder(setup.seed, [device], execution.generators), task.number,
-            partial(_along_at, task.along, device), partial(sums.add, index), task.wanted, self._rule_check.inspect,
-            execution.batch.chunks > 1
-        )
+        along, add = partial(_along_at, task.along, device), partial(sums.add, index)
+        parameters = StageParameters(aliases, task.wanted, task.number, along, add)
+        seeder = Seeder(setup.seed, [device], execution.generators)
+        is_cut = execution.batch.chunks > 1
+        return StageRule(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)
 
     # --------------------------------------------------------------------------------------------------------- run
 
@@ -92,7 +94,7 @@ class ProductCall(ABC):
     @property
     def captures(self) -> bool:
         """Whether a stage computes with a parameter past its modules: where it is looked at, it cannot be shifted."""
-        return any(stage.captured for stage in self._run.values())
+        return any(stage.parameters.captured for stage in self._run.values())
 
     @property
     def weights(self) -> tuple[float, float] | None:
@@ -103,12 +105,13 @@ class ProductCall(ABC):
         """All has run: raise if something was done that makes numbers depend on the order of the chunks."""
         stages, chunks = list(self._run.values()), self._execution.batch.chunks
         for stage in stages:
-            stage.aliases.check_versions(chunks - 1)
-            stage.aliases.check_memory()
+            stage.parameters.aliases.check_versions(chunks - 1)
+            stage.parameters.aliases.check_memory()
             if chunks > 1:
                 stage.snapshot.buffers.check_unseen(stage.name)
             stage.snapshot.note()
-            self._execution.communicator.topology.refuse_external(stage.captured.values(), stage.name, stage.index)
+            captured = stage.parameters.captured.values()
+            self._execution.communicator.topology.refuse_external(captured, stage.name, stage.index)
         elsewhere = generators_elsewhere(self._execution.setup.stages, self._run)
         check_shared([(stage.name, stage.snapshot) for stage in stages], elsewhere)
 
@@ -138,7 +141,7 @@ class ProductCall(ABC):
         made = run.forward(chunk, inbox, (stage, chunk) in execution.setup.recompute)
         if self._rule_check.is_asked(stage, chunk):
             tangents = Inbox.of(made, self._task.number).tangents[0]
-            with run.aliases.stand_in():  # for a Hessian once more at B: then of the gradient
+            with run.parameters.aliases.stand_in():  # for a Hessian once more at B: then of the gradient
                 self._rule_check.confirm(run, chunk, inbox, of_output, tangents)
         if run.writes_input:
             execution.check_alone(stage, chunk, messages)
@@ -161,35 +164,22 @@ class ProductCall(ABC):
         pass
 
     def _last_backward(self, run: StageRule, chunk: int, inbox: Inbox) -> list[Grads]:
-        with run.aliases.stand_in():
+        with run.parameters.aliases.stand_in():
             graph = run.run(chunk, inbox)
             if run.writes_input:
                 self._execution.check_alone(
                     run.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
                 )
-            return _as_messages(inbox, self.at_loss(run, chunk, graph, inbox))
+            return self.at_loss(run, chunk, graph, inbox).messages(inbox)
 
     def _middle_backward(
         self, run: StageRule, chunk: int, record: ProductRecord, given: Sequence[Grads]
     ) -> list[Grads]:
         again = record.graph is None
-        with run.snapshot.as_at_forward(chunk) if again else nullcontext(), run.aliases.stand_in():
+        with run.snapshot.as_at_forward(chunk) if again else nullcontext(), run.parameters.aliases.stand_in():
             graph = run.again(chunk, record)
-            back = self.pull(run, chunk, graph, record.inbox, self._groups(given, record.lives))
-        return _as_messages(record.inbox, back)
-
-    def _groups(self, given: Sequence[Grads], lives: Sequence[int]) -> list[Grads]:
-        """What readers send back of what a stage made, as `_as_messages` put it: for each group that of all roots."""
-        heads = self._task.number + self.sends_gradient
-        filled = [each or (None,) * (live * heads) for each, live in zip(given, lives, strict=True)]
-        return [
-            tuple([
-                grad
-                for each, live in zip(filled, lives, strict=True)
-                for grad in each[group * live : (group + 1) * live]
-            ])
-            for group in range(heads)
-        ]
+            groups = groups_of(given, record.lives, self._task.number + self.sends_gradient)
+            return self.pull(run, chunk, graph, record.inbox, groups).messages(record.inbox)
 
     # ------------------------------------------------------------------------------------------- what a matrix says
 
@@ -205,17 +195,6 @@ class ProductCall(ABC):
     @abstractmethod
     def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
         """B of another stage. `groups`: what came back, for each root: l where it is sent, then each direction's."""
-
-
-def _as_messages(inbox: Inbox, back: Back) -> list[Grads]:
-    """From groups over all leaves to what goes back for each value that was read."""
-    groups = back.products if back.gradient is None else [back.gradient, *back.products]
-    messages, first = [], 0
-    for needs in inbox.values.split(inbox.needs):
-        live = sum(needs)
-        messages.append(tuple([grad for group in groups for grad in group[first : first + live]]))
-        first += live
-    return messages
 
 
 def _shifted(

@@ -15,7 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.products.stage_rule import Inbox, ProductGraph, StageRule, gradients_of
+from pipeline.curvature.known_bad import refuse_nodes
+from pipeline.curvature.products.messages import Inbox
+from pipeline.curvature.products.stage_rule import ProductGraph, StageRule, gradients_of
 from pipeline.curvature.products.task import Task
 from pipeline.data.pytrees import Bundle, Grads, Tree
 
@@ -37,11 +39,20 @@ class RuleCheck:
         self._task, self._compares, self._chunks = task, compares, chunks
         self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
 
-    def inspect(self, stage: StageRule, chunk: int, graph: ProductGraph) -> None:
-        """Look at a chunk's graph, and note the first chunk of a stage that must be checked."""
-        must = self._task.inspect(stage, graph, self._chunks)
-        if must and (self._compares or (self._task.rule, stage.index) not in self._task.confirmed):
+    def inspect(self, stage: StageRule, chunk: int, graph: ProductGraph) -> bool:
+        """Look at a chunk's graph, and note the first chunk of a stage that must be checked.
+
+        Returns:
+            Whether the stage has an autograd.Function of the user's.
+
+        Raises:
+            ValueError: an operation has a wrong second derivative, or looks at other rows.
+        """
+        is_doubtful = refuse_nodes(stage.name, graph.roots, self._chunks)
+        is_confirmed = (self._task.rule, stage.index) in self._task.confirmed
+        if is_doubtful and self._task.verify and (self._compares or not is_confirmed):
             self._doubtful.setdefault(stage.index, chunk)
+        return is_doubtful
 
     def is_asked(self, stage: int, chunk: int) -> bool:
         """Whether this chunk of a stage is compared."""
@@ -88,18 +99,19 @@ def error_along(
         The relative error, less what rounding explains; and its limit.
     """
     tangents = inbox.tangents[0] if inbox.tangents else []
-    owners = [(owner, alias, stage.direction(owner, 0).to(alias.dtype)) for owner, alias in stage.aliases.trained]
+    aliases, parts = stage.parameters.aliases, stage.parameters.parts
+    owners = [(owner, alias, parts(owner, alias)[0]) for owner, alias in aliases.trained]
     live = [tensor for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True) if needs]
     size = _norm([*live, *[alias for _, alias, _ in owners]])
     along = _norm([*tangents, *[part for _, _, part in owners]])
     dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
-    if along == 0.0 or stage.captured:  # nothing to ask, or not in our hands
+    if along == 0.0 or stage.parameters.captured:  # nothing to ask, or not in our hands
         return 0.0, limit(dtype)
 
     def values_at(step: float) -> list[Tensor | None]:
         views = {id(owner): (alias + step * part).detach().requires_grad_() for owner, alias, part in owners}
         moved = _moved(inbox, tangents, step)
-        with stage.snapshot.as_at_forward(chunk), stage.aliases.stand_back(views):
+        with stage.snapshot.as_at_forward(chunk), aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
             each = at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in each]

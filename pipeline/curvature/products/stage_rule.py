@@ -14,9 +14,9 @@ layer norm in torch 2.13 (pytorch/pytorch#196700).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,61 +24,13 @@ from torch import Tensor
 from pipeline.common.graph import MARK, explore, gradients, mark, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
-from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, Tree, memory_of, storage_of, versions
+from pipeline.curvature.products.messages import Back, Inbox, outbox
+from pipeline.curvature.products.stage_parameters import StageParameters
+from pipeline.data.pytrees import Activations, Bundle, Grads, memory_of, storage_of, versions
 from pipeline.recompute.policy import checkpointing
 from pipeline.recompute.randomness import Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot
-from pipeline.stage.hooks import hooks_asleep as asleep
 from pipeline.stage.layers import StageLayers
-from pipeline.stage.parameters import Aliases
-
-Along: TypeAlias = Callable[[Tensor], list[Tensor]]  # a parameter -> its part of each direction, where the stage is
-Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
-
-
-class Inbox(NamedTuple):
-    """What a stage reads of a chunk.
-
-    Attributes:
-        values: without tangents.
-        needs: for each tensor whether it depends on a parameter of the space.
-        tangents: for each direction those of the tensors that do.
-        memory: what stands for the memory of each tensor.
-    """
-
-    values: Bundle
-    needs: tuple[bool, ...]
-    tangents: list[list[Tensor]]
-    memory: tuple[MemoryId, ...]
-
-    @classmethod
-    def of(cls, messages: Sequence[Activations], count: int) -> Inbox:
-        """Take messages apart; `count`: how many directions there are."""
-        trees: list[Tree] = []
-        tangents: list[list[Tensor]] = [[] for _ in range(count)]
-        for tree, needs, _ in messages:
-            own, live = len(needs), sum(needs)
-            trees.append(Tree(tree.tensors[:own], tree.skeleton))
-            for direction in range(count):
-                start = own + direction * live
-                tangents[direction].extend(tree.tensors[start : start + live])
-        needs = tuple([need for message in messages for need in message.needs_grad])
-        return cls(Bundle.of(tuple(trees)), needs, tangents, tuple([m for message in messages for m in message.memory]))
-
-
-def outbox(
-    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
-) -> list[Activations]:
-    """What goes on: detached `tensors`, and behind them the tangents of those that depend on a parameter."""
-    needs = [tensor.requires_grad for tensor in made.tensors]
-    messages, first = [], 0
-    parts = zip(made.trees, made.split(tensors), made.split(needs), made.split(memory), strict=True)
-    for tree, own, wants, places in parts:
-        live = sum(wants)
-        more = [tangent for direction in tangents for tangent in direction[first : first + live]]
-        messages.append(Activations(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
-        first += live
-    return messages
 
 
 class ProductGraph(NamedTuple):
@@ -95,20 +47,6 @@ class ProductGraph(NamedTuple):
     made: Bundle
     roots: list[Tensor]
     storages: tuple[int, ...]
-
-
-class Back(NamedTuple):
-    """What goes back from a stage.
-
-    Attributes:
-        gradient: at each leaf; None: nobody wants it.
-        products: the same, for each direction.
-        found: of the first direction all parts, at the leaves and at the parameters.
-    """
-
-    gradient: Grads | None
-    products: list[Grads]
-    found: Grads = ()
 
 
 class ProductRecord(NamedTuple):
@@ -132,47 +70,46 @@ class StageRule:
 
     Args:
         layers: its layers.
-        aliases: stand in for its parameters.
+        parameters: those that it computes with, and the directions.
         snapshot: what its recomputations must find as it was.
         seeder: seeds its layers.
-        count: how many directions there are.
-        along: the directions.
-        add: takes what was computed for a parameter.
-        wanted: the parameters of the space, by id: one may be captured by a layer and not registered in this stage.
-        inspect: gets a chunk and its graph before anything is computed with it, and may refuse it.
+        inspect: gets a chunk and its graph before anything is computed with it, and may refuse it. Returns whether a
+            layer has an autograd.Function of the user's.
         is_cut: whether the mini-batch has several chunks.
+
+    Attributes:
+        writes_input: whether it writes its input, as far as is known.
     """
 
     def __init__(
         self,
         layers: StageLayers,
-        aliases: Aliases,
+        parameters: StageParameters,
         snapshot: ForwardSnapshot,
         seeder: Seeder,
-        count: int,
-        along: Along,
-        add: Add,
-        wanted: Mapping[int, Tensor],
-        inspect: Callable[[StageRule, int, ProductGraph], None],
+        inspect: Callable[[StageRule, int, ProductGraph], bool],
         is_cut: bool,
     ) -> None:
-        self._is_cut = is_cut
-        self.index = layers.index
-        self.name = layers.name
         self.layers = layers
-        self.aliases = aliases
+        self.parameters = parameters
         self.snapshot = snapshot
-        self.seeder = seeder
         self.writes_input = False
-        self.captured: dict[int, Tensor] = {}
-        self._count = count
-        self._along, self._add = along, add
-        self._wanted = wanted
+        self._seeder = seeder
         self._inspect = inspect
+        self._is_cut = is_cut
+        self._is_inspected = False
+        self._is_doubtful = False  # see `inspect`
         self._records: dict[int, ProductRecord] = {}
-        self._parts: dict[int, list[Tensor]] = {}  # of the directions, by parameter
-        self._looked = False
-        self.is_doubtful = False  # a layer has an autograd.Function of the user's
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        return self.layers.index
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.layers.name
 
     # ------------------------------------------------------------------------------------------------------- F
 
@@ -183,10 +120,10 @@ class StageRule:
     def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Activations]:
         """F: compute a chunk, and the tangents of what comes out."""
         then = versions(inbox.values.tensors)
-        with self.aliases.stand_in():
+        with self.parameters.aliases.stand_in():
             with checkpointing(recompute):
                 graph = self.run(chunk, inbox)
-            tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in range(self._count)]
+            tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in inbox.tangents]
         tensors = self.snapshot.buffers.hand_over(graph.made.tensors)
         if graph.roots:
             self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
@@ -213,8 +150,8 @@ class StageRule:
                 leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.name}"))
             given.append(leaves[-1].clone() if needs else tensor.clone())  # layers may write their input
         before = versions(given)
-        made = self.layers.run(chunk, inbox.values.build(given), self.seeder.seed)
-        self.seeder.settle()
+        made = self.layers.run(chunk, inbox.values.build(given), self._seeder.seed)
+        self._seeder.settle()
         refuse_tangents(made.tensors)
         self.writes_input = self.writes_input or versions(given) != before
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
@@ -222,20 +159,19 @@ class StageRule:
 
     def _learn(self, chunk: int, graph: ProductGraph) -> None:
         """What does the graph reach besides the parameters of this stage's modules, and by what operations?"""
-        if self._looked and self.layers.is_quiet:
+        if self._is_inspected and self.layers.is_quiet:
             return
-        self._looked = True
+        self._is_inspected = True
         own = {id(leaf) for leaf in graph.leaves}
         if graph.roots:
             for key, leaf in explore(graph.roots).leaves.items():
-                if key in own or key in self.aliases or key in self.captured:
+                if key in own or key in self.parameters.aliases or key in self.parameters.captured:
                     continue
                 what = getattr(leaf, MARK, None)
                 if what is not None:
                     self._refuse_way_round(what)
-                if key in self._wanted:
-                    self.captured[key] = leaf
-            self._inspect(self, chunk, graph)
+                self.parameters.learn(leaf)
+            self._is_doubtful = self._inspect(self, chunk, graph)
 
     def _refuse_way_round(self, what: str) -> None:
         raise RuntimeError(
@@ -248,54 +184,31 @@ class StageRule:
 
     def targets(self, graph: ProductGraph) -> list[Tensor]:
         """What there are derivatives by: the input, then the parameters."""
-        return [*graph.leaves, *[alias for _, alias in self._owners()]]
-
-    def _owners(self) -> list[tuple[Tensor, Tensor]]:
-        return [*self.aliases.trained, *[(leaf, leaf) for leaf in self.captured.values()]]
-
-    def direction(self, owner: Tensor, number: int) -> Tensor:
-        """A parameter's part of a direction."""
-        return self._along(owner)[number]
-
-    def _parts_of(self, owner: Tensor, alias: Tensor) -> list[Tensor]:
-        """A parameter's parts of all directions, in its dtype."""
-        if id(owner) not in self._parts:
-            self._parts[id(owner)] = [part.to(alias.dtype) for part in self._along(owner)]
-        return self._parts[id(owner)]
-
-    def directions(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """For each direction its parts that belong to the targets."""
-        parts = [self._parts_of(owner, alias) for owner, alias in self._owners()]
-        return [[*tangents[number], *[part[number] for part in parts]] for number in range(self._count)]
+        return [*graph.leaves, *[alias for _, alias in self.parameters.owners]]
 
     def push(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """For each direction the tangents of the roots: the adjoint of the adjoint."""
-        if not self._count:
+        if not tangents:
             return []
-        with self.hooks_asleep():
+        with self.parameters.hooks_asleep():
             return self._pushed(graph, tangents)
-
-    def hooks_asleep(self) -> AbstractContextManager[None]:
-        """Within: tensor hooks of captured parameters do nothing; those of others have aliases between."""
-        return asleep(list(self.captured.values()))
 
     def _pushed(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         seeds = [torch.zeros_like(root, requires_grad=True) for root in graph.roots]
         grads = gradients_of(graph.roots, self.targets(graph), seeds, True)
         self._check(grads)
-        found = []
-        for number, parts in enumerate(self.directions(graph, tangents)):
-            outs, along = self.paired(grads, parts)
-            more = number + 1 < self._count or bool(self.captured)
-            each = _grads(outs, seeds, along, more)
-            found.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, each, strict=True)])
-        return found
+        pushed = []
+        for number, parts in enumerate(self.parameters.directions(tangents)):
+            outs, along = self._paired(grads, parts)
+            second = _grads(outs, seeds, along, not self.parameters.is_last(number))
+            pushed.append([seed.detach() if grad is None else grad for seed, grad in zip(seeds, second, strict=True)])
+        return pushed
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
-        if self.is_doubtful:
+        if self._is_doubtful:
             refuse_once_differentiable(self.name, grads)
 
-    def paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What is to be differentiated once more, and along what.
 
         Raises:
@@ -352,11 +265,12 @@ class StageRule:
             seconds: l', for each direction and root.
             wanted: whether the gradient is, too.
         """
-        seeds = [None if grad is None else grad.detach().requires_grad_(self._count > 0) for grad in first]
+        twice = bool(tangents)
+        seeds = [None if grad is None else grad.detach().requires_grad_(twice) for grad in first]
         live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
-        with self.hooks_asleep():
+        with self.parameters.hooks_asleep():
             grads = gradients_of(
-                [root for root, _ in live], self.targets(graph), [seed for _, seed in live], self._count > 0
+                [root for root, _ in live], self.targets(graph), [seed for _, seed in live], twice
             )
         return self.differentiated(graph, tangents, grads, seconds, wanted)
 
@@ -370,18 +284,17 @@ class StageRule:
     ) -> Back:
         """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty."""
         targets = self.targets(graph)
-        if self._count:
+        if tangents:
             self._check(grads)
         products = []
-        for number, parts in enumerate(self.directions(graph, tangents)):
-            outs, along = self.paired(grads, parts)
+        for number, parts in enumerate(self.parameters.directions(tangents)):
+            outs, along = self._paired(grads, parts)
             for root, grad in zip(graph.roots, seconds[number] if seconds else (), strict=bool(seconds)):
                 if grad is not None:
                     outs.append(root)
                     along.append(grad)
-            more = number + 1 < self._count or bool(self.captured)
-            with self.hooks_asleep():
-                products.append(_grads(outs, targets, along, more))
+            with self.parameters.hooks_asleep():
+                products.append(_grads(outs, targets, along, not self.parameters.is_last(number)))
         first = tuple([None if grad is None else grad.detach() for grad in grads])
         return self._handed(graph, first if wanted else None, products, first)
 
@@ -389,35 +302,35 @@ class StageRule:
         self, graph: ProductGraph, cotangents: Sequence[Grads], gradient: Grads | None
     ) -> Back:
         """B of J^T A J: plain backwards of each direction's cotangents, and of the loss's where it is wanted."""
-        targets, found = self.targets(graph), []
-        each = [*([] if gradient is None else [gradient]), *cotangents]
-        for number, grads in enumerate(each):
+        targets, products = self.targets(graph), []
+        groups = [*cotangents] if gradient is None else [gradient, *cotangents]
+        for left, grads in zip(range(len(groups) - 1, -1, -1), groups, strict=True):
             live = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
-            more = number + 1 < len(each) or bool(self.captured)
-            with self.hooks_asleep():
-                found.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], more))
-        first = None if gradient is None else found.pop(0)
-        return self._handed(graph, first, found, first)
+            retain = left > 0 or bool(self.parameters.captured)
+            with self.parameters.hooks_asleep():
+                products.append(_grads([root for root, _ in live], targets, [grad for _, grad in live], retain))
+        first = None if gradient is None else products.pop(0)
+        return self._handed(graph, first, products, first)
 
     def _handed(
         self, graph: ProductGraph, gradient: Grads | None, products: Sequence[Grads], first: Grads | None
     ) -> Back:
         """Give the parameters their parts; return those of the leaves."""
         inputs = len(graph.leaves)
-        for place, (owner, _) in enumerate(self._owners(), inputs):
-            self._add(owner, [each[place] for each in products], None if gradient is None else gradient[place])
+        self.parameters.add(
+            [parts[inputs:] for parts in products], None if gradient is None else gradient[inputs:]
+        )
         return Back(
-            None if first is None else first[:inputs], [each[:inputs] for each in products],
+            None if first is None else first[:inputs], [parts[:inputs] for parts in products],
             products[0] if products else ()
         )
 
     def release(self) -> None:
         """Forget all; the buffers are what they were."""
         self._records.clear()
-        self._parts.clear()
         self.snapshot.roll_back()
         self.snapshot.release()
-        self.aliases.release()
+        self.parameters.release()
 
 
 def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], retain: bool) -> Grads:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.products.rules import Rule
-from pipeline.curvature.products.stage_rule import ProductGraph, StageRule
 
 Told: TypeAlias = Callable[[int, str, float, float], None]
 
@@ -23,7 +22,7 @@ class Task(NamedTuple):
         along: (parameter, device) -> its part of each direction, there.
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
-        inspect: may refuse what the first chunk's graph of a stage shows; whether numbers must show that it is right.
+        verify: whether numbers must show that stages with an autograd.Function of the user's are right.
         confirmed: the stages that numbers have confirmed, of which rule; this product adds to it.
         told: gets (index and name of a stage, relative error of its rule against finite differences, limit), of chunk 0
             of each stage. None: only stages that must be checked are, and one that is wrong is an error.
@@ -35,7 +34,7 @@ class Task(NamedTuple):
     along: Callable[[Tensor, torch.device], list[Tensor]]
     gradient: bool
     wanted: Mapping[int, Tensor]
-    inspect: Callable[[StageRule, ProductGraph, int], bool]
+    verify: bool
     confirmed: set[tuple[Rule, int]]
     told: Told | None = None
     shift: Callable[[Tensor, torch.device], Tensor] | None = None

@@ -1,0 +1,102 @@
+"""The messages of a product: values with their tangents forward, gradients with theirs back.
+
+    forward    the tensors of a value, then for each direction the tangents of those that depend on a parameter
+    back       for each of these tensors the loss's gradient, where it is sent, then for each direction the product's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, Tree
+
+
+class Inbox(NamedTuple):
+    """What a stage reads of a chunk.
+
+    Attributes:
+        values: without tangents.
+        needs: for each tensor whether it depends on a parameter of the space.
+        tangents: for each direction those of the tensors that do.
+        memory: what stands for the memory of each tensor.
+    """
+
+    values: Bundle
+    needs: tuple[bool, ...]
+    tangents: list[list[Tensor]]
+    memory: tuple[MemoryId, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Activations], count: int) -> Inbox:
+        """Take messages apart; `count`: how many directions there are."""
+        trees: list[Tree] = []
+        tangents: list[list[Tensor]] = [[] for _ in range(count)]
+        for tree, needs, _ in messages:
+            own, live = len(needs), sum(needs)
+            trees.append(Tree(tree.tensors[:own], tree.skeleton))
+            for direction in range(count):
+                start = own + direction * live
+                tangents[direction].extend(tree.tensors[start : start + live])
+        needs = tuple([need for message in messages for need in message.needs_grad])
+        return cls(Bundle.of(tuple(trees)), needs, tangents, tuple([m for message in messages for m in message.memory]))
+
+
+def outbox(
+    made: Bundle, tensors: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]], memory: Sequence[MemoryId]
+) -> list[Activations]:
+    """The messages of detached `tensors`, which are those of `made`, with the tangents of those that have some."""
+    needs = [tensor.requires_grad for tensor in made.tensors]
+    messages, first = [], 0
+    parts = zip(made.trees, made.split(tensors), made.split(needs), made.split(memory), strict=True)
+    for tree, own, wants, places in parts:
+        live = sum(wants)
+        more = [tangent for direction in tangents for tangent in direction[first : first + live]]
+        messages.append(Activations(Tree((*own, *more), tree.skeleton), tuple(wants), tuple(places)))
+        first += live
+    return messages
+
+
+class Back(NamedTuple):
+    """What goes back from a stage.
+
+    Attributes:
+        gradient: at each leaf. None: it is not sent.
+        products: the same, for each direction.
+        derivative: of the first direction all parts, at the leaves and at the parameters.
+    """
+
+    gradient: Grads | None
+    products: list[Grads]
+    derivative: Grads = ()
+
+    def messages(self, inbox: Inbox) -> list[Grads]:
+        """From groups over all leaves to one message for each value that was read."""
+        groups = self.products if self.gradient is None else [self.gradient, *self.products]
+        messages, first = [], 0
+        for needs in inbox.values.split(inbox.needs):
+            live = sum(needs)
+            messages.append(tuple([grad for group in groups for grad in group[first : first + live]]))
+            first += live
+        return messages
+
+
+def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> list[Grads]:
+    """From the messages that came back to groups over all roots, as `Back.messages` made them.
+
+    Args:
+        messages: for each value that a stage made. Empty: no reader has any gradient.
+        lives: how many of its tensors depend on a parameter.
+        count: the number of groups.
+    """
+    filled = [grads or (None,) * (live * count) for grads, live in zip(messages, lives, strict=True)]
+    return [
+        tuple([
+            grad
+            for grads, live in zip(filled, lives, strict=True)
+            for grad in grads[group * live : (group + 1) * live]
+        ])
+        for group in range(count)
+    ]

@@ -1,0 +1,84 @@
+"""The parameters of one stage during one product: what is differentiated by, and along what.
+
+    parameter p --Aliases--> alias in its module             captured by a layer: p itself
+    along(p) --> its part of each direction, in the dtype of the alias, once for each product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+from torch import Tensor
+
+from pipeline.data.pytrees import Grads
+from pipeline.stage.hooks import hooks_asleep
+from pipeline.stage.parameters import Aliases
+
+Along: TypeAlias = Callable[[Tensor], list[Tensor]]  # a parameter -> its part of each direction, where the stage is
+Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
+
+
+class StageParameters:
+    """The parameters that one stage computes with.
+
+    Args:
+        aliases: stand in for those of its modules.
+        wanted: those of the space, by id: one may be captured by a layer and not registered in this stage.
+        count: how many directions there are.
+        along: the directions.
+        add: takes what was computed for a parameter.
+
+    Attributes:
+        captured: the wanted ones that a layer has captured, by id.
+    """
+
+    def __init__(
+        self, aliases: Aliases, wanted: Mapping[int, Tensor], count: int, along: Along, add: Add
+    ) -> None:
+        self.aliases = aliases
+        self.count = count
+        self.captured: dict[int, Tensor] = {}
+        self._wanted = wanted
+        self._along, self._add = along, add
+        self._parts: dict[int, list[Tensor]] = {}  # of the directions, by parameter
+
+    @property
+    def owners(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, what stands in for it), each once."""
+        return [*self.aliases.trained, *[(leaf, leaf) for leaf in self.captured.values()]]
+
+    def learn(self, leaf: Tensor) -> None:
+        """Note a leaf that a graph reaches, and that is no alias."""
+        if id(leaf) in self._wanted:
+            self.captured[id(leaf)] = leaf
+
+    def hooks_asleep(self) -> AbstractContextManager[None]:
+        """Within: tensor hooks of captured parameters do nothing; those of others have aliases between."""
+        return hooks_asleep(list(self.captured.values()))
+
+    def parts(self, owner: Tensor, alias: Tensor) -> list[Tensor]:
+        """A parameter's parts of all directions, in its dtype."""
+        if id(owner) not in self._parts:
+            self._parts[id(owner)] = [part.to(alias.dtype) for part in self._along(owner)]
+        return self._parts[id(owner)]
+
+    def directions(self, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """For each direction the tangents of what was read, and then the parameters' parts."""
+        parts = [self.parts(owner, alias) for owner, alias in self.owners]
+        return [[*tangents[number], *[part[number] for part in parts]] for number in range(self.count)]
+
+    def is_last(self, number: int) -> bool:
+        """Whether no other backward follows that of this direction, so that graphs may be freed."""
+        return number + 1 == self.count and not self.captured
+
+    def add(self, products: Sequence[Grads], gradient: Grads | None) -> None:
+        """Give each parameter its parts: one of each product, and that of the gradient."""
+        for place, (owner, _) in enumerate(self.owners):
+            self._add(owner, [parts[place] for parts in products], None if gradient is None else gradient[place])
+
+    def release(self) -> None:
+        """Drop the aliases and the parts of the directions."""
+        self._parts.clear()
+        self.aliases.release()
