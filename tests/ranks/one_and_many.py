@@ -168,6 +168,33 @@ def agree_all(crew: Crew, script: str, cases: Iterable[tuple[Any, ...]], timeout
     check_all(cases, crew.run("one_and_many:compare_all", script, cases, timeout=timeout))
 
 
+def apportioned(
+    crews: Iterable[Crew], cases_of: Callable[[int], Iterable[Any]]
+) -> list[tuple[Crew, list[Any]]]:
+    """Each crew's cases, of which some are chosen (cover.py) with the number of ranks as one more value of a case.
+
+    Args:
+        crews: on which a law is tested.
+        cases_of: the cases for so many ranks, each a tuple or a dict.
+    """
+    pairs = [(crew, case) for crew in crews for case in cases_of(crew.size)]
+    rows = [
+        {"ranks": crew.size, **(case if isinstance(case, Mapping) else dict(enumerate(case)))} for crew, case in pairs
+    ]
+    kept = {id(row) for row in some(rows)}
+    chosen: dict[Crew, list[Any]] = {}
+    for (crew, case), row in zip(pairs, rows, strict=True):
+        if id(row) in kept:
+            chosen.setdefault(crew, []).append(case)
+    return list(chosen.items())
+
+
+def agree_on(crews: Iterable[Crew], script: str, cases_of: Callable[[int], Iterable[tuple[Any, ...]]]) -> None:
+    """`agree_all` on several crews, whose cases are apportioned."""
+    for crew, cases in apportioned(crews, cases_of):
+        check_all(cases, crew.run("one_and_many:compare_all", script, cases, timeout=120.0))
+
+
 def check_all(cases: Sequence[Any], results: Sequence[Sequence[Compared]]) -> None:
     """Assert that all ranks agree with one process in each case, and that together they know everything."""
     faults = []

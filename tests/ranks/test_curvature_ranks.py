@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cover import some
 from crew import Crew
-from one_and_many import check_all
+from one_and_many import apportioned, check_all
 from rank_models import CASES
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}  # stages on a rank
 
 
-def agree(crew: Crew, script: str, cases: Sequence[dict[str, Any]]) -> None:
-    """The bits of one process."""
-    check_all(cases, crew.run("rank_curvature:compare_all", script, cases))
+def agree(crews: Iterable[Crew], script: str, cases_of: Callable[[int], Iterable[dict[str, Any]]]) -> None:
+    """The bits of one process; the cases for so many ranks are apportioned among the crews."""
+    for crew, cases in apportioned(crews, cases_of):
+        check_all(cases, crew.run("rank_curvature:compare_all", script, cases))
 
 
 def agree_nearly(crew: Crew, script: str, cases: Sequence[tuple[Any, ...]]) -> None:
@@ -31,58 +34,55 @@ def agree_nearly(crew: Crew, script: str, cases: Sequence[tuple[Any, ...]]) -> N
 # --------------------------------------------------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+HOW: list[dict[str, Any]] = [
+    {"model": "layered", "matrix": "H", "checkpoint": "always", "loss": "counted", "counts": (9, 5)},
+    {"model": "layered", "matrix": "G", "checkpoint": "never"},
+    {"model": "dropping", "matrix": "F", "checkpoint": "mixed", "loss": "square", "counts": (5,)},
+    {"model": "dropping", "matrix": "H", "checkpoint": "mixed", "training": True},
+]
+ON_MANY = {2: (SCHEDULES, HOW), 3: (("1f1b", "gpipe"), HOW[::2]), 4: (("zb-v", "interleaved", "zb-h1"), HOW[3:])}
+
+
 def test_products_are_those_of_one_process_and_of_the_matrix_under_every_schedule(
-    crew2: Crew, crew3: Crew, crew4: Crew, schedule: str
+    crew2: Crew, crew3: Crew, crew4: Crew
 ) -> None:
-    how: list[dict[str, Any]] = [
-        {"model": "layered", "matrix": "H", "checkpoint": "always", "loss": "counted", "counts": (9, 5)},
-        {"model": "layered", "matrix": "G", "checkpoint": "never"},
-        {"model": "dropping", "matrix": "F", "checkpoint": "mixed", "loss": "square", "counts": (5,)},
-        {"model": "dropping", "matrix": "H", "checkpoint": "mixed", "training": True},
-    ]
-    many = {crew3: "1f1b gpipe", crew4: "zb-v interleaved zb-h1"}  # the others: on two ranks alone
-    for crew, chosen in ((crew2, how), (crew3, how[::2]), (crew4, how[3:])):
-        if schedule in many.get(crew, schedule):
-            stages = SCHEDULES[schedule] * crew.size
-            settings = {"schedule": schedule, "stages": stages, "chunks": 6 if stages % 3 == 0 else 4}
-            agree(crew, "multiplied", [{**settings, **each} for each in chosen])
+    def cases_of(size: int) -> Iterator[dict[str, Any]]:
+        for schedule, how in product(*ON_MANY[size]):
+            stages = SCHEDULES[schedule] * size
+            yield {"schedule": schedule, "stages": stages, "chunks": 6 if stages % 3 == 0 else 4, **how}
+
+    agree((crew2, crew3, crew4), "multiplied", cases_of)
 
 
-@pytest.mark.parametrize("matrix", ["H", "G", "F"])
-def test_a_weight_that_ranks_have_in_common_is_one_parameter(
-    crew2: Crew, crew3: Crew, crew4: Crew, matrix: str
-) -> None:
-    for crew, models in ((crew2, ["ends"]), (crew3, ["many", "middle"]), (crew4, ["many"] if matrix == "H" else [])):
-        agree(crew, "multiplied", [
-            {"model": model, "stages": crew.size, "matrix": matrix, "chunks": 3, "schedule": "1f1b"} for model in models
-        ])  # fmt: skip
+def test_a_weight_that_ranks_have_in_common_is_one_parameter(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
+    models = {2: ["ends"], 3: ["many", "middle"], 4: ["many"]}
+    agree((crew2, crew3, crew4), "multiplied", lambda size: [
+        {"model": model, "stages": size, "matrix": matrix, "chunks": 3, "schedule": "1f1b"}
+        for model, matrix in product(models[size], "HGF" if size < 4 else "H")
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
-def test_a_weight_that_stages_of_one_rank_have_in_common_is_one_parameter(crew2: Crew, schedule: str) -> None:
-    agree(crew2, "multiplied", [
-        {"model": model, "stages": 4, "matrix": "H", "chunks": 4, "schedule": schedule}
-        for model in (("ends", "middle") if schedule == "zb-v" else ("many",))
+def test_a_weight_that_stages_of_one_rank_have_in_common_is_one_parameter(crew2: Crew) -> None:
+    agree([crew2], "multiplied", lambda size: [
+        {"model": model, "stages": 2 * size, "matrix": "H", "chunks": 4, "schedule": schedule}
+        for schedule, model in (("zb-v", "ends"), ("zb-v", "middle"), ("interleaved", "many"))
     ])  # fmt: skip
 
 
 def test_ranks_without_parameters_or_without_chosen_ones_take_part(crew2: Crew, crew3: Crew) -> None:
-    for crew in (crew2, crew3):
-        agree(crew, "multiplied", [
-            {"model": model, "stages": crew.size, "matrix": matrix, "params": params, "chunks": 2, "counts": (4, 6)}
-            for model, matrix, params in (("first bare", "H", None), ("last bare", "G", None), ("frozen", "H", None),
-                                          ("layered", "H", "0"))
-        ])  # fmt: skip
+    agree((crew2, crew3), "multiplied", lambda size: [
+        {"model": model, "stages": size, "matrix": matrix, "params": params, "chunks": 2, "counts": (4, 6)}
+        for model, matrix, params in (("first bare", "H", None), ("last bare", "G", None), ("frozen", "H", None),
+                                      ("layered", "H", "0"))
+    ])  # fmt: skip
 
 
 def test_a_tied_weight_is_chosen_on_all_ranks_by_any_of_its_names(crew2: Crew, crew3: Crew) -> None:
-    cases = [("ends", "0.weight"), ("ends", "3"), ("many", ["1", "2.bias"]), ("ends", _weights)]
-    for crew, chosen in ((crew2, cases), (crew3, cases[:2])):
-        agree(crew, "multiplied", [
-            {"model": model, "stages": crew.size, "matrix": "H", "params": params, "chunks": 2, "counts": (4,)}
-            for model, params in chosen
-        ])  # fmt: skip
+    cases = [("ends", "0.weight"), ("ends", "3"), ("many", ("1", "2.bias")), ("ends", _weights)]
+    agree((crew2, crew3), "multiplied", lambda size: [
+        {"model": model, "stages": size, "matrix": "H", "params": params, "chunks": 2, "counts": (4,)}
+        for model, params in (cases if size == 2 else cases[:2])
+    ])  # fmt: skip
 
 
 def _weights(name: str, parameter: Any) -> bool:
@@ -90,16 +90,14 @@ def _weights(name: str, parameter: Any) -> bool:
     return name in ("0.weight", "1.weight")
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_skips_trees_and_captured_weights_cross_the_ranks_with_their_tangents(
-    crew2: Crew, crew3: Crew, training: bool
-) -> None:
-    for crew, names in ((crew2, ("relay", "exchange", "mlp", "only_by_the_skip")),
-                        (crew3, ("many_readers", "containers", "transformer", "stashed_weight"))):  # fmt: skip
-        agree(crew, "of_case", [
-            {"name": name, "stages": crew.size, "matrix": matrix, "training": training, "checkpoint": checkpoint}
-            for name, matrix, checkpoint in zip(names, "HGHH", ("mixed", "never", "always", "mixed"), strict=True)
-        ])  # fmt: skip
+def test_skips_trees_and_captured_weights_cross_the_ranks_with_their_tangents(crew2: Crew, crew3: Crew) -> None:
+    names = {2: ("relay", "exchange", "mlp", "only_by_the_skip"),
+             3: ("many_readers", "containers", "transformer", "stashed_weight")}  # fmt: skip
+    agree((crew2, crew3), "of_case", lambda size: [
+        {"name": name, "stages": size, "matrix": matrix, "training": training, "checkpoint": checkpoint}
+        for name, matrix, checkpoint in zip(names[size], "HGHH", ("mixed", "never", "always", "mixed"), strict=True)
+        for training in (False, True)
+    ])  # fmt: skip
 
 
 def of_all_models(ranks: int, turn: int) -> list[dict[str, Any]]:
@@ -136,13 +134,15 @@ def test_random_vectors_and_inner_products_are_those_of_one_process(crew2: Crew,
         agree_nearly(crew, "drawn_by_the_space", [(model, crew.size) for model in ("layered", "many", "first bare")])
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["hutchinson", "hutch++", "eigenpairs", "density", "solve", "diagonal", "layer traces", "per layer", "check"],
-)
-def test_estimators_give_one_process_s_numbers_on_all_ranks(crew2: Crew, crew3: Crew, what: str) -> None:
-    agree_nearly(crew2, "estimated", [("ends", 2, what)])
-    agree_nearly(crew3, "estimated", [("first bare", 3, what)])
+ESTIMATES = (
+    "hutchinson", "hutch++", "eigenpairs", "density", "solve", "diagonal", "layer traces", "per layer", "check",
+)  # fmt: skip
+
+
+def test_estimators_give_one_process_s_numbers_on_all_ranks(crew2: Crew, crew3: Crew) -> None:
+    models = {2: "ends", 3: "first bare"}
+    for crew, cases in apportioned((crew2, crew3), lambda size: product([models[size]], [size], ESTIMATES)):
+        agree_nearly(crew, "estimated", cases)
 
 
 @pytest.mark.parametrize("model", ["ends", "last bare"])
@@ -171,13 +171,14 @@ BROKEN = [
 def test_what_a_rank_raises_in_a_product_is_raised_on_all_and_the_next_product_is_right(
     crew2: Crew, crew3: Crew
 ) -> None:
-    for crew in (crew2, crew3):
+    def cases_of(size: int) -> Iterator[tuple[Any, ...]]:
+        for (what, countdown, matrix, kind, action), where in product(BROKEN, range(size)):
+            if (what == "loss") <= (where == size - 1):
+                action = "B" + action[1:] if where == size - 1 else action
+                yield where, what, countdown, matrix, kind, f"{where}{action}"
+
+    for crew, cases in apportioned((crew2, crew3), cases_of):
         last = crew.size - 1
-        cases = [
-            (where, what, countdown, matrix, kind, f"{where}{'B' + action[1:] if where == last else action}")
-            for what, countdown, matrix, kind, action in BROKEN
-            for where in range(crew.size) if (what == "loss") <= (where == last)
-        ]  # fmt: skip
         for results in crew.run("rank_curvature:broken", [case[:4] for case in cases], timeout=180.0):
             for case, ((kind, words, notes, seconds), is_right) in zip(cases, results, strict=True):
                 assert (kind, seconds < 10, is_right) == (case[4], True, True), (case, kind, words, notes)
@@ -206,10 +207,10 @@ APART = {  # what is done -> what the error says
 LOCAL = {"a part": "KeyError", "changed": "ValueError", "frozen": "ValueError"}  # found on one rank alone
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_ranks_that_do_not_do_the_same_are_told_before_a_number_is_wrong(crew2: Crew, odd: int) -> None:
-    results = crew2.run("rank_curvature:apart", [(which, odd) for which in APART])
-    for (which, words), *ranks in zip(APART.items(), *results, strict=True):
+def test_ranks_that_do_not_do_the_same_are_told_before_a_number_is_wrong(crew2: Crew) -> None:
+    cases = some(product(APART, (0, 1)))
+    for (which, _), *ranks in zip(cases, *crew2.run("rank_curvature:apart", cases), strict=True):
+        words = APART[which]
         for (kind, said, _, seconds), is_right in ranks:
             expected = LOCAL.get(which, "MismatchError"), True, True
             assert (kind, seconds < 10, is_right) == expected, (which, kind, said)

@@ -3,76 +3,70 @@
 from __future__ import annotations
 
 import pytest
+from cover import some
 from crew import Crew
-from one_and_many import agree_all
+from one_and_many import agree_on
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "zb-v": 2}  # stages on a rank
-HOW = [
-    ("mixed", "momentum", ["counted", "module", "mean"]), ("always", "adamw", ["counted"]),
-    ("never", "momentum", ["mean"]), ("mixed", "adamw", ["mean"]), ("never", "adamw", ["counted"]),
+HOW = [  # for two ranks; the first two for three, the first one for four
+    ("mixed", "momentum", ("counted", "module", "mean")), ("always", "adamw", ("counted",)),
+    ("never", "momentum", ("mean",)), ("mixed", "adamw", ("mean",)), ("never", "adamw", ("counted",)),
 ]  # fmt: skip
+COUNTS = {2: 5, 3: 2, 4: 1}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_steps_leave_the_bits_of_ordinary_steps_under_every_schedule(
-    crew2: Crew, crew3: Crew, crew4: Crew, schedule: str
-) -> None:
-    for crew, count in ((crew2, 5), (crew3, 2), (crew4, 1)):
-        stages = SCHEDULES[schedule] * crew.size
-        cases = [(stages, schedule, *how, how[0] == "mixed") for how in HOW[:count]]
-        agree_all(crew, "rank_eager:stepped", cases)
+def test_steps_leave_the_bits_of_ordinary_steps_under_every_schedule(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
+    agree_on((crew2, crew3, crew4), "rank_eager:stepped", lambda size: [
+        (many * size, schedule, *how, how[0] == "mixed")
+        for schedule, many in SCHEDULES.items() for how in HOW[: COUNTS[size]]
+    ])  # fmt: skip
 
 
 def test_weights_that_ranks_have_in_common_are_updated_alike_on_all_of_them(
     crew2: Crew, crew3: Crew, crew4: Crew
 ) -> None:
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_eager:of_model", [
-            (model, crew.size, schedule, optimizer, loss)
-            for model in ("ends", "middle", "many")
-            for schedule, optimizer, loss in (("gpipe", "momentum", "counted"), ("1f1b", "adamw", "mean"))
-        ])  # fmt: skip
-        agree_all(crew, "rank_eager:clipped", [
-            (model, crew.size, "two_pass", 0.05, optimizer, "counted")
-            for model in ("ends", "many") for optimizer in ("momentum", "adamw")
-        ])  # fmt: skip
-        agree_all(crew, "rank_eager:backward", [
-            (model, crew.size, optimizer, parts) for model, optimizer, parts in (("ends", "adamw", 1),
-                                                                                 ("many", "momentum", 2))
-        ])  # fmt: skip
+    crews = crew2, crew3, crew4
+    agree_on(crews, "rank_eager:of_model", lambda size: [
+        (model, size, schedule, optimizer, loss)
+        for model in ("ends", "middle", "many")
+        for schedule, optimizer, loss in (("gpipe", "momentum", "counted"), ("1f1b", "adamw", "mean"))
+    ])  # fmt: skip
+    agree_on(crews, "rank_eager:clipped", lambda size: [
+        (model, size, "two_pass", 0.05, optimizer, "counted")
+        for model in ("ends", "many") for optimizer in ("momentum", "adamw")
+    ])  # fmt: skip
+    agree_on(crews, "rank_eager:backward", lambda size: [
+        (model, size, optimizer, parts) for model, optimizer, parts in (("ends", "adamw", 1), ("many", "momentum", 2))
+    ])  # fmt: skip
 
 
 def test_ranks_without_parameters_or_without_trained_ones_take_part(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_eager:of_model", [
-            (model, crew.size, "1f1b", optimizer, loss)
-            for model in ("first bare", "last bare", "frozen")
-            for optimizer, loss in (("momentum", "mean"), ("adamw", "counted"))
-        ])  # fmt: skip
+    agree_on((crew2, crew3, crew4), "rank_eager:of_model", lambda size: [
+        (model, size, "1f1b", optimizer, loss)
+        for model in ("first bare", "last bare", "frozen")
+        for optimizer, loss in (("momentum", "mean"), ("adamw", "counted"))
+    ])  # fmt: skip
 
 
 def test_rules_do_what_they_do_to_the_gradients_of_a_step(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_eager:ruled", [(crew.size, "mean"), (crew.size, "counted")])
+    agree_on((crew2, crew3, crew4), "rank_eager:ruled", lambda size: [(size, "mean"), (size, "counted")])
 
 
 def test_clipping_is_that_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
     how = [(0.05, "adamw", "mean"), (1e3, "adamw", "counted"), (0.05, "momentum", "counted")]
-    for crew, count in ((crew2, 3), (crew3, 2), (crew4, 1)):
-        agree_all(crew, "rank_eager:clipped", [
-            (model, crew.size, "two_pass", *each)
-            for model in ("layered", "first bare", "last bare", "frozen", "not a number") for each in how[:count]
-        ])  # fmt: skip
+    agree_on((crew2, crew3, crew4), "rank_eager:clipped", lambda size: [
+        (model, size, "two_pass", *each)
+        for model in ("layered", "first bare", "last bare", "frozen", "not a number") for each in how[: 5 - size]
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_an_eager_backward_is_a_backward_and_a_step(crew2: Crew, crew3: Crew, crew4: Crew, parts: int) -> None:
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_eager:backward", [
-            (model, crew.size, optimizer, parts)
-            for model, optimizer in (("layered", "adamw"), ("first bare", "momentum"), ("last bare", "adamw"),
-                                     ("frozen", "adamw"))
-        ])  # fmt: skip
+def test_an_eager_backward_is_a_backward_and_a_step(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
+    agree_on((crew2, crew3, crew4), "rank_eager:backward", lambda size: [
+        (model, size, optimizer, parts)
+        for model, optimizer in (("layered", "adamw"), ("first bare", "momentum"), ("last bare", "adamw"),
+                                 ("frozen", "adamw"))
+        for parts in (1, 2)
+    ])  # fmt: skip
 
 
 def test_an_eager_backward_refuses_a_norm_that_each_rank_would_take_of_its_own(crew2: Crew) -> None:
@@ -80,15 +74,14 @@ def test_an_eager_backward_refuses_a_norm_that_each_rank_would_take_of_its_own(c
         assert kind == "ValueError" and "by a norm of its own. Use pipe.step" in words
 
 
-@pytest.mark.parametrize("clip", [None, "two_pass"])
-def test_replicas_step_as_with_the_optimizer_itself(crew4: Crew, clip: str | None) -> None:
-    cases = [
+def test_replicas_step_as_with_the_optimizer_itself(crew4: Crew) -> None:
+    cases = some(
         {"model": model, "balance": balance, "loss": loss, "optimizer": optimizer, "alone": alone, "clip": clip,
          "norm": norm}
-        for model, balance in (("mixed", [3, 5]), ("plain", [2, 3]), ("tied", [2, 2]))
+        for model, balance in (("mixed", (3, 5)), ("plain", (2, 3)), ("tied", (2, 2)))
         for loss, optimizer, alone in (("mean", "momentum", False), ("counted", "adamw", True))
-        for norm in ((0.05,) if clip is None else (0.05, 1e3))
-    ]  # fmt: skip
+        for clip, norm in ((None, 0.05), ("two_pass", 0.05), ("two_pass", 1e3))
+    )  # fmt: skip
     for rank, results in enumerate(crew4.run("rank_eager:replicated", cases, timeout=120.0)):
         faults = [f"{case}, rank {rank}: {wrong}" for case, wrong in zip(cases, results, strict=True) if wrong]
         assert not faults, "\n".join(faults)
