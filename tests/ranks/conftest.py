@@ -20,6 +20,13 @@ def _crew(size: int) -> Iterator[Crew]:
     crew.stop()
 
 
+@pytest.fixture
+def crew(request: pytest.FixtureRequest) -> Crew:
+    """One of them, of as many ranks as a test is parametrized by: parametrize("crew", [2, 3], indirect=True)."""
+    found: Crew = request.getfixturevalue(f"crew{request.param}")
+    return found
+
+
 @pytest.fixture(scope="session")
 def crew2() -> Iterator[Crew]:
     yield from _crew(2)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from cover import pairwise
 from law_check import row_loss, target_of
-from one_and_many import Compared, Found, Make, compare_all, state_of
+from one_and_many import Found, Make, state_of
 from rank_door import OPTIMIZERS
 from rank_models import even, rows, square
 from tied_models import KINDS, input_of, made
@@ -34,11 +34,9 @@ def mixing(kind: str) -> dict[str, Any]:
     return {"mixes_rows": kind == "in_some_chunks"}
 
 
-def tied_in_any_way(size: int) -> tuple[list[tuple[Any, ...]], list[Compared]]:
-    """Every kind of tying of tied_models.py whose layers suffice for the ranks, with every pair of settings."""
-    words = [config for config in pairwise(TIES) if len(made(config["kind"])) >= size]
-    cases = [(*config.values(),) for config in words]
-    return cases, compare_all("rank_between:tied", cases)
+def ties(size: int) -> list[tuple[Any, ...]]:
+    """Every kind of tying of tied_models.py whose layers suffice for so many ranks, with every pair of settings."""
+    return [(*config.values(),) for config in pairwise(TIES) if len(made(config["kind"])) >= size]
 
 
 def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint: str, schedule: str) -> Found:

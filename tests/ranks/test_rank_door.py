@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 from crew import Crew
-from one_and_many import agree, agree_all
+from one_and_many import agree, agree_all, agree_on
 from rank_door import OPTIMIZERS
 from under_torchrun import torchrun
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 def test_training_through_the_forward_door_gives_the_bits_of_one_process(
-    size: int, request: pytest.FixtureRequest
+    crew2: Crew, crew3: Crew, crew4: Crew
 ) -> None:
-    cases = product((size, 2 * size), OPTIMIZERS, ("always", "except_last", "never"))
-    agree_all(request.getfixturevalue(f"crew{size}"), "rank_door:trained", [case for case in cases if case[0] <= 8])
+    agree_on((crew2, crew3, crew4), "rank_door:trained", lambda size: product(
+        (size, 2 * size), OPTIMIZERS, ("always", "except_last", "never")
+    ))  # fmt: skip
 
 
 def test_inference_gives_every_rank_the_output_and_no_graph(crew3: Crew) -> None:
@@ -81,19 +81,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("crew", [2, 3], indirect=True)
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_call_is_right(
-    crew2: Crew, crew3: Crew, how: str
+    crew: Crew, how: str
 ) -> None:
-    for crew in (crew2, crew3):
-        for words, wrong in crew.run("rank_door:refused", how):
-            assert re.search(REFUSED[how], words), words
-            assert wrong == []
+    for words, wrong in crew.run("rank_door:refused", how):
+        assert re.search(REFUSED[how], words), words
+        assert wrong == []
 
 
-def test_the_blocks_of_the_readme_run_over_ranks(crew2: Crew, crew3: Crew) -> None:
-    for crew in (crew2, crew3):
-        assert crew.run("rank_door:readme") == [4] * crew.size
+@pytest.mark.parametrize("crew", [2, pytest.param(3, marks=pytest.mark.soak)], indirect=True)
+def test_the_blocks_of_the_readme_run_over_ranks(crew: Crew) -> None:
+    assert crew.run("rank_door:readme") == [4] * crew.size
 
 
 SCRIPT = '''

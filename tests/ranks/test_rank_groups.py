@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from crew import Crew
-from one_and_many import agree_all
+from one_and_many import agree_all, agree_on
 from rank_transparency import LOOPS, TWO_A_LANE
 
 from scheduler import names
@@ -47,7 +47,7 @@ def test_pipes_run_again_after_torch_distributed_was_shut_down_and_initialised(c
 
 def test_many_chunks_and_large_ones_pass_under_every_schedule(crew2: Crew, crew4: Crew) -> None:
     """More messages than any window holds; messages of half a megabyte."""
-    for crew in (crew2, crew4):
-        stages = {name: (2 if name in (*LOOPS, *TWO_A_LANE) else 1) * crew.size for name in names()}
-        agree_all(crew, "rank_groups:many_chunks", [(count, name, 40, 1, 4) for name, count in stages.items()])
+    agree_on((crew2, crew4), "rank_groups:many_chunks", lambda size: [
+        ((2 if name in (*LOOPS, *TWO_A_LANE) else 1) * size, name, 40, 1, 4) for name in names()
+    ])  # fmt: skip
     agree_all(crew2, "rank_groups:many_chunks", [(2, "1f1b", 4, 128, 512), (4, "zb-v", 4, 128, 512)])

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from crew import Crew
-from one_and_many import agree, agree_all
+from one_and_many import agree, agree_all, agree_on
 from rank_door import OPTIMIZERS
 
 from scheduler import names
@@ -17,8 +17,9 @@ def test_where_torch_refuses_or_drops_rows_an_evaluation_takes_seven_rows_in_fou
     crew2: Crew, crew3: Crew, crew4: Crew
 ) -> None:
     cases = list(product(((7, 4), (1, 4), (5, 3), (4, 1)), ("mean", "sum")))
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_steps:evaluated", [(crew.size, *count, reduction) for count, reduction in cases])
+    agree_on((crew2, crew3, crew4), "rank_steps:evaluated", lambda size: [
+        (size, *count, reduction) for count, reduction in cases
+    ])  # fmt: skip
 
 
 def test_where_torch_keeps_its_first_shapes_batch_sizes_change_between_steps(crew2: Crew, crew4: Crew) -> None:
@@ -26,9 +27,8 @@ def test_where_torch_keeps_its_first_shapes_batch_sizes_change_between_steps(cre
     agree(crew4, "rank_steps:sizes_change", 4)
 
 
-@pytest.mark.parametrize("door", ["step", "forward"])
-def test_where_torch_keeps_its_first_shapes_sequence_lengths_change_between_steps(crew3: Crew, door: str) -> None:
-    agree_all(crew3, "rank_steps:lengths_change", [(3, door), (6, door)])
+def test_where_torch_keeps_its_first_shapes_sequence_lengths_change_between_steps(crew3: Crew) -> None:
+    agree_all(crew3, "rank_steps:lengths_change", product((3, 6), ("step", "forward")))
 
 
 def test_where_torch_keeps_its_first_mode_training_and_evaluation_alternate(crew2: Crew, crew3: Crew) -> None:
@@ -36,11 +36,8 @@ def test_where_torch_keeps_its_first_mode_training_and_evaluation_alternate(crew
     agree_all(crew3, "rank_steps:modes_switch", [(3,), (6,)])
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_where_torch_runs_a_forward_to_learn_shapes_statistics_are_right_at_the_first_step(
-    crew3: Crew, deferred: bool
-) -> None:
-    agree_all(crew3, "rank_steps:first_step", [(3, deferred), (6, deferred)])
+def test_where_torch_runs_a_forward_to_learn_shapes_statistics_are_right_at_the_first_step(crew3: Crew) -> None:
+    agree_all(crew3, "rank_steps:first_step", product((3, 6), (False, True)))
 
 
 @pytest.mark.parametrize("to", ["param", "store"])
@@ -49,9 +46,8 @@ def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, cr
     agree(crew3, "rank_steps:accumulated", 3, to)
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate", "forward"])
-def test_where_torch_cuts_tensors_alone_outputs_and_targets_may_be_dicts(crew3: Crew, door: str) -> None:
-    agree_all(crew3, "rank_steps:dicts", [(3, door), (6, door)])
+def test_where_torch_cuts_tensors_alone_outputs_and_targets_may_be_dicts(crew3: Crew) -> None:
+    agree_all(crew3, "rank_steps:dicts", product((3, 6), ("step", "evaluate", "forward")))
 
 
 def test_where_torch_gives_losses_to_the_last_rank_every_rank_has_the_same_number(
@@ -62,11 +58,10 @@ def test_where_torch_gives_losses_to_the_last_rank_every_rank_has_the_same_numbe
         assert others == [first] * (crew.size - 1)
 
 
-@pytest.mark.parametrize("name", names())
 def test_steps_with_an_optimizer_clipping_and_counted_losses_give_the_same_bits_under_every_schedule(
-    crew2: Crew, name: str
+    crew2: Crew,
 ) -> None:
-    agree_all(crew2, "rank_steps:everything", product((4,), OPTIMIZERS, (name,), ("always", "never")))
+    agree_all(crew2, "rank_steps:everything", product((4,), OPTIMIZERS, names(), ("always", "never")))
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(crew2: Crew, crew3: Crew) -> None:
@@ -74,10 +69,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(crew2: Crew, crew3: Crew)
     agree(crew3, "rank_steps:scaled", 3)
 
 
-@pytest.mark.parametrize("to", ["param", "store"])
-def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, crew4: Crew, to: str) -> None:
-    for crew in (crew2, crew3, crew4):
-        agree_all(crew, "rank_steps:clipped", product((crew.size,), (2.0, 1.0, float("inf")), (to,)))
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
+    agree_on((crew2, crew3, crew4), "rank_steps:clipped", lambda size: product(
+        (size,), (2.0, 1.0, float("inf")), ("param", "store")
+    ))  # fmt: skip
 
 
 WHOLE = "is not that of all gradients: other ranks have the other layers of the Pipe.* on every rank"

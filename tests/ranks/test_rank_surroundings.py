@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
 from crew import Crew
-from one_and_many import agree_all
+from one_and_many import agree_on
 
 
 def test_what_layers_draw_from_pythons_and_numpys_generators_is_the_same_on_ranks(crew2: Crew, crew3: Crew) -> None:
-    for crew, loops in ((crew2, 2), (crew3, 1)):
-        cases = [
-            *product((crew.size,), ("1f1b", "gpipe", "zb-h1"), ("always", "never")),
-            (2 * crew.size, "interleaved", "except_last"), (2 * crew.size, "zb-v", "always"),
-        ]  # fmt: skip
-        agree_all(crew, "rank_surroundings:drawn_outside_torch", cases[::loops])
+    agree_on((crew2, crew3), "rank_surroundings:drawn_outside_torch", lambda size: [
+        *product((size,), ("1f1b", "gpipe", "zb-h1"), ("always", "never")),
+        (2 * size, "interleaved", "except_last"), (2 * size, "zb-v", "always"),
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "store", "eager", "evaluate"])
-def test_a_default_device_is_for_the_script_and_its_layers_alone(crew2: Crew, crew3: Crew, door: str) -> None:
-    for crew in (crew2, crew3):
-        agree_all(crew, "rank_surroundings:default_device", [(crew.size, door)])
+def test_a_default_device_is_for_the_script_and_its_layers_alone(crew2: Crew, crew3: Crew) -> None:
+    agree_on((crew2, crew3), "rank_surroundings:default_device", lambda size: product(
+        (size,), ("forward", "step", "store", "eager", "evaluate")
+    ))  # fmt: skip
 
 
 def test_conjugates_and_negatives_that_torch_has_put_off_cross_ranks(crew2: Crew, crew3: Crew) -> None:
-    for crew in (crew2, crew3):
-        cases = product((crew.size,), ("step", "forward"), ("always", "never"))
-        agree_all(crew, "rank_surroundings:lazy_values", cases)
+    agree_on((crew2, crew3), "rank_surroundings:lazy_values", lambda size: product(
+        (size,), ("step", "forward"), ("always", "never")
+    ))  # fmt: skip
 
 
 def test_a_generator_that_two_ranks_hold_is_refused_where_a_layer_draws_from_it(crew2: Crew) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
 import pytest
-from cover import pairwise, some
+from cover import pairwise
 from crew import Crew
 from law_check import AXES
 from law_models import MODELS
-from one_and_many import Compared, check_all, differences, in_one_process
+from one_and_many import Compared, apportioned, check_all, differences, in_one_process
 from rank_transparency import ROWS, STAGES, one_call, plainly, runnable
 from skip_models import SKIPS
 from torch import Tensor
@@ -29,35 +30,37 @@ COVER = {
 PLAIN = {"chunks": 4, "train": True, "door": "step mean", "input_grad": False}
 
 
-def all_agree(crew: Crew, configs: list[dict[str, Any]]) -> None:
-    configs = [runnable(config, crew.size) for config in some(configs)]
-    check_all(configs, crew.run("rank_transparency:compare_all", configs, timeout=300.0))
+def all_agree(crews: Iterable[Crew], configs_of: Callable[[int], Iterable[dict[str, Any]]]) -> None:
+    for crew, configs in apportioned(crews, configs_of):
+        configs = [runnable(config, crew.size) for config in configs]
+        check_all(configs, crew.run("rank_transparency:compare_all", configs, timeout=300.0))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_give_the_bits_of_one_process_and_of_the_plain_module(size: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("crew", [2, 3, 4], indirect=True)
+def test_ranks_give_the_bits_of_one_process_and_of_the_plain_module(crew: Crew) -> None:
     configs = pairwise(COVER)
-    all_agree(request.getfixturevalue(f"crew{size}"), configs if size == 2 else configs[size - 3 :: 2])
+    all_agree([crew], lambda size: configs if size == 2 else configs[size - 3 :: 2])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_goes_past_ranks_arrives_with_its_gradient(size: int, request: pytest.FixtureRequest) -> None:
+def test_what_goes_past_ranks_arrives_with_its_gradient(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
     """Skips over one, two and three ranks: tensors, containers, plain values, weights, buffers."""
     configs = pairwise({**COVER, "model": tuple(SKIPS)})
-    all_agree(request.getfixturevalue(f"crew{size}"), configs[size - 2 :: 3])
+    all_agree((crew2, crew3, crew4), lambda size: configs[size - 2 :: 3])
 
 
 def test_every_schedule_gives_these_bits_in_every_checkpoint_mode_for_any_number_of_rows(crew2: Crew) -> None:
     """With BatchNorm and dropout, and two stages a rank."""
     words = product(names(), ("always", "except_last", "never"), ROWS)
     kept = {**PLAIN, "model": "convnet", "stages": "two"}
-    all_agree(crew2, [{**kept, "schedule": name, "checkpoint": mode, "rows": rows} for name, mode, rows in words])
+    all_agree([crew2], lambda size: [
+        {**kept, "schedule": name, "checkpoint": mode, "rows": rows} for name, mode, rows in words
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("door", AXES["door"])
 def test_a_parameter_that_its_stage_holds_in_a_list_has_its_gradient_on_its_rank(crew2: Crew, door: str) -> None:
     kept = {**PLAIN, "model": CAPTURED, "stages": "one", "schedule": "1f1b", "checkpoint": "always", "rows": "even"}
-    all_agree(crew2, [{**kept, "door": door}])
+    all_agree([crew2], lambda size: [{**kept, "door": door}])
 
 
 def test_the_comparison_sees_another_seed_another_bit_and_what_no_rank_knows() -> None:
