@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from replica_training import Weighted, batch, mean_loss, mesh_of, mixed, plain, travelling_alone
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from pipeline import Pipe
 from pipeline.distributed.data_parallel import gradient_means as replica_means
@@ -225,10 +227,12 @@ def late() -> tuple[list[Told], bool]:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
     pipe = Pipe(model, [2, 2], 3, group=mesh["pp"], replicas=mesh["dp"], timeout=2.5)
     x, y = batch(mesh["dp"].get_local_rank(), 0, 6)
+    store, others = _get_default_store(), dist.get_world_size() - 1
     found = [told(lambda: pipe.step(x, y, loss_fn=broken_loss))]
     if dist.get_rank() == 0:
-        time.sleep(6.0)
+        store.wait([f"given up by {rank + 1}" for rank in range(others)], timedelta(seconds=40))
     found.append(told(lambda: pipe.step(x, y, loss_fn=mean_loss)))
+    store.set(f"given up by {dist.get_rank()}", "")
     found.append(told(lambda: pipe.step(x, y, loss_fn=mean_loss)))
     return found, all(parameter.grad is not None for parameter in pipe.parameters())
 
