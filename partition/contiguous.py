@@ -135,7 +135,7 @@ def _fits(sums: Sequence[int], stages: int, cap: int) -> bool:
 
 
 def _longest(sums: Sequence[int], start: int, cap: int) -> int:
-    """Where the longest stage from layer `start` under the cap ends; one layer always fits [1]."""
+    """The end of the longest stage from layer `start` under the cap; one layer always fits [1]."""
     return max(start + 1, bisect_right(sums, sums[start] + cap, start) - 1)
 
 

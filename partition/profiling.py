@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class LayerSize(NamedTuple):
-    """What one layer holds, in bytes."""
+    """The memory of one layer, in bytes."""
 
     activations: int  # saved by its forward for its backward, for the whole sample
     parameters: int

@@ -410,5 +410,5 @@ class Pipe(Settled, Stateful):
 
     @property
     def runtime(self) -> Runtime:
-        """What analyses such as `pipeline.curvature` build on: who has what, and all that a call of their own needs."""
+        """The interface for analyses such as `pipeline.curvature`: who has what, and what a call of their own needs."""
         return Runtime(self, self._settings, self._history)

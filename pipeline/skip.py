@@ -154,11 +154,11 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> list[Key]:
-        """What this layer stashes."""
+        """The names that this layer stashes."""
         return [self._key(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Key]:
-        """What this layer pops."""
+        """The names that this layer pops."""
         return [self._key(name) for name in sorted(self.poppable_names)]
 
     def _key(self, name: str) -> Key:

@@ -32,7 +32,7 @@ __all__ = ["COMPUTE", "Action", "Kind"]
 
 
 class Kind(StrEnum):
-    """What an action does: one of the rows of the table above."""
+    """The kind of work of an action: a row of the table above."""
 
     F = "F"
     B = "B"

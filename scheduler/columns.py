@@ -89,7 +89,7 @@ class Columns:
 
     @cached_property
     def counts(self) -> Numbers:
-        """How often each action runs: counts[stage, kind, chunk]."""
+        """The number of times that each action runs: counts[stage, kind, chunk]."""
         shape = self.schedule.stages, KINDS, self.schedule.chunks
         size = shape[0] * shape[1] * shape[2]
         return numpy.bincount(self.code, minlength=size + 1)[:size].reshape(shape)
@@ -122,7 +122,7 @@ class Columns:
 
 
 def _whole(values: Sequence[Any]) -> Numbers:
-    """What is no number of a stage or chunk becomes -1, which is none either."""
+    """Whole numbers; -1 in place of what is no number of a stage or chunk."""
     found = numpy.array(values) if values else numpy.zeros(0, dtype=numpy.int64)
     if found.dtype == numpy.int64:
         return found

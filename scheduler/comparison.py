@@ -29,7 +29,7 @@ __all__ = ["Row", "compare"]
 
 @dataclass(frozen=True)
 class Row:
-    """What one schedule takes and holds. Where it is not defined, it takes for ever: its numbers are inf.
+    """The time and memory of one schedule. Where it is not defined, its numbers are inf.
 
     Args:
         name: of the schedule

@@ -29,7 +29,7 @@ Cost = float | Sequence[float] | Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and messages cost, and what chunks hold.
+    """The times of actions and messages, and the memory of chunks.
 
     Args:
         forward: of F
@@ -83,7 +83,7 @@ class Costs:
                     refuse_unless_cost(what, number, above=what == "speed")
 
     def of(self, action: Action, lane: int = 0) -> float:
-        """How long `action` takes on `lane`.
+        """The duration of `action` on `lane`.
 
         Raises:
             ScheduleError: a function gave what is not a cost.
@@ -92,7 +92,7 @@ class Costs:
         return self._work(action) if speed == 1 else self._work(action) / speed
 
     def of_order(self, lane: int, order: Sequence[Action]) -> list[float]:
-        """How long each action of a lane takes."""
+        """The duration of each action of a lane."""
         if any(callable(cost) for what, cost in self._given() if what in _OF_ACTIONS):
             return [self.of(action, lane) for action in order]
         known = {(stage, kind): self.of(Action(stage, kind, 0), lane)
@@ -100,7 +100,7 @@ class Costs:
         return [known[stage, kind] for stage, kind, _ in order]
 
     def hop(self, sender: int, receiver: int, lanes: tuple[int, int] | None = None) -> float:
-        """How long a message takes from stage `sender` to its neighbour `receiver`, on another lane.
+        """The time of a message from stage `sender` to its neighbour `receiver`, on another lane.
 
         Args:
             sender: a stage
@@ -124,7 +124,7 @@ class Costs:
         return lambda sender, receiver: self.hop(sender, receiver, (lane_of[sender], lane_of[receiver]))
 
     def held(self, stage: int) -> Held:
-        """What a chunk holds in `stage`."""
+        """The memory of a chunk in `stage`."""
         values = (self.activation, self.kept, self.checkpoint)
         return Held.of(*[value[stage] if isinstance(value, Sequence) else value for value in values])
 

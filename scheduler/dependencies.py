@@ -23,7 +23,7 @@ __all__ = ["requires"]
 
 
 def requires(action: Action, stages: int, split: frozenset[tuple[int, int]] = frozenset()) -> tuple[Action, ...]:
-    """What `action` waits for directly; what these wait for in turn is not repeated.
+    """The actions that `action` waits for directly; those that these wait for are left out.
 
     Args:
         action: the action that is to run

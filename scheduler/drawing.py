@@ -67,7 +67,7 @@ def duration(value: float, unit: str) -> str:
 
 
 def take_turns(timeline: Timeline) -> list[str]:
-    """What is to be said of lanes that do not run at once, if there are any."""
+    """A remark on lanes that do not run at once, if there are any."""
     if not timeline.turns:
         return []
     lanes = ", and ".join(f"lanes {' '.join(map(str, group))}" for group in timeline.turns)
@@ -91,7 +91,7 @@ def _footer(timeline: Timeline) -> str:
 
 
 def _columns(timeline: Timeline, width: int | None) -> dict[float, int]:
-    """Which slot each time falls on: once for each time, because many actions start and end together."""
+    """The slot of each time: once for each, because many actions start and end together."""
     times = {time for event in timeline.events for time in event[2:]}
     whole = _whole_slot(timeline, times) if width is None and timeline.unit == "slots" else None
     slot = whole or timeline.makespan / (width or _WIDTH) or 1

@@ -17,5 +17,5 @@ class Event(NamedTuple):
 
     @property
     def duration(self) -> float:
-        """How long the action ran."""
+        """The duration of the action."""
         return self.end - self.start

@@ -44,7 +44,7 @@ def critical_path(rows: Rows, exact: bool) -> tuple[Event, ...]:
 
 
 def why_idle(rows: Rows, exact: bool, lane: int, time: float) -> str:
-    """What `lane` does at `time`: that it works, or what it waits for and what holds that up.
+    """A description of `lane` at `time`: it works, or it waits for an action, which something holds up.
 
     Args:
         rows: the events of each lane, in order
@@ -99,7 +99,7 @@ def _short(time: float) -> str:
 
 
 class _Causes:
-    """What each event waited for."""
+    """The event that each event waited for."""
 
     def __init__(self, rows: Rows, exact: bool) -> None:
         self._rows, self._exact = rows, exact
@@ -121,8 +121,8 @@ class _Causes:
         return max(action.stage for action in self._found) + 1
 
     def of(self, event: Event) -> Event | None:
-        """What ended last of what it had to wait for. Where messages take time that is what was sent last, unless the
-        lane itself was not free before."""
+        """The event that ended last of those that it waited for. Where messages take time it is the one sent last,
+        unless the lane itself was not free before."""
         before = self._before.get(event.action)
         if before is not None and before.end == event.start:
             return before

@@ -39,7 +39,7 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
 
 
 def label_for(lanes: Iterable[Iterable[Action]]) -> Callable[[Action], str]:
-    """How cells name an action: short where every lane has one stage, else in full.
+    """The name of an action in a cell: short where every lane has one stage, else in full.
 
     Args:
         lanes: the actions of each lane

@@ -40,7 +40,7 @@ class Link:
             refuse_unless_cost("bandwidth", self.bandwidth, above=True)
 
     def time(self, size: float) -> float:
-        """How long a message of this size takes."""
+        """The time of a message of this size."""
         return self.latency if self.bandwidth == inf else self.latency + size / self.bandwidth
 
 
@@ -49,7 +49,7 @@ Links = Way | Sequence[Way] | Mapping[tuple[int, int], Way] | Callable[[int, int
 
 
 def between(links: Links, sender: int, receiver: int, lanes: tuple[int, int] | None, size: float) -> float:
-    """How long a message takes from one stage to its neighbour.
+    """The time of a message from one stage to its neighbour.
 
     Args:
         links: as above

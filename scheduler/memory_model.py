@@ -21,7 +21,7 @@ __all__ = ["Held", "steps"]
 
 
 class Held(NamedTuple):
-    """How much a chunk holds in one stage: the three heights of the pictures above."""
+    """The memory of a chunk in one stage: the three heights of the pictures above."""
 
     activation: float = 1
     kept: float = 1
@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
 
 def steps(events: Iterable[Event], held: tuple[Held, ...]) -> Iterator[tuple[float, float]]:
-    """When what a lane holds changes, and to how much.
+    """The times at which the memory of a lane changes, and its new amounts.
 
     Args:
         events: of one lane, in its order

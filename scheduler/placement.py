@@ -19,7 +19,7 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which lane hosts which stage.
+    """The lane of each stage.
 
     Args:
         lane_of: the lane of each stage; every lane from 0 to the largest hosts a stage
@@ -72,12 +72,12 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.lane_of)
 
     @cached_property
     def lanes(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return max(self.lane_of) + 1
 
     def stages_of(self, lane: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def svg(what: Schedule | Timeline, *, title: str | None = None, memory: bool = T
 
 
 class _Page(NamedTuple):
-    """Where things stand on the page; all lengths are pixels."""
+    """The positions of things on the page; all lengths are pixels."""
 
     timeline: Timeline
     width: int
@@ -118,7 +118,7 @@ class _Page(NamedTuple):
 
     @property
     def row(self) -> float:
-        """How high a lane is: the more lanes, the lower."""
+        """The height of a lane: the more lanes, the lower."""
         return max(9.0, min(27.0, 660 / self.timeline.lanes))
 
     @property
@@ -143,12 +143,12 @@ class _Page(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """How many columns a lane is shared out in where it is dense."""
+        """The number of columns into which a dense lane is divided."""
         return round(self.plot / _COLUMN)
 
     @property
     def scale(self) -> tuple[float, str]:
-        """What times are multiplied by to be written on the axis, and in which unit they are then."""
+        """The factor of times on the axis, and their unit there."""
         if self.timeline.unit == "slots" or self.timeline.makespan >= 1:
             return 1, self.timeline.unit
         return (1e3, "ms") if self.timeline.makespan >= 1e-3 else (1e6, "us")
@@ -227,7 +227,7 @@ def _steps(edges: Any, *levels: Any) -> list[Any]:
 
 
 def _shares(row: Sequence[Event], page: _Page) -> Any:
-    """Which share of each column's time some events take."""
+    """The share of each column's time that some events take."""
     makespan = float(page.timeline.makespan)
     done = numpy.zeros(page.columns + 1)  # by each column's edge
     edges = numpy.linspace(0, makespan, page.columns + 1)

@@ -30,7 +30,7 @@ Row = tuple[int, float, int, float]  # where the ends of the two needs of chunk 
 
 
 class Replayed(NamedTuple):
-    """When the actions of each lane start and end, as far as it gets; a fault for each lane that waits for ever."""
+    """The starts and ends of the actions of each lane, as far as it gets; a fault for each lane that waits for ever."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -126,7 +126,7 @@ def _rows(schedule: Schedule, hop: Hop | None) -> list[Row]:
 
 
 def _no_ends(schedule: Schedule) -> list[float | None]:
-    """Where ends will stand: of each action by its code, of those that do not exist; and what ended at 0."""
+    """A table for the ends of actions, by code, and of those that do not exist, which ended at 0."""
     none: list[float | None] = [None]
     return none * (schedule.stages * KINDS * schedule.chunks + 1) + [0] * schedule.chunks
 

@@ -97,12 +97,12 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def lanes(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return self.placement.lanes
 
     @property

@@ -32,7 +32,7 @@ __all__ = ["simulate"]
 def simulate(
     schedule: Schedule, costs: Costs = Costs(), release: Literal["early", "block"] = "early"
 ) -> Timeline:
-    """When each action would run.
+    """The times at which each action would run.
 
     Args:
         schedule: the order of each lane; half a schedule will do, as long as it can end
@@ -91,7 +91,7 @@ def _assert_lower_bounds(timeline: Timeline, columns: Columns, costs: Costs) -> 
 
 
 class _Ways:
-    """How long a chunk is on its way where nobody makes it wait; 0 where some of the actions on it are not there."""
+    """The time of a chunk on its way where nothing makes it wait; 0 where some of the actions on it are missing."""
 
     def __init__(self, columns: Columns, costs: Costs) -> None:
         self._columns, self._costs = columns, costs

@@ -20,7 +20,7 @@ NAME = r"[\w.+-]+"
 
 
 class Text(NamedTuple):
-    """What a text says; the cells of each lane are still words."""
+    """The parts of a text; the cells of each lane are still strings."""
 
     name: str
     chunks: int
@@ -44,7 +44,7 @@ def written(what: str, name: str, chunks: int, placement: Placement, rows: Itera
 
 
 def read(what: str, text: str) -> Text:
-    """What `written` wrote.
+    """The inverse of `written`.
 
     Args:
         what: "schedule" or "program"

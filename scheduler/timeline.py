@@ -37,7 +37,7 @@ __all__ = ["Event", "Timeline", "in_flight"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when.
+    """The actions that ran, with their times.
 
     Args:
         events: sorted by start; the actions of one lane follow each other
@@ -109,7 +109,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last action ends."""
+        """The time at which the last action ends."""
         return max((event.end for event in self.events), default=0)
 
     @cached_property
@@ -149,7 +149,7 @@ class Timeline:
         return critical_path(self.by_lane, self.unit == "slots")
 
     def why_idle(self, lane: int, time: float) -> str:
-        """What a lane waits for, in words (explanation.py).
+        """A description of why a lane is idle (explanation.py).
 
         Args:
             lane: from 0
@@ -171,7 +171,7 @@ class Timeline:
 
 
 def in_flight(actions: Iterable[Action]) -> Iterator[int]:
-    """How many (stage, chunk) pairs a lane holds while it runs each of its actions.
+    """The number of (stage, chunk) pairs that a lane holds while it runs each of its actions.
 
     I frees nothing: what it leaves, W still needs.
 

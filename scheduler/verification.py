@@ -86,7 +86,7 @@ def _complete(columns: Columns) -> Iterator[Fault]:
 
 
 def _repeated(columns: Columns) -> Numbers:
-    """Where an action runs that ran before, in its own lane or in one with a lower number."""
+    """The places of actions that ran before, in their own lane or in one with a lower number."""
     by_code = numpy.argsort(columns.code, kind="stable")
     same = columns.code[by_code][1:] == columns.code[by_code][:-1]
     return numpy.sort(by_code[1:][same & columns.exists[by_code][1:]])
@@ -118,7 +118,7 @@ def _ascend(columns: Columns) -> Iterator[Fault]:
 
 
 def _descents(columns: Columns, which: Booleans, words: str) -> Iterator[Fault]:
-    """Where the chunk of an action is below one before it, of the same lane and stage."""
+    """The places of actions whose chunk is below one before it, of the same lane and stage."""
     chosen = numpy.flatnonzero(which & columns.exists)
     chosen = chosen[numpy.lexsort((chosen, columns.stage[chosen], columns.lane[chosen]))]
     group = columns.lane[chosen] * columns.schedule.stages + columns.stage[chosen]

@@ -252,8 +252,21 @@ INTERROGATIVE = re.compile(
 )
 
 
-def test_the_first_line_of_a_module_is_no_question() -> None:
+def _named(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The first line of the docstrings of a module, its classes and its functions, with their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "name", ""), text.split("\n")[0]
+
+
+def test_the_first_line_of_a_docstring_is_no_question() -> None:
+    """That of a function with a verdict may begin with "Whether"."""
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
-            assert first and "?" not in first and not INTERROGATIVE.match(first), f"{path.relative_to(ROOT)}: {first}"
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree), path
+            for name, first in _named(tree):
+                is_question = INTERROGATIVE.match(first) and not (name and first.startswith("Whether"))
+                assert "?" not in first and not is_question, f"{path.relative_to(ROOT)}, {name}: {first}"

@@ -54,7 +54,7 @@ class Scripted(dict[str, Any]):
                 self[name] = value
 
     def clear(self) -> None:
-        """Do nothing: `update` follows and writes all values."""
+        """Leave the table: `update` follows and writes all values."""
 
 
 def parameters_of(module: nn.Module) -> Table:

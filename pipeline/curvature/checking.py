@@ -27,7 +27,7 @@ NEARLY = 1e-3
 
 
 class Checkable(Protocol):
-    """What a check asks of an operator; see `pipeline.curvature.operators.Operator`."""
+    """The interface of an operator that can be checked; see `pipeline.curvature.operators.Operator`."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class Checkable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Report(Result):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
         matrix: the matrix's name.

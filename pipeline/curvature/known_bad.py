@@ -128,7 +128,7 @@ def _of_no_function(what: str) -> str:
 
 
 def worked_round(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """What `twice_differentiable` changes for the time of a product, in words, module by module."""
+    """A description of what `twice_differentiable` changes for the time of a product, module by module."""
     found = []
     for name, module in modules:
         if _is_as_torch_wrote_it(module) or any(_old_weight_norms(module)):

@@ -29,12 +29,12 @@ class LinearMap(ABC):
     @property
     @abstractmethod
     def space(self) -> Space:
-        """Where the vectors live."""
+        """The space of the vectors."""
 
     @property
     @abstractmethod
     def block(self) -> int:
-        """How many products are best asked for at a time: together they cost less, and hold their vectors meanwhile."""
+        """The best number of products at a time: together they cost less, and hold their vectors meanwhile."""
 
     @abstractmethod
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:

@@ -64,7 +64,7 @@ class MiniBatches:
         self._is_known = True
 
     def _compared(self, number: int, pair: tuple[Any, Any]) -> str:
-        """What a mini-batch holds, in a word.
+        """A digest of a mini-batch.
 
         Raises:
             ValueError: it held something else the first time.
@@ -78,7 +78,7 @@ class MiniBatches:
         return found
 
     def fingerprint(self) -> str:
-        """What the mini-batches hold."""
+        """A digest of the mini-batches."""
         if not self._is_known:
             for _ in self:
                 pass

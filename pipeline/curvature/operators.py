@@ -221,7 +221,7 @@ class Operator(Analysis):
 
     @property
     def workarounds(self) -> list[str]:
-        """What products compute in another way than the model does, with the same values, in words: see known_bad.py.
+        """A description of what products compute in another way than the model, with the same values: see known_bad.py.
 
         Functional attention is not among them: within a product all of it runs on torch's math kernel.
         """
@@ -240,7 +240,7 @@ class Operator(Analysis):
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages of the model."""
         return len(self._pipe.balance)
 
     def stage_name(self, index: int) -> str:

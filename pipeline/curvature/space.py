@@ -26,7 +26,7 @@ class Space(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many entries a vector has, those of other processes too."""
+        """The number of entries of a vector, those of other processes too."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Space(ABC):
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """How many processes share the vectors."""
+        """The number of processes that share the vectors."""
 
     @abstractmethod
     def zeros(self) -> Vec:

@@ -36,7 +36,7 @@ class LossCounts:
         return LossCounts, ()
 
     def get(self, loss_fn: Callable[..., Any]) -> int:
-        """How many."""
+        """The number of mini-batches of a loss function."""
         counts, key = self._place(loss_fn)
         return counts.get(key, 0)
 

@@ -55,7 +55,7 @@ def optional_bits(value: Tensor | None) -> tuple[int, int]:
 
 
 def from_optional_bits(is_there: int, bits: int) -> Tensor | None:
-    """What `optional_bits` was given."""
+    """The inverse of `optional_bits`."""
     return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if is_there else None
 
 
@@ -66,7 +66,7 @@ def digest(text: str) -> int:
 
 
 def values_in_words(tensors: Sequence[Tensor]) -> str:
-    """How some tensors begin, and a digest of all their bytes: rows in another order are other values.
+    """The first values of some tensors, and a digest of all their bytes: rows in another order are other values.
 
     Example:
         >>> values_in_words([torch.tensor([1.0, 2.0, 3.0, 4.0])])

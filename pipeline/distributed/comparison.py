@@ -34,7 +34,7 @@ _GRADIENTS = (
 
 
 class Comparison:
-    """What the ranks of one call must have in common.
+    """The facts that the ranks of one call must have in common.
 
     Args:
         topology: the topology.
@@ -90,7 +90,7 @@ class Comparison:
         )
 
     def numbers(self) -> list[int]:
-        """What is still to be compared: the mini-batch, if not all had its fingerprint; gradients of the output."""
+        """The numbers still to be compared: of the mini-batch, if not all had its fingerprint; of output gradients."""
         late = 0 if self._is_mini_batch_compared else self._mini_batch.number
         return [late, *[to_bits(value) for sketch in self._sketches.values for value in sketch]]
 

@@ -71,7 +71,7 @@ class CallMessages:
 
 
 class RankExchange(Exchange):
-    """What travels between the ranks.
+    """The exchange of values between the ranks.
 
     Args:
         topology: the topology.

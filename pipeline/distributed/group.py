@@ -90,7 +90,7 @@ class RankGroup:
 
     @property
     def generation(self) -> int:
-        """How many calls have failed."""
+        """The number of calls that have failed."""
         return self.connections.generation
 
     def send_one(self, to: int, series: str, what: str, message: Message) -> None:

@@ -59,7 +59,7 @@ class RemoteLayer(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> RemoteLayer:
-        """What stands in the place of `layer`, in its training mode. It keeps nothing alive but random generators."""
+        """The placeholder of `layer`, in its training mode. It keeps nothing alive but random generators."""
         state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
         here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None))

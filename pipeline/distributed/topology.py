@@ -102,7 +102,7 @@ class PipeTopology(Topology):
                 yield name, own[first]
 
     def elsewhere(self, stages: Sequence[nn.Sequential]) -> Iterator[tuple[str, nn.Module]]:
-        """What stands in the places of other ranks' layers, by their names."""
+        """The placeholders of other ranks' layers, by their names."""
         index = 0
         for stage, rank in enumerate(self.assignment.rank_of):
             layers: Mapping[str, Any] = stages[stage]._modules

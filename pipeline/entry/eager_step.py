@@ -148,7 +148,7 @@ class _Taking:
         return Ended(call, value, self._external, metrics)
 
     def _finalizer(self, call: Call, end: LossEnd) -> GradientFinalizer:
-        """What takes gradients while the backward runs."""
+        """The finalizer that takes gradients while the backward runs."""
         by_threads, compares = call.execution.has_threads, call.execution.setup.compares
         waits = by_threads and (compares or end.compares)
 

@@ -176,7 +176,7 @@ class Backward:
         return {id(owner): (owner, grad) for owner, grad in averager.average(list(sums.values()), None)}
 
     def _given_away(self) -> GradientFinalizer | None:
-        """What hands over whole gradients during the backward; over ranks only after all have agreed."""
+        """The finalizer that hands over whole gradients during the backward; over ranks only after all have agreed."""
         wanted = self.give_away
         if wanted is None or not self._call.communicator.is_alone:
             return None

@@ -42,7 +42,7 @@ from scheduler import Timeline
 
 @dataclass(frozen=True)
 class Request:
-    """What an operation asks of a call.
+    """The call that an operation asks for.
 
     Attributes:
         planner: makes the plan, see execution/plan.py.
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(eq=False)
 class History:
-    """What earlier calls of a Pipe have shown.
+    """The facts that earlier calls of a Pipe have shown.
 
     Attributes:
         traits: of the stages.

@@ -237,7 +237,7 @@ class Call:
     # -------------------------------------------------------------------------------------------------------- work
 
     def _work(self, retain: bool) -> Work:
-        """What each kind of action does. The table is not kept: a call must not refer to itself."""
+        """The work of each kind of action. The table is not kept: a call must not refer to itself."""
         backward = partial(self._backward, retain)
         return {Kind.F: self._forward, Kind.B: backward, Kind.I: backward, Kind.W: partial(self._weights, retain)}
 
@@ -283,7 +283,7 @@ class Call:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def _on_final(self, listener: Listener | None) -> Callable[[int], None] | None:
-        """What happens to a stage's sums as soon as they are final. None: nothing before the end."""
+        """The function that gets a stage's sums as soon as they are final. None: they wait for the end."""
         if listener is not None:
             return partial(self._hand_over, listener)
         runs_once = not self.execution.has_threads  # without threads a stage's first draw is noticed in time

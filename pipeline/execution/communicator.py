@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all processes of a step agree on.
+    """The facts on which all processes of a step agree.
 
     Attributes:
         loss: of the mini-batch. None: no rank computed one.
@@ -107,7 +107,7 @@ class Topology(ABC):
 
 
 class Exchange(ABC):
-    """What travels between the processes of a call."""
+    """The exchange of values between the processes of a call."""
 
     @abstractmethod
     def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> Mailbox:
@@ -157,7 +157,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def share_events(self, events: Sequence[Event]) -> list[Event]:
-        """What everyone recorded."""
+        """The events that all processes recorded."""
 
 
 class Gradients(ABC):

@@ -36,7 +36,7 @@ def lane(order: Sequence[Action], needs: Needs, perform: Perform) -> Lane:
 
 
 def needs_of(orders: Sequence[Sequence[Action]], stages: int, split: frozenset[tuple[int, int]] = frozenset()) -> Needs:
-    """What each action waits for."""
+    """The actions that each action waits for."""
     return {action: requires(action, stages, split) for order in orders for action in order}
 
 
@@ -70,7 +70,7 @@ class Lanes:
         return any(head is not None and done.issuperset(head[1]) for head in self._heads)
 
     def waits(self, done: set[Action]) -> dict[int, str]:
-        """What each lane waits for, in words."""
+        """A description of what each lane waits for."""
         found = {}
         for number, head in zip(self._numbers, self._heads, strict=True):
             if head is None:
@@ -123,7 +123,7 @@ def merged_order(orders: Sequence[Sequence[Action]], needs: Needs, before: Itera
 
 
 def stuck(driven: Iterable[Lanes], done: set[Action]) -> str:
-    """What every lane waits for, in words."""
+    """A description of what every lane waits for."""
     waits = {number: words for lanes in driven for number, words in lanes.waits(done).items()}
     lines = "; ".join(waits[number] for number in sorted(waits))
     return f"no lane can go on: {lines}. Check the schedule with scheduler.verify(schedule)."

@@ -19,7 +19,7 @@ from pipeline.transports.local import Local
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the stages of a Pipe are, and what moves values between them in one process.
+    """The places of the stages of a Pipe, and the transport between them in one process.
 
     Attributes:
         places: of each stage.

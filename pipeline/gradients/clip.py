@@ -38,5 +38,5 @@ def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:
-    """What gradients of a norm are multiplied by, so that it is at most `max_norm`."""
+    """The factor with which gradients of a norm have one of at most `max_norm`."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

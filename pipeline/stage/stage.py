@@ -380,7 +380,7 @@ class StageRun:
         return StageInputs((leaf,), arrived, (1,)), enter(self._watch, arrived, (tensor,), leaf)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        """Where the graph of a chunk ends at this input: one number, which keeps nothing alive."""
+        """The leaf at which the graph of a chunk ends at this input: one number, which keeps nothing alive."""
         return mark(torch.empty((), device=tensor.device, requires_grad=True), self._input_name)
 
     def _new_habit(self) -> CheckpointError:

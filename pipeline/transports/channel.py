@@ -47,7 +47,7 @@ class Expected(ABC):
 
     @abstractmethod
     def take(self) -> Tensor:
-        """What was sent: [bytes] uint8, on the device, for use in the stream that is current now. Once.
+        """The payload, once: [bytes] uint8, on the device, for use in the stream that is current now.
 
         Where the device is a GPU, that stream waits for it, and the host does not.
 
@@ -57,7 +57,7 @@ class Expected(ABC):
 
 
 class PayloadsOut(ABC):
-    """Where the payloads of a channel begin.
+    """The sending end of the payloads of a channel.
 
     Attributes:
         device: where buffers must be.
@@ -82,7 +82,7 @@ class PayloadsOut(ABC):
 
 
 class PayloadsIn(ABC):
-    """Where the payloads of a channel end."""
+    """The receiving end of the payloads of a channel."""
 
     @abstractmethod
     def post(self, nbytes: int) -> Expected:
@@ -97,7 +97,7 @@ class PayloadsIn(ABC):
 
 
 class Outgoing(ABC):
-    """Where a channel begins.
+    """The sending end of a channel.
 
     Attributes:
         payloads: the stream of payloads; None: everything goes through the host.
@@ -119,7 +119,7 @@ class Outgoing(ABC):
 
 
 class Incoming(ABC):
-    """Where a channel ends.
+    """The receiving end of a channel.
 
     Attributes:
         payloads: the stream of payloads; None: everything goes through the host.

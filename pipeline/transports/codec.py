@@ -47,7 +47,7 @@ def encode(skeleton: Skeleton | None) -> Json:
 
 
 def decode(written: Json) -> Skeleton | None:
-    """What was encoded.
+    """The inverse of `encode`.
 
     Raises:
         LookupError: it names a class that this process does not know.

@@ -21,7 +21,7 @@ from pipeline.transports.payloads import Carrier
 
 
 def nccl_of(group: Any, device: torch.device) -> Carrier | None:
-    """What payloads travel over between the ranks of a process group; None: they go through the host.
+    """The carrier of payloads between the ranks of a process group; None: they go through the host.
 
     Args:
         group: a ProcessGroup; NCCL is used where it is the group's backend for CUDA.

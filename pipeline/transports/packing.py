@@ -34,7 +34,7 @@ _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)
 
 
 class Packing:
-    """What the tensors of a message look like, and where in its buffer each goes.
+    """The specs of the tensors of a message, and their places in its buffer.
 
     Attributes:
         specs: one for each tensor; None for None.
@@ -67,7 +67,7 @@ class Packing:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Packing:
-        """What these tensors look like; they have been settled."""
+        """The packing of these tensors, which have been settled."""
         return cls([None if tensor is None else spec_of(tensor) for tensor in tensors])
 
     def plain(self) -> list[tuple[Any, ...] | None]:
@@ -76,7 +76,7 @@ class Packing:
 
     @classmethod
     def from_plain(cls, plain: Sequence[tuple[Any, ...] | None]) -> Packing:
-        """What has been made plain."""
+        """The inverse of `plain`."""
         return cls([None if spec is None else from_plain(spec) for spec in plain])
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:

@@ -33,7 +33,7 @@ _PAUSE = 0.001  # seconds between two looks at what is under way
 
 
 class Carrier(ABC):
-    """What the payloads of a rank travel over.
+    """The carrier of the payloads of a rank.
 
     Args:
         device: where they are.
@@ -146,7 +146,7 @@ class Payloads(PayloadsOut, PayloadsIn):
         self._group = None
 
     def error(self) -> ChannelError:
-        """Why nothing travels here any more."""
+        """The error for which nothing travels here any more."""
         if self.is_given_up:
             return ChannelError(f"{self._name} was given up by this rank.")
         return ChannelError(f"{self._name} has died: its payloads travel no more.")

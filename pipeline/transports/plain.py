@@ -33,7 +33,7 @@ def encode_plain(value: Any) -> Json:
 
 
 def decode_plain(written: Json) -> Any:
-    """What was encoded."""
+    """The inverse of `encode_plain`."""
     if isinstance(written, list):
         return [decode_plain(item) for item in written]
     if isinstance(written, dict):

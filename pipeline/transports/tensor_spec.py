@@ -21,7 +21,7 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class Strided(NamedTuple):
-    """What a tensor in memory looks like."""
+    """The spec of a tensor in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -29,14 +29,14 @@ class Strided(NamedTuple):
 
     @property
     def span(self) -> int:
-        """How many numbers its memory spans: more than it has where there are gaps, less where it is expanded."""
+        """The span of its memory, in numbers: more than it has where there are gaps, less where it is expanded."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
 
 class Sparse(NamedTuple):
-    """What a sparse COO tensor looks like."""
+    """The spec of a sparse COO tensor."""
 
     shape: tuple[int, ...]
     coalesced: bool
@@ -79,14 +79,14 @@ def fits(tensor: Tensor | None, spec: TensorSpec) -> bool:
 
 
 def spec_of(tensor: Tensor) -> Strided | Sparse:
-    """What a settled tensor looks like."""
+    """The spec of a settled tensor."""
     if tensor.layout is _STRIDED:
         return _in_memory(tensor)
     return Sparse(tuple(tensor.shape), tensor.is_coalesced(), *map(_in_memory, _components(tensor)))
 
 
 def parts_of(spec: TensorSpec) -> tuple[Strided, ...]:
-    """What the tensors in memory look like of which it is made."""
+    """The specs of the tensors in memory of which it is made."""
     if spec is None:
         return ()
     return spec[2:] if isinstance(spec, Sparse) else (spec,)
@@ -98,7 +98,7 @@ def plain_of(spec: Strided | Sparse) -> tuple[Any, ...]:
 
 
 def from_plain(plain: tuple[Any, ...]) -> Strided | Sparse:
-    """What has been made plain."""
+    """The inverse of `plain`."""
     if isinstance(plain[0], torch.dtype):
         return Strided(*plain)
     shape, coalesced, indices, values = plain
@@ -137,7 +137,7 @@ def _settled(tensor: Tensor, what: str) -> Tensor:
 
 
 def _unsendable(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be sent."""
+    """The reason why a tensor cannot be sent."""
     if type(tensor) is not Tensor:
         kind = type(tensor)
         return (

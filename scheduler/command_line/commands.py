@@ -252,7 +252,7 @@ for _command in schedules.commands.values():
 
 
 def _placement(kind: str | None, lanes: int, stages_per_lane: int | None) -> Placement | None:
-    """Where a search puts the stages; None where the command leaves it open."""
+    """The placement of a search; None where the command leaves it open."""
     if kind == "loop" or kind is None and stages_per_lane is not None:
         several = 2 if stages_per_lane is None else stages_per_lane
         refuse_unless_whole("stages_per_lane", several, least=1)
@@ -307,7 +307,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _table(rows: Sequence[Row], fits: Sequence[bool] | None) -> str:
-    """What `compare` shows as CSV, unrounded; numbers are empty where a schedule is not defined."""
+    """The CSV of `compare`, unrounded; numbers are empty where a schedule is not defined."""
     text = StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow([*_COLUMNS, *([] if fits is None else ["fits"]), "reason"])

@@ -16,7 +16,7 @@ __all__ = ["CommandError", "run"]
 
 
 class CommandError(Exception):
-    """What is wrong with a command, and what to do."""
+    """A command that cannot run: the message says what is wrong, and what to do."""
 
 
 def run(

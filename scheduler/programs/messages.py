@@ -19,7 +19,7 @@ __all__ = ["Messages", "Way", "messages"]
 
 
 class Way(NamedTuple):
-    """How a result travels.
+    """The way of a result from one action to another.
 
     Args:
         send: how its lane sends it
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """What travels, for any chunk.
+    """The messages of any chunk.
 
     Args:
         sent: (stage, kind) whose result another lane needs -> how it travels, along each edge

@@ -89,16 +89,16 @@ class Program:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def lanes(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return self.placement.lanes
 
     def schedule(self) -> Schedule:
-        """What is computed, without the messages."""
+        """The schedule of the program: its actions without the messages."""
         orders = (tuple(action for action in order if action.kind in COMPUTE) for order in self.orders)
         return Schedule(self.name, self.placement, self.chunks, tuple(orders))
 

@@ -74,7 +74,7 @@ def pattern(block: Block, lanes: int) -> list[BlockSlot]:
 
 
 def length_of(action: Action) -> int:
-    """How many slots an action takes."""
+    """The number of slots of an action."""
     return 2 if action.kind is Kind.B else 1
 
 

@@ -59,7 +59,7 @@ def vee(name: str, lanes: int, chunks: int, block: Block, room: int, hold: bool 
 
 
 class _Lane:
-    """Which slots of a lane are taken, and by what."""
+    """The slots of a lane that are taken, and by which actions."""
 
     def __init__(self, room: int, chunks: int, end: int) -> None:
         self._room, self._forwards = room, 2 * chunks

@@ -27,7 +27,7 @@ __all__ = ["LowerBound"]
 
 
 class LowerBound:
-    """What no plan beats; grows as more is proven.
+    """A bound that no plan beats; it grows as more is proven.
 
     Args:
         problem: what is searched for
@@ -86,7 +86,7 @@ class LowerBound:
 
 
 class _Bounds(NamedTuple):
-    """How early each action can start, how long it is at least from its end to the end of all, and what follows."""
+    """The earliest start of each action, the least time from its end to the end of all, and the bound that follows."""
 
     head: list[float]
     tail: list[float]
@@ -98,7 +98,7 @@ _THOROUGH = 13000  # actions; beyond, what each needs is looked at, and not what
 
 
 def _bounds(problem: Problem, graph: PrecedenceGraph, known: _Bounds | None = None) -> _Bounds:
-    """What follows from the graph; infinite where it cannot be."""
+    """The bounds that follow from the graph; infinite where it has a cycle."""
     thorough = problem.count <= _THOROUGH
     offsets = [problem.offset[lane] for lane in problem.lane]
     head = heads(graph, known.head if known else [0] * problem.count, thorough)

@@ -50,7 +50,7 @@ def dispatch(problem: Problem, forward_first: bool = False, patient: bool = Fals
 
 
 class _Lane:
-    """What a lane has run, what it holds, and what it would run next."""
+    """The state of a lane: the actions that have run, its memory, and those that could run next."""
 
     def __init__(self, problem: Problem, lane: int, forward_first: bool, patient: bool) -> None:
         self._problem, self._patient = problem, patient
@@ -69,7 +69,7 @@ class _Lane:
         self.order: list[int] = []
 
     def choose(self, time: float, end: Sequence[float]) -> tuple[int | None, float]:
-        """What to run at `time`, if anything; and when the next is there, as far as that is known."""
+        """The action to run at `time`, if any; and when the next is there, as far as that is known."""
         arrivals = [(self._arrival(action, end), action) for action in self._next()]
         ready = [action for arrival, action in arrivals if arrival <= time]
         later = min((arrival for arrival, _ in arrivals if arrival > time), default=inf)
@@ -123,7 +123,7 @@ class _Lane:
         return [self._done[kind, stage] for stage in self._stages]
 
     def _arrival(self, action: int, end: Sequence[float]) -> float:
-        """When all that an action needs is there; inf where that is not known yet."""
+        """The time at which all that an action needs is there; inf where it is not known yet."""
         problem = self._problem
         arrival = end[problem.messages.sender[action]] + problem.messages.travel[action]
         return max([arrival, *(end[need] for need in problem.near[action])])

@@ -23,8 +23,8 @@ Orders = list[list[int]]
 
 
 def warmups(problem: Problem) -> list[list[int]]:
-    """How many F each lane could run before its first I, where each lane hosts one stage: those that end before the
-    first I is there, or one more; or as many on the first lane, or fewer, and even steps down to the last lane."""
+    """The number of F that each lane could run before its first I, where each hosts one stage: those that end before
+    the first I is there, or one more; or as many on the first lane, or fewer, and even steps down to the last lane."""
     lanes = problem.lanes
     if problem.stages != lanes:
         return []
@@ -98,7 +98,7 @@ def filled(problem: Problem, orders: Orders, eager: bool = False) -> LaneOrders 
 
 
 class _Lane:
-    """What a lane has run, how long it idled since its first action, and what is left to run."""
+    """The state of a lane: the actions that have run, its idle time since the first, and those that are left."""
 
     def __init__(self, problem: Problem, lane: int, order: list[int]) -> None:
         self._problem, self._times, self._cap = problem, problem.split, problem.caps[lane]
@@ -140,8 +140,8 @@ class _Lane:
 
 
 def _while_it_waits(problem: Problem, more: int) -> list[int]:
-    """How many F of each stage end before its first I is there, and so many more; each makes the stages before it wait
-    if it is not over in time."""
+    """The number of F of each stage that end before its first I is there, and so many more; each makes the stages
+    before it wait if it is not over in time."""
     chunks, duration = problem.chunks, problem.split.duration
     forwards = [stage * chunks for stage in range(problem.stages)]
     starts = [0.0]

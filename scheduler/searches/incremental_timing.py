@@ -134,7 +134,7 @@ class IncrementalTiming:
         return True
 
     def slack(self, action: int) -> float:
-        """How much later this action could start without making the value larger."""
+        """The time by which this action could start later without making the value larger."""
         return self.value - self._clock.start[action] - self._clock.tail[action]
 
     def joinable(self) -> frozenset[int]:

@@ -51,7 +51,7 @@ class PrecedenceGraph(NamedTuple):
 
 
 def graph_of(problem: Problem) -> PrecedenceGraph:
-    """What every plan for this problem has to respect."""
+    """The precedence that every plan for this problem respects."""
     needs: Needs = [[(need, 0.0) for need in near] for near in problem.near]
     for action in range(problem.count):
         if problem.messages.sender[action] < problem.count:
@@ -82,13 +82,13 @@ def mirrored(graph: PrecedenceGraph) -> PrecedenceGraph:
 
 
 def mirror(graph: PrecedenceGraph, values: Sequence[Value]) -> list[Value]:
-    """What is said of actions, if chunks are numbered from the last."""
+    """The same graph, with chunks numbered from the last."""
     starts = range(0, len(values), graph.chunks)
     return [value for start in starts for value in reversed(values[start:start + graph.chunks])]
 
 
 def heads(graph: PrecedenceGraph, earliest: Sequence[float], thorough: bool = True) -> list[float] | None:
-    """How early each action can start.
+    """The earliest start of each action.
 
     Args:
         graph: what waits for what
@@ -120,8 +120,8 @@ def heads(graph: PrecedenceGraph, earliest: Sequence[float], thorough: bool = Tr
 
 
 def _all_run(graph: PrecedenceGraph, action: int, count: list[int], head: Sequence[float], known: float) -> float:
-    """When the lane can have run all that it must run before an action: so many of each chain, and one of the choices
-    that it has."""
+    """The time at which the lane can have run all that it must run before an action: so many of each chain, and one of
+    the choices that it has."""
     chains = graph.chains[graph.lane[action]]
     end = _one_at_a_time(graph, [(at, count[at]) for at in chains], head)
     known = max(known, end)
@@ -135,7 +135,7 @@ def _all_run(graph: PrecedenceGraph, action: int, count: list[int], head: Sequen
 
 
 def _one_at_a_time(graph: PrecedenceGraph, runs: Iterable[tuple[int, int]], head: Sequence[float]) -> float:
-    """When a lane can have run so many of some chains, each not before its head."""
+    """The time at which a lane can have run so many of some chains, each not before its head."""
     actions = chain.from_iterable(range(at * graph.chunks, at * graph.chunks + count) for at, count in runs)
     time = -inf
     for action in sorted(actions, key=head.__getitem__):
@@ -160,8 +160,8 @@ def _topological(needs: Needs) -> list[int] | None:
 
 
 def _run_before(problem: Problem, stage: int, chunk: int) -> list[tuple[int, int]]:
-    """How many I and W of this stage may have run where F of this chunk starts, and memory allows it: the first has the
-    fewest I, and each that follows more I and fewer W.
+    """The numbers of I and W of this stage that may have run where F of this chunk starts, and memory allows it: the
+    first has the fewest I, and each that follows more I and fewer W.
 
     The chunks between that many I and this one are held in this stage, and, because I of a stage waits for those of
     all later ones, in all stages before it on this lane.
@@ -183,7 +183,7 @@ def _run_before(problem: Problem, stage: int, chunk: int) -> list[tuple[int, int
 
 
 def _whole(room: float, size: float) -> int:
-    """How many of one size there is room for; more than ever needed where they take none."""
+    """The number of one size for which there is room; more than ever needed where they take none."""
     return int(max(0, room / size + 1e-9)) if size else 10**9
 
 

@@ -53,7 +53,7 @@ class Messages(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What each action takes, how much more than before its lane holds while it runs, and afterwards."""
+    """For each action its duration, and by how much it changes its lane's memory while it runs, and afterwards."""
 
     duration: list[float]
     need: list[float]
@@ -62,7 +62,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched for, in numbers.
+    """A search problem, in numbers.
 
     Args:
         placement: which lane hosts which stage
@@ -94,22 +94,22 @@ class Problem:
 
     @property
     def lanes(self) -> int:
-        """How many lanes there are."""
+        """The number of lanes."""
         return self.placement.lanes
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.placement.stages
 
     @property
     def count(self) -> int:
-        """How many actions there are."""
+        """The number of actions."""
         return self.kinds * self.pairs
 
     @property
     def pairs(self) -> int:
-        """How many pairs of stage and chunk there are."""
+        """The number of pairs of stage and chunk."""
         return self.stages * self.chunks
 
     def number(self, action: Action) -> int:
@@ -123,7 +123,7 @@ class Problem:
         return [range(start, start + self.chunks) for start in starts]
 
     def near_of(self, action: int, whole: AbstractSet[int]) -> frozenset[int]:
-        """What this action needs on its own lane in such a plan: where it is a whole backward, the W before it too, so
+        """The actions that this one waits for on its own lane: where it is a whole backward, the W before it too, so
         that weight gradients ascend."""
         kind, pair = divmod(action, self.pairs)
         before = kind == 1 and self.kinds == 3 and pair in whole and action % self.chunks

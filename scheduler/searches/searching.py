@@ -73,12 +73,12 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much longer the schedule is than the bound, as a share of the bound."""
+        """The time by which the schedule exceeds the bound, as a share of the bound."""
         return self.value / self.bound - 1 if self.bound else 0.0
 
     @property
     def gain(self) -> float:
-        """How much shorter it is than the best named one, as a share of that."""
+        """The time by which it is shorter than the best named one, as a share of that."""
         return 1 - self.value / self.named_value if self.named_value else 0.0
 
     def __str__(self) -> str:

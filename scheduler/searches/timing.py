@@ -15,13 +15,13 @@ __all__ = ["run", "value", "value_of"]
 
 
 def value_of(problem: Problem, plan: LaneOrders) -> float:
-    """What is to be small; infinite where a lane waits for ever."""
+    """The value of a plan, which is to be small; infinite where a lane waits for ever."""
     order, end = run(problem, plan.orders, problem.times(plan.whole).duration)
     return value(problem, plan.orders, end) if len(order) == problem.count else inf
 
 
 def value(problem: Problem, orders: Sequence[Sequence[int]], end: Sequence[float]) -> float:
-    """What is to be small: the latest end of a lane, plus its offset."""
+    """The value of a plan, which is to be small: the latest end of a lane, plus its offset."""
     return max(end[order[-1]] + offset for order, offset in zip(orders, problem.offset))
 
 

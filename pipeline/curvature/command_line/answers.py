@@ -73,7 +73,7 @@ def answer(request: Request) -> int:
 
 
 class _Answers:
-    """Where answers go: words to rank 0's stdout, results into a folder."""
+    """The output of a command: text on rank 0's stdout, results in a folder."""
 
     def __init__(self, A: Operator, request: Request) -> None:
         self._space, self._folder = A.space, request.save
@@ -113,7 +113,7 @@ class _Answers:
 
 
 def _check_files(request: Request) -> None:
-    """What would fail after hours fails now."""
+    """Raise now for files that could not be written after hours."""
     picture = request.estimates.density
     if picture:
         if Path(picture).suffix.lower() not in (".png", ".svg", ".pdf"):

@@ -39,7 +39,7 @@ class _Names(click.ParamType[Any]):
 
 
 class _Products(click.ParamType[Any]):
-    """How many products, or as many as --samples says."""
+    """A number of products, or as many as --samples says."""
 
     name = "products"
 

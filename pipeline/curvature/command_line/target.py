@@ -88,7 +88,7 @@ def _refuse_whole_on_each(target: str, model: Any) -> None:
 
 
 def _found(target: str) -> Any:
-    """What a target's name stands for; if it is a function, what that returns."""
+    """The object that a target names; if it is a function, its result."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise CommandError(f"{target!r} is no target. Give FILE.py:NAME or MODULE:NAME, such as train.py:build.")

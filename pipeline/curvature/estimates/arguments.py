@@ -19,7 +19,7 @@ KINDS = ("rademacher", "normal")
 
 
 class Goal(NamedTuple):
-    """How small the standard error must be for a run to end.
+    """The standard error at which a run ends.
 
     Args:
         rel: times the value's magnitude.
@@ -53,7 +53,7 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a mean over random vectors is to cost and to reach.
+    """The number of random vectors of a mean, and its goal.
 
     Attributes:
         A: the matrix.

@@ -60,7 +60,7 @@ class Diagonal(Sampled):
         yield from table(cells)
 
     def draw(self, ax: Any) -> None:
-        """How many entries of this process have which value."""
+        """The numbers of entries of this process by value."""
         entries = torch.cat([values.flatten() for values in self.values.values()]).double()
         counts, edges = torch.histogram(entries, bins=min(100, max(1, len(entries))))
         ax.stairs(counts.tolist(), edges.tolist())

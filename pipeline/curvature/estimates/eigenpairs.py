@@ -198,7 +198,7 @@ def _goal(
 
 
 def _settings(A: LinearMap, goal: EigenpairGoal) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """The settings that must be the same for a run to go on."""
     space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
     return {"file": "eigenpairs 1", "matrix": A.name, "fingerprint": A.fingerprint(), **space, **asdict(goal)}
 
@@ -253,7 +253,7 @@ def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tupl
 
 
 def _why(run: Run, residuals: Tensor) -> str:
-    """Why the pairs are not converged."""
+    """The reason why the pairs are not converged."""
     worst = float(residuals.max())
     if not run.at.done:
         state = f"the worst residual is {worst:.1e}" if worst > run.goal.tol else "that none is missing is not sure yet"

@@ -33,7 +33,7 @@ from pipeline.curvature.space import Vec, scale_
 
 @dataclass(frozen=True)
 class EigenpairGoal:
-    """What is wanted, and how surely."""
+    """The eigenpairs that are wanted, and with what certainty."""
 
     k: int
     which: str
@@ -46,7 +46,7 @@ class EigenpairGoal:
 
 @dataclass(frozen=True)
 class LanczosState:
-    """How far a run has come, but for the rows: replaced as one at the end of each step, so that it is never torn."""
+    """The state of a run, but for the rows: replaced as one at the end of each step, so that it is never torn."""
 
     locked: Tensor  # their values
     projection: Tensor  # [p + f, p]
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def next(self) -> int:
-        """How many products the next step takes."""
+        """The number of products of the next step."""
         return self.at.waiting
 
     def best(self) -> list[Vec]:
@@ -98,7 +98,7 @@ class Run:
         return self.basis.combined(self._factors(found, picks))
 
     def converged(self) -> int:
-        """How many of the k best have, for the progress bar."""
+        """The number of the k best that have converged, for the progress bar."""
         found, picks = self._best()
         known = len(self.at.locked)
         return sum(pick < known or float(found.residuals[pick - known]) <= self._enough() for pick in picks)
@@ -239,5 +239,5 @@ class Run:
         return max(self.goal.tol / (2 * math.sqrt(self.goal.k)), 4 * eps) * self.at.largest
 
     def _slack(self) -> float:
-        """How much more wanted another eigenvalue must be to count: what tolerance and rounding let tell apart."""
+        """The margin by which another eigenvalue must be more wanted to count: tolerance and rounding hide less."""
         return max(self.goal.tol, math.sqrt(torch.finfo(self.map.space.dtype).eps), 1e-6) * self.at.largest

@@ -48,7 +48,7 @@ Steps: TypeAlias = Generator[Product | Dots, Any, T]
 
 @dataclass(frozen=True)
 class System:
-    """What the right-hand sides have in common."""
+    """The system that the right-hand sides share."""
 
     name: str
     damping: float

@@ -151,7 +151,7 @@ class Saves:
 
 
 def file_of_rank(path: Path, rank: int, ranks: int) -> Path:
-    """Where one process keeps its part.
+    """The file of one process's part.
 
     Example:
         >>> file_of_rank(Path("top.pt"), 1, 4).name, file_of_rank(Path("top.pt"), 0, 1).name
@@ -161,7 +161,7 @@ def file_of_rank(path: Path, rank: int, ranks: int) -> Path:
 
 
 def shard_sizes(space: Space) -> list[int]:
-    """How many entries this process has on each shard: a state fits only the same cut."""
+    """The number of entries of this process on each shard: a state fits only the same cut."""
     return [len(shard) for shard in space.zeros()]
 
 

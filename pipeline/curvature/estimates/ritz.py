@@ -99,7 +99,7 @@ def limits(values: Tensor, which: str, slack: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Chain:
-    """How the parts of an eigenvector in the start block follow from those in some rows of the basis, at some points.
+    """The map from the parts of an eigenvector in some rows of the basis to those in the start block, at some points.
 
     At the beginning these rows are the start block itself; after a restart the rows that were without products then.
     """
@@ -136,7 +136,7 @@ class Chain:
 
 
 def shortest(dimensions: int, starts: int, miss: float) -> float:
-    """How short the part of a fixed direction in a random block of starts is with probability at most `miss`."""
+    """The length that the part of a fixed direction in a random block of starts falls below with probability `miss`."""
     if dimensions < starts + 2:
         return 0.0
     ball = math.pi ** (starts / 2) / math.gamma(starts / 2 + 1)

@@ -43,7 +43,7 @@ class Sampled(Result):
 
 
 class Drawn(NamedTuple):
-    """What a run of random vectors gave."""
+    """The result of a run of random vectors."""
 
     values: Tensor  # [draws, numbers], float64: what each vector says alone
     mean: Tensor  # [numbers]

@@ -34,7 +34,7 @@ METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
 @dataclass(frozen=True)
 class SolveSettings:
-    """What a solve was asked to do, checked."""
+    """The checked arguments of a solve."""
 
     system: System
     tol: float
@@ -44,7 +44,7 @@ class SolveSettings:
 
 @dataclass(frozen=True)
 class End:
-    """What came of one system."""
+    """The result of one system."""
 
     x: Vec
     residual: float

@@ -111,7 +111,7 @@ class _Sketch:
 
 
 class _Known(NamedTuple):
-    """What the t_i are made of. If r < k, Y has not full rank, nor has it then without any one column."""
+    """The parts of the t_i. If r < k, Y has not full rank, nor has it then without any one column."""
 
     R: Tensor  # [r, k], Y = Q R
     W: Tensor  # [r, k], Q' times the random vectors

@@ -78,7 +78,7 @@ class LossProduct(ChunkLosses):
 
     @property
     def _relative(self) -> float:
-        """What this mini-batch's gradients are multiplied by, so that those of several add up."""
+        """The factor of this mini-batch's gradients, with which those of several add up."""
         kind, _ = self.loss.weight
         if kind == "count":  # powers of two
             return scale_of(self._first_rows) / scale_of(self._rows)
@@ -86,7 +86,7 @@ class LossProduct(ChunkLosses):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """What this mini-batch adds to what the sums are divided by (of a "sum": nothing), and its loss's weight."""
+        """The part of this mini-batch in the divisor of the sums (of a "sum": nothing), and its loss's weight."""
         kind, weight = self.loss.weight
         if kind == "sum":
             return 0.0, 1.0
@@ -135,7 +135,7 @@ class LossProduct(ChunkLosses):
                 )
 
     def share(self, per_row: int) -> float:
-        """What the gradient of the loss of one row of the output is multiplied by where the rows' are added."""
+        """The factor of the gradient of one row's loss where those of the rows are added."""
         return self.loss.row_share * self._relative / (per_row if self.loss.weight[0] == "mean" else 1)
 
     def _first_row(self, chunk: int, tree: Tree) -> Any:

@@ -135,7 +135,7 @@ class FisherProduct(FirstOrderProduct):
         return [tuple(_row_by_row(first, each, share)) for each in tangents]
 
     def _per_row(self, chunk: int, leaves: Sequence[Tensor]) -> int:
-        """How many rows the output has for one of the input.
+        """The number of rows of the output for one of the input.
 
         Raises:
             ValueError: its tensors have different numbers of rows, or none.

@@ -15,7 +15,7 @@ from pipeline.data.pytrees import Activations, Bundle, Grads, MemoryId, Tree
 
 
 class Inbox(NamedTuple):
-    """What a stage reads of a chunk.
+    """The values of a chunk that a stage reads.
 
     Attributes:
         values: without tangents.
@@ -60,7 +60,7 @@ def outbox(
 
 
 class Back(NamedTuple):
-    """What goes back from a stage.
+    """The gradients that go back from a stage.
 
     Attributes:
         gradient: at each leaf. None: it is not sent.

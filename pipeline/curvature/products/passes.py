@@ -39,7 +39,7 @@ from pipeline.recompute.randomness import generators_at, private_generators
 
 
 class Outcome(NamedTuple):
-    """What one pass over the data gives.
+    """The result of one pass over the data.
 
     Attributes:
         vectors: the products.
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Passes:
-    """What passes over the data have in common.
+    """The passes of one operator over its data.
 
     Args:
         pipe: the model.

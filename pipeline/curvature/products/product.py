@@ -98,7 +98,7 @@ class ProductCall(ABC):
 
     @property
     def weights(self) -> tuple[float, float] | None:
-        """How much this mini-batch adds to the divisor of the sums, and its loss to that of all. None: not here."""
+        """The part of this mini-batch in the divisor of the sums, and of its loss in that of all. None: not here."""
         return self.loss_end.weights if self._execution.has_last else None
 
     def _check_stages(self) -> None:
@@ -118,7 +118,7 @@ class ProductCall(ABC):
     # -------------------------------------------------------------------------------------------------------- work
 
     def _work(self) -> Work:
-        """What each kind of action does; errors of torch's that second derivatives explain are explained."""
+        """The work of each kind of action; errors of torch that second derivatives explain are explained."""
         table = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._weights}
         return {kind: partial(self._explaining, work) for kind, work in table.items()}
 

@@ -86,7 +86,7 @@ def limit(dtype: torch.dtype) -> float:
 def error_along(
     stage: StageRule, chunk: int, inbox: Inbox, at: At, found: Sequence[Tensor | None]
 ) -> tuple[float, float]:
-    """How far a derivative along direction 0 is from finite differences.
+    """The distance of a derivative along direction 0 from finite differences.
 
     Args:
         stage: the stage, within its `stand_in`.
@@ -163,7 +163,7 @@ def _compared(
 
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
-    """What was read, further along its tangents."""
+    """The values that were read, further along their tangents."""
     left = iter(tangents)
     pairs = zip(inbox.values.tensors, inbox.needs, strict=True)
     tensors = [tensor + step * next(left) if needs else tensor for tensor, needs in pairs]
@@ -191,5 +191,5 @@ def of_gradient(first: Grads, second: Grads) -> At:
 
 
 def of_output(graph: ProductGraph, targets: Sequence[Tensor], step: float) -> Sequence[Tensor | None]:
-    """What the stage makes, for `error_along`."""
+    """The values that the stage makes, for `error_along`."""
     return graph.roots

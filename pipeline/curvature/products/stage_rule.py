@@ -50,7 +50,7 @@ class ProductGraph(NamedTuple):
 
 
 class ProductRecord(NamedTuple):
-    """What stays of a chunk between F and B.
+    """The record of a chunk between F and B.
 
     Attributes:
         inbox: what was read.
@@ -108,7 +108,7 @@ class StageRule:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the stage in errors."""
         return self.layers.name
 
     # ------------------------------------------------------------------------------------------------------- F
@@ -158,7 +158,7 @@ class StageRule:
         return ProductGraph(leaves, made, roots, tuple(map(storage_of, given)))
 
     def _learn(self, chunk: int, graph: ProductGraph) -> None:
-        """What does the graph reach besides the parameters of this stage's modules, and by what operations?"""
+        """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
         if self._is_inspected and self.layers.is_quiet:
             return
         self._is_inspected = True
@@ -183,7 +183,7 @@ class StageRule:
     # ---------------------------------------------------------------------------------------------- what it rests on
 
     def targets(self, graph: ProductGraph) -> list[Tensor]:
-        """What there are derivatives by: the input, then the parameters."""
+        """The tensors by which it differentiates: the input, then the parameters."""
         return [*graph.leaves, *[alias for _, alias in self.parameters.owners]]
 
     def push(self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -209,7 +209,7 @@ class StageRule:
             refuse_once_differentiable(self.name, grads)
 
     def _paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What is to be differentiated once more, and along what.
+        """The tensors that are differentiated once more, and the directions.
 
         Raises:
             RuntimeError: a gradient has no derivative: its layer's backward cannot be differentiated.
@@ -228,7 +228,7 @@ class StageRule:
     # ------------------------------------------------------------------------------------------------------- B
 
     def taken(self, chunk: int) -> ProductRecord | None:
-        """What F has kept."""
+        """The record that F has kept."""
         return self._records.pop(chunk, None)
 
     def again(self, chunk: int, record: ProductRecord) -> ProductGraph:
@@ -352,5 +352,5 @@ def gradients_of(
 
 
 def live_of(made: Bundle) -> tuple[int, ...]:
-    """How many tensors of each value depend on a parameter."""
+    """The number of tensors of each value that depend on a parameter."""
     return tuple([sum([tensor.requires_grad for tensor in tree.tensors]) for tree in made.trees])

@@ -14,7 +14,7 @@ Told: TypeAlias = Callable[[int, str, float, float], None]
 
 
 class Task(NamedTuple):
-    """What a product wants.
+    """The task of a product.
 
     Attributes:
         rule: which matrix.

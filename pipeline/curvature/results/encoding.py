@@ -32,7 +32,7 @@ class ResultError(ValueError):
 
 
 def encoded(value: Any, where: str, tensor: ToJson) -> Any:
-    """What `json.dumps` takes.
+    """A form that `json.dumps` takes.
 
     Args:
         value: a tensor, float, int, bool, str, None, or a list, tuple or dict (keys str) of these.

@@ -25,7 +25,7 @@ __all__ = ["Result", "ResultError"]
 
 @dataclass(frozen=True, eq=False)
 class Result(ABC):
-    """What an estimator found. Frozen; its tensors are on the CPU.
+    """The result of an estimator. Frozen; its tensors are on the CPU.
 
     A result knows nothing of ranks. Where each process has a part of its own (vectors, diagonals), each saves it under
     a name of its own: `found.save(f"top.rank{rank}.npz")`. What is the same on all processes, one of them saves.
@@ -53,7 +53,7 @@ class Result(ABC):
 
     @abstractmethod
     def lines(self) -> Iterator[str]:
-        """What print shows."""
+        """The lines that print shows."""
 
     def draw(self, ax: Any) -> None:
         """The picture, on matplotlib's axes."""

@@ -107,7 +107,7 @@ def _replace(path: Path, write_to: Callable[[IO[bytes]], object]) -> None:
 
 
 def _write_zip(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
-    """What numpy.savez does, which takes no array of the name "file"."""
+    """numpy.savez, which takes no array of the name "file"."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

@@ -110,7 +110,7 @@ class ReplicaAverager(Averager):
         return self._reducer
 
     def _note(self, last: GradientBucket, divisor: Tensor | None) -> list[int]:
-        """What this replica tells the others: digests of what must be alike, and its divisor."""
+        """The note of this replica to the others: digests of what must be alike, and its divisor."""
         texts = [self.words.get(name, "") for name in ("the calls", *_ALIKE)]
         flags = "".join(["01"[parameter.requires_grad] for parameter in self.layout.parameters])
         shapes = [tuple(leaf.shape) for leaf in self._external(last)]

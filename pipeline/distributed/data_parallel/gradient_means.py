@@ -88,7 +88,7 @@ class GradientReducer:
         self._shards.append(cuts)
 
     def receive(self) -> tuple[list[list[Parts]], list[list[int]]]:
-        """When all have been sent: the sums of this replica's shard, by bucket and replica, and everyone's note."""
+        """The sums of this replica's shard, by bucket and replica, and all notes; called when all have been sent."""
         rank = self._ranks.rank
         own = [
             [_cut(_flat(grads[piece.parameter]), piece) for piece in cuts[rank]]

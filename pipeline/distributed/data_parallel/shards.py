@@ -52,7 +52,7 @@ class GradientBucket(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What of a process travels to its replicas.
+    """The parameters of a process whose gradients travel to its replicas, in buckets.
 
     Attributes:
         buckets: in the order in which they travel: late stages, which are final first. The last one has the rest, too.
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(stages: Mapping[int, Sequence[nn.Module]], apart: Collection[int] = ()) -> Layout:
-    """What of a process travels.
+    """The layout of a process.
 
     Args:
         stages: the layers of each stage that this process has.

@@ -57,7 +57,7 @@ def encode(failure: Failure) -> bytes:
 
 
 def decode(data: bytes) -> Failure:
-    """What was encoded."""
+    """The inverse of `encode`."""
     return Failure(*json.loads(data))
 
 

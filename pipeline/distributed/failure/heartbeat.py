@@ -45,7 +45,7 @@ class Heartbeat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes) -> Heartbeat:
-        """What `text` made."""
+        """The heartbeat of a text."""
         return cls(*json.loads(text))
 
     @property

@@ -176,7 +176,7 @@ def numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What an optimizer keeps for a parameter, with dotted keys where dicts are nested."""
+    """The entries of an optimizer for a parameter, with dotted keys where dicts are nested."""
     for key, value in state.items():
         if not isinstance(key, str) or not key or "." in key:
             raise TypeError(f"the optimizer's state of {name!r} has the key {key!r}. Keys are words without dots.")
@@ -192,7 +192,7 @@ def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator
 
 
 def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
-    """What an optimizer of torch.optim would keep for a parameter after its first step: found by one, on a copy.
+    """The entries that an optimizer of torch.optim has for a parameter after a first step: found by one, on a copy.
 
     Other optimizers may have side effects in a step, such as communication with other ranks; they get no places.
     """

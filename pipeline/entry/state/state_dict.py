@@ -38,7 +38,7 @@ class Stateful(Enclosed, ABC):
     @property
     @abstractmethod
     def runtime(self) -> Runtime:
-        """Who has what, and who runs an operation together."""
+        """The assignment of stages, and the processes that run an operation together."""
 
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
         """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
