@@ -30,7 +30,6 @@ from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
 from pipeline.execution.second_order import differentiate
-from pipeline.recompute.snapshot import check_shared, generators_elsewhere
 from pipeline.stage.records import OutputEdges
 from pipeline.stage.stage import Shared, StageRun
 from pipeline.transports.message import Message
@@ -146,11 +145,7 @@ class Call:
             if memory:
                 stage.aliases.check_memory()
             self.communicator.topology.refuse_external(stage.foreign.values(), stage.name, stage.index)
-        elsewhere = generators_elsewhere(self.execution.setup.stages, self._run)
-        check_shared([(stage.name, stage.snapshot) for stage in self.stages], elsewhere)
-        for stage in self.stages:
-            if self.batch.chunks > 1:
-                stage.snapshot.buffers.check_unseen(stage.name)
+        self.execution.check_snapshots({stage.index: stage.snapshot for stage in self.stages})
 
     def _rewind(self) -> None:
         """Return to the state before the first action. From now on every stage holds the host's generators."""

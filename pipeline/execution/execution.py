@@ -31,6 +31,7 @@ from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
 from pipeline.recompute.randomness import KeptGenerators, Seeder
+from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Kind
 
@@ -148,6 +149,17 @@ class Execution:
     def check_alone(self, stage: int, chunk: int, inbox: Sequence[Activations]) -> None:
         """Raise if a stage that writes its input shares the memory with another reader."""
         check_alone(stage, self.layers[stage].name, inbox, self.mailbox.under_way(chunk))
+
+    def check_snapshots(self, snapshots: Mapping[int, ForwardSnapshot]) -> None:
+        """Raise if a forward changed state of the stages so that numbers depend on the order of the chunks.
+
+        Args:
+            snapshots: of the stages in this process, after all forwards.
+        """
+        named = [(self.layers[index].name, snapshot) for index, snapshot in snapshots.items()]
+        check_shared(named, generators_elsewhere(self.setup.stages, self.layers))
+        for name, snapshot in named if self.batch.chunks > 1 else ():
+            snapshot.buffers.check_unseen(name)
 
     def drop_values(self) -> None:
         """Forget the values under way: the run has failed."""

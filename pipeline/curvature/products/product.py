@@ -30,7 +30,7 @@ from pipeline.data.pytrees import Activations, Grads, sum_grads
 from pipeline.execution.communicator import Verdict
 from pipeline.execution.execution import Execution, Work
 from pipeline.recompute.randomness import Seeder
-from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
+from pipeline.recompute.snapshot import ForwardSnapshot
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases
 from scheduler import Kind
@@ -103,17 +103,15 @@ class ProductCall(ABC):
 
     def _check_stages(self) -> None:
         """All has run: raise if something was done that makes numbers depend on the order of the chunks."""
-        stages, chunks = list(self._run.values()), self._execution.batch.chunks
+        execution, stages = self._execution, self._run.values()
         for stage in stages:
-            stage.parameters.aliases.check_versions(chunks - 1)
+            stage.parameters.aliases.check_versions(execution.batch.chunks - 1)
             stage.parameters.aliases.check_memory()
-            if chunks > 1:
-                stage.snapshot.buffers.check_unseen(stage.name)
-            stage.snapshot.note()
             captured = stage.parameters.captured.values()
-            self._execution.communicator.topology.refuse_external(captured, stage.name, stage.index)
-        elsewhere = generators_elsewhere(self._execution.setup.stages, self._run)
-        check_shared([(stage.name, stage.snapshot) for stage in stages], elsewhere)
+            execution.communicator.topology.refuse_external(captured, stage.name, stage.index)
+        execution.check_snapshots({stage.index: stage.snapshot for stage in stages})
+        for stage in stages:
+            stage.snapshot.note()
 
     # -------------------------------------------------------------------------------------------------------- work
 
