@@ -132,6 +132,11 @@ class held(Deferral):
             return False
         return super().note(number, frame)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether signals have come since the last action, and may be handled."""
+        return self._waiting > 0 and not self.is_firm
+
     def handle(self) -> None:
         """Handle all signals that wait, even if the handler of one raises."""
         self._waiting = 0
@@ -152,7 +157,7 @@ def calls_users_code(function: _Function) -> _Function:
 
 def deliver() -> None:
     """Handle the signals that wait, between two actions. Raises what their handlers raise."""
-    if _calls and threading.current_thread() is threading.main_thread() and not _calls[0].is_firm:
+    if _calls and _calls[0].has_news and threading.current_thread() is threading.main_thread():
         _calls[0].handle()
 
 
