@@ -25,6 +25,7 @@ from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
+REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
 
 
@@ -61,9 +62,14 @@ def roots_of(grads: Sequence[Tensor | None], outputs: Sequence[Tensor | Gradient
     return Roots([out for out, _ in pairs], [grad for _, grad in pairs], {})
 
 
-def nodes_of(roots: Iterable[Tensor | GradientEdge], until: Iterable[Tensor | GradientEdge] = ()) -> list[Any]:
-    """The nodes of the graph behind some tensors, each once, down to the tensors or edges of `until`."""
-    seen: set[Any] = {None, *map(_node, until)}  # None: no gradient is needed there
+def nodes_of(
+    roots: Iterable[Tensor | GradientEdge], until: Iterable[Tensor | GradientEdge] = (), ends: Iterable[Any] = ()
+) -> list[Any]:
+    """The nodes of the graph behind some tensors, each once, down to the tensors or edges of `until`.
+
+    `ends`: nodes that are left out, with all behind them.
+    """
+    seen: set[Any] = {None, *map(_node, until), *ends}  # None: no gradient is needed there
     stack = [node for node in dict.fromkeys(map(_node, roots)) if node not in seen]
     seen.update(stack)
     nodes: list[Any] = []
@@ -244,7 +250,17 @@ class Entry(torch.autograd.Function):
         return (None,) * (len(grads) + 3)
 
 
-enter: Callable[..., tuple[Tensor, ...]] = Entry.apply
+# Function.apply without its Python part, which takes as long as the rest.
+_enter: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Entry).apply
+
+
+def enter(
+    guard: StrayGradientGuard, found: list[Tensor | None], given: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Tensors with the values of `given` whose gradients come into `found`."""
+    if torch._C._are_functorch_transforms_active():
+        Entry.apply(guard, found, given, *leaves)  # type: ignore[no-untyped-call]  # it says what torch.func lacks
+    return _enter(guard, found, given, *leaves)
 
 
 def owned(grad: Tensor, owner: Tensor) -> Tensor:

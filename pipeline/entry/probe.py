@@ -225,8 +225,6 @@ class ProbeCall:
         with self._execution.generators, weights_cast_anew(True), self._generators.at(states):
             try:
                 self._execution.feed(grad=False)
-                for stage in self.stages:
-                    stage.begin()
                 self._execution.run(0, {Kind.F: self._forward}, draws=True)
                 if then is not None:
                     then()

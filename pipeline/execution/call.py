@@ -31,7 +31,7 @@ from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
 from pipeline.execution.second_order import differentiate
 from pipeline.stage.records import OutputEdges
-from pipeline.stage.stage import Shared, StageRun
+from pipeline.stage.stage import StageRun, StageSettings
 from pipeline.transports.message import Message
 from scheduler import Kind
 
@@ -144,7 +144,7 @@ class Call:
         for stage in self.stages:
             if memory:
                 stage.aliases.check_memory()
-            self.communicator.topology.refuse_external(stage.foreign.values(), stage.name, stage.index)
+            self.communicator.topology.refuse_external(stage.external.leaves.values(), stage.name, stage.index)
         self.execution.check_snapshots({stage.index: stage.snapshot for stage in self.stages})
 
     def _rewind(self) -> None:
@@ -210,8 +210,6 @@ class Call:
 
     def _drive(self, number: int, work: Work, listener: Listener | None) -> None:
         draws = any([stage.may_draw for stage in self.stages])
-        for stage in self.stages:
-            stage.begin()
         if not draws:
             self.execution.generators.keep_all()
         try:
@@ -344,9 +342,9 @@ class Call:
         return [(owner, to_owner(owner, grad, setup.layout.places[stage.index])) for owner, grad in stage.take_sums()]
 
     def owners(self) -> list[Tensor]:
-        """The parameters and foreign leaves that an output depends on, each once."""
+        """The parameters and external leaves that an output depends on, each once."""
         used = {id(owner): owner for stage in self.stages for owner in stage.aliases.used_parameters}
-        used.update({key: leaf for stage in self.stages for key, leaf in stage.foreign.items()})
+        used.update({key: leaf for stage in self.stages for key, leaf in stage.external.leaves.items()})
         return self.communicator.gradients.owners(list(used.values()))
 
     def differentiate(
@@ -366,9 +364,10 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     setup = execution.setup
     # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
-    shared = Shared(
-        setup.layout.values, setup.grad, execution.ambient, setup.known, setup.compares, setup.defer,
-        execution.has_threads, threading.Lock(), setup.keep, samples, setup.seed, execution.generators
+    settings = StageSettings(
+        grad=setup.grad, ambient=execution.ambient, known=setup.known, compares=setup.compares, defer=setup.defer,
+        threads=execution.has_threads, external=threading.Lock(), keep=setup.keep, samples=samples,
+        seed=setup.seed, generators=execution.generators,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:
@@ -376,7 +375,7 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
             split[index].add(chunk)
     stages = [
         StageRun(
-            layers, setup.layout.places[index].device, execution.bring(index), shared, split[index],
+            layers, setup.layout.places[index].device, execution.bring(index), settings, split[index],
             ends_in_loss and index == execution.last
         )
         for index, layers in execution.layers.items()

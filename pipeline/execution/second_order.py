@@ -37,14 +37,14 @@ def differentiate(
         stages: all stages, after their forwards.
         live: for each tensor of the input, whether it had a gradient at the forward.
         grads: of each chunk's outputs.
-        owners: the parameters and foreign leaves.
+        owners: the parameters and external leaves.
         create_graph: whether the gradients are to be differentiated.
 
     Returns:
         Gradients of the input's tensors, and of `owners`.
     """
-    foreign = [leaf for stage in stages for leaf in stage.foreign.values()]
-    apart = {id(leaf) for leaf in foreign}
+    external = [leaf for stage in stages for leaf in stage.external.leaves.values()]
+    apart = {id(leaf) for leaf in external}
     gate = Gate()
     with torch.enable_grad():
         targets = [owner if id(owner) in apart else _entered(owner, gate) for owner in owners]
@@ -61,7 +61,7 @@ def differentiate(
         wanted = [piece for piece in pieces if piece.requires_grad]
         found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(targets))
         if roots:
-            with hooks_asleep(foreign), gate.closed(), ExitStack() as stack:
+            with hooks_asleep(external), gate.closed(), ExitStack() as stack:
                 for stage in stages:  # a layer's own torch.utils.checkpoint runs its forward now
                     stack.enter_context(stage.on_views(views))
                     stack.enter_context(stage.differentiating())

@@ -92,7 +92,7 @@ class ForwardSnapshot:
         self._found = self._generators_now()
         self._states: dict[int, States] = {}
         self._keeps = False
-        self.samples = samples
+        self._samples = samples
         self._entries: dict[int, list[Entries]] = {}
         self._sums: dict[int, Checksums] = {}
 
@@ -125,7 +125,7 @@ class ForwardSnapshot:
             return
         if self.compares:
             self._sums[chunk] = checksums(outputs)
-        if self.samples:
+        if self._samples:
             self._entries[chunk] = entries(outputs)
 
     def note(self) -> None:
@@ -221,7 +221,7 @@ class ForwardSnapshot:
         """Raise if a recomputation gave other values than its forward."""
         sums = self._sums.get(chunk)
         same = sums is None or same_checksums(sums, checksums(outputs))
-        if same and self.samples:
+        if same and self._samples:
             same = same_entries(self._entries[chunk], entries(outputs))
         if not same:
             raise CheckpointError(

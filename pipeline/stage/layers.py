@@ -31,7 +31,9 @@ class StageLayers:
         numbered: the layers with their indices.
         modules: all modules of the layers, each once, parents first.
         name: the stage, for messages.
+        passes_one: whether all stages read one value and make one: there are no skips.
         quiet: the indices of layers that need no seed.
+        is_quiet: whether no layer needs one: all are torch's own, which capture, keep and write nothing of others.
         pops: the number of skips that the stage reads.
     """
 
@@ -39,20 +41,17 @@ class StageLayers:
         self.index = index
         self.numbered = tuple(enumerate(layers, first))
         self.modules = _modules(layers)
+        self.passes_one = len(values.rows) == len(values.made_by)
         self._popped = [row.name for row in values.read_by[index] if isinstance(row.name, Key)]
         self._stashed = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._has_skips = any([isinstance(module, Skippable) for module in self.modules])
         self.name = f"stage {index} ({self.words})"
         self.quiet = quiet_layers(self.numbered) if unobserved() else frozenset()
+        self.is_quiet = len(self.quiet) == len(self.numbered)
 
     @property
     def pops(self) -> int:
         return len(self._popped)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no layer needs a seed."""
-        return len(self.quiet) == len(self.numbered)
 
     @property
     def words(self) -> str:

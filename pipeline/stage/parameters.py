@@ -20,6 +20,7 @@ rounded once, when they reach the parameter. Nothing is kept between calls, so `
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import is_
 from typing import NamedTuple
@@ -282,7 +283,7 @@ def _alias(real: Tensor, alias: Tensor, stage: str, watch: StrayGradientGuard | 
         if real.dtype in HALF:
             alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
         if watch is not None:
-            alias.register_post_accumulate_grad_hook(watch)
+            alias._post_accumulate_grad_hooks = OrderedDict({watch: watch})  # as registering does, in less time
     noted = vars(real)
     if noted:
         vars(alias).update(noted)  # attributes that layers have set on their parameter

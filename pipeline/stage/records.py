@@ -1,47 +1,22 @@
 """The records that a stage keeps of a chunk between its F and its B.
 
-    kept          ChunkRecord: StageInputs (where gradients come out) and OutputEdges (where they come in), with
+    kept          ChunkGraph: StageInputs (where gradients come out) and OutputEdges (where they come in), with
                   autograd's graph between them
-    recomputed    ChunkRecord with the input
-    fast path     GraphRecord, or RecomputeRecord with the input: the one input tensor is the leaf itself
+    recomputed    the input; R makes the ChunkGraph
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import edge
-from pipeline.data.pytrees import Bundle, Grads
+from pipeline.common.graph import constants, edge, explore
+from pipeline.data.pytrees import Bundle
+from pipeline.stage.inputs import StageInputs
 from pipeline.stage.split_backward import Site
-
-
-class StageInputs(NamedTuple):
-    """The cut before a stage: a leaf for each input (None: it needs no gradient), and the gradients that arrive."""
-
-    leaves: tuple[Tensor | None, ...]
-    arrived: list[Tensor | None]  # one for each leaf
-    sizes: Sequence[int]  # the number of inputs of each value that was read
-
-    def grads(self) -> list[Grads]:
-        """Take out the gradients that arrived, for each value that was read."""
-        if len(self.leaves) == len(self.sizes) == 1:  # the usual case
-            (leaf,) = self.leaves
-            if leaf is None:
-                return [(None,)]
-            (grad,) = self.arrived
-            self.arrived[0] = None
-            return [(grad,)]
-        found = iter(self.arrived.copy())
-        self.arrived[:] = [None] * len(self.arrived)
-        grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
-        if len(self.sizes) == 1:
-            return [grads]
-        return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
 
 
 class OutputEdges(NamedTuple):
@@ -69,29 +44,44 @@ class OutputEdges(NamedTuple):
         return cls([edge(tensor) if tensor.requires_grad else None for tensor in outputs.tensors], sizes, None)
 
 
-class ChunkRecord(NamedTuple):
-    """The record of one chunk between F and B. Kept: its inputs and output edges. Recomputed: its input."""
+class ChunkGraph(NamedTuple):
+    """The graph of one chunk.
 
-    inbox: Bundle | None
-    needs_grad: Sequence[bool]
-    cut: StageInputs | None
-    exits: OutputEdges | None
-    input_versions: tuple[int, ...]
+    Attributes:
+        inputs: where its gradients come out.
+        edges: where they come in.
+        sites: if the backward is split: uses of weights whose gradients can wait.
+    """
+
+    inputs: StageInputs
+    edges: OutputEdges
+    sites: Sequence[Site]
+
+
+class Path(NamedTuple):
+    """The path that a forward took through the layers, as its graph shows it."""
+
     nodes: int
-    sites: Sequence[Site] = ()  # if kept and the backward is split: uses of weights whose gradients can wait
-    constants: Sequence[tuple[str, str]] = ()  # if recomputed and validated: see `graph.constants`
+    constants: Sequence[tuple[str, str]]  # see `graph.constants`
+
+    @classmethod
+    def of(cls, roots: Sequence[Tensor]) -> Path:
+        return cls(explore(roots).nodes, constants(roots))
 
 
-class RecomputeRecord(NamedTuple):
-    """The record of a recomputed chunk on the fast path: one input tensor."""
+class ChunkRecord(NamedTuple):
+    """The record of one chunk between F and B: its graph, or what R needs to make it.
 
-    read: Tensor
-    needs_grad: bool
-    version: int  # of the input, at F
+    Attributes:
+        graph: None: the chunk is recomputed.
+        read: what it read.
+        needs_grad: of which tensors of it a gradient is wanted.
+        versions: of these tensors, at F.
+        path: in validating calls, what R must show too.
+    """
 
-
-class GraphRecord(NamedTuple):
-    """The record of a kept chunk on the fast path: one input tensor."""
-
-    cut: StageInputs
-    exits: OutputEdges
+    graph: ChunkGraph | None
+    read: Bundle = Bundle((), ())
+    needs_grad: Sequence[bool] = ()
+    versions: tuple[int, ...] = ()
+    path: Path | None = None

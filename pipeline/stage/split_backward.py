@@ -14,7 +14,7 @@ held: x, the gradient of y, and the graph below [4], which saves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import Reached, edge, nodes_of, reached, run_backward
+from pipeline.common.graph import REENTRANT, Reached, edge, nodes_of, reached, run_backward
 from pipeline.data.pytrees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
@@ -69,21 +69,69 @@ class Part(NamedTuple):
     versions: tuple[int, ...]  # of the input and of the gradient
 
 
+class SplitBackward:
+    """The backwards of one stage that run in two halves, during one call.
+
+    Args:
+        stage: how errors name the stage.
+        chunks: those whose backward is I and W.
+    """
+
+    def __init__(self, stage: str, chunks: Collection[int]) -> None:
+        self._stage = stage
+        self._chunks = chunks
+        self._waiting: dict[int, list[Part]] = {}
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._chunks
+
+    def waits(self, chunk: int) -> bool:
+        """Whether gradients of a chunk are left to W."""
+        return chunk in self._waiting
+
+    @contextmanager
+    def first_half(self, chunk: int, sites: Sequence[Site], retain: bool) -> Iterator[None]:
+        """Within: I of a chunk runs. The gradients that it leaves wait for W.
+
+        Args:
+            sites: uses of weights whose gradients can wait.
+            retain: another backward of this chunk may come.
+        """
+        late = {id(weight) for site in sites for weight in site.weights}
+        waited = {id(weight) for parts in self._waiting.values() for part in parts for weight in part.site.weights}
+        if not waited <= late:
+            for earlier in sorted(self._waiting):  # sums ascend in chunks: earlier ones come first
+                self.second_half(earlier, retain)
+        with waiting(sites) as parts:
+            yield
+        if parts:
+            self._waiting[chunk] = parts
+
+    def second_half(self, chunk: int, retain: bool) -> None:
+        """W of a chunk: add the gradients that waited to the sums."""
+        catch_up(self._waiting.pop(chunk), self._stage, retain)
+
+    def clear(self) -> None:
+        """Drop the gradients that wait."""
+        self._waiting.clear()
+
+
 def survey(
-    roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool]
+    roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool], entry: Any = None
 ) -> tuple[Reached, Sequence[Site]]:
     """The result of `explore`, and the uses of weights whose gradients can wait, in no order.
 
     Args:
         roots: the outputs of a chunk, or where its backward begins.
         may_wait: whether a leaf is a weight of the stage.
+        entry: the node behind which it does not look.
     """
     nodes = nodes_of(roots)
     entered = dict.fromkeys(nodes, 0)  # the number of edges that lead to a node
     ends = {root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots}
     for node in [*ends, *[nearer for node in nodes for nearer, _ in node.next_functions if nearer is not None]]:
         entered[node] += 1
-    if any([node.name() == _REENTRANT for node in nodes]):
+    if any([node.name() == REENTRANT for node in nodes]):
         return reached(nodes), ()
     found = [(node, _RULES[name]) for node in nodes if (name := node.name()) in _RULES]
     return reached(nodes), _alone(found, entered, may_wait)
@@ -259,4 +307,3 @@ _RULES = {
     "EmbeddingBackward0": _Rule((0,), _of_embedding),
 }
 _BETWEEN = ("TBackward0", "ToCopyBackward0")
-_REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint's: it refuses a backward that asks for some leaves

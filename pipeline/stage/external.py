@@ -1,0 +1,121 @@
+"""External leaves: leaves of the user that a stage's graph reaches, and that are no parameters of its modules.
+
+A layer may capture one in a list, a closure or a cache. Through `.grad` it would get each chunk's part separately, and
+its hooks would run on each; so its sum is kept here. The graph is retained, since chunks share what was computed
+outside the stage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.common.errors import CheckpointError
+from pipeline.common.graph import MARK, REENTRANT, Roots, edge, gradients, holds, owned, run_backward
+from pipeline.stage.hooks import grads_apart, hooks_asleep
+from pipeline.stage.parameters import Aliases
+
+
+class ExternalLeaves:
+    """The external leaves of one stage during one call.
+
+    Args:
+        stage: how errors name the stage.
+        lock: held while the hooks of leaves that several stages may have captured are disabled.
+
+    Attributes:
+        leaves: by id.
+        met: the ends of graphs, external leaves and parameters, that are noted: no later walk needs to go there.
+    """
+
+    def __init__(self, stage: str, lock: threading.Lock) -> None:
+        self.leaves: dict[int, Tensor] = {}
+        self.met: set[Any] = set()
+        self._versions: dict[int, int] = {}  # when a forward met it first
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stage = stage
+        self._lock = lock
+
+    def learn(self, reached: dict[int, Tensor], own: Sequence[Tensor | None], aliases: Aliases) -> None:
+        """Note the leaves that a chunk's graph reaches.
+
+        Args:
+            reached: the leaves, by id.
+            own: the chunk's entry leaves, and what the layers got: of that a layer may make leaves.
+            aliases: the stage's parameters, which note those that are theirs.
+
+        Raises:
+            RuntimeError: a leaf belongs to another stage or to an earlier call.
+        """
+        for key, leaf in reached.items():
+            if key in aliases:
+                aliases.use(key)
+            elif any([leaf is tensor for tensor in own]):
+                continue
+            else:
+                self._add(leaf)
+            self.met.add(edge(leaf).node)
+
+    def _add(self, leaf: Tensor) -> None:
+        what = getattr(leaf, MARK, None)
+        if what is not None:
+            raise RuntimeError(
+                f"{self._stage} computes with a tensor that depends on {what} but did not come through its input (kept "
+                "on a module, in a closure or in a cache). Its gradient would be lost. Return it from the stage "
+                "that makes it and pass it on, or put these layers into one stage."
+            )
+        self.leaves[id(leaf)] = leaf
+        self._versions.setdefault(id(leaf), leaf._version)
+
+    def check_versions(self, chunk: int) -> None:
+        """Raise if one was written since F."""
+        for key, leaf in self.leaves.items():
+            if leaf._version != self._versions[key]:
+                raise CheckpointError(
+                    f"a tensor (shape {list(leaf.shape)}) that {self._stage} captured was changed in place between the "
+                    f"forward and the recomputation of chunk {chunk}. Change it after backward()."
+                )
+
+    def differentiate(self, roots: Roots, inputs: list[Tensor], aliases: Aliases) -> None:
+        """Run a backward that reaches external leaves, of the stage or of the loss behind it.
+
+        Args:
+            roots: where it begins.
+            inputs: the entry leaves of the chunk.
+            aliases: the stage's parameters.
+        """
+        external = list({**self.leaves, **roots.foreign}.values())
+        if holds(roots.tensors, REENTRANT):
+            with self._lock, grads_apart(external) as parts:
+                run_backward(roots.tensors, roots.grads, retain=True)
+            self._add_sums(zip(external, parts, strict=True))
+            return
+        used = aliases.used
+        with self._lock, hooks_asleep(external):
+            found = gradients(roots.tensors, inputs + used + external, roots.grads, retain=True)
+        for alias, grad in zip(used, found[len(inputs) :], strict=False):
+            if grad is not None:
+                aliases.add(alias, grad)
+        self._add_sums(zip(external, found[len(inputs) + len(used) :], strict=True))
+
+    def _add_sums(self, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        for leaf, grad in pairs:
+            if grad is not None:
+                _, total = self._sums.get(id(leaf), (leaf, None))
+                self._sums[id(leaf)] = leaf, owned(grad, leaf) if total is None else total + grad
+
+    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (leaf, this stage's sum over chunks), and forget the sums."""
+        sums, self._sums = self._sums, {}
+        yield from sums.values()
+
+    def drop_sums(self) -> None:
+        """Drop the sums after a failed backward."""
+        self._sums.clear()
+
+    def release(self) -> None:
+        """Drop what holds the leaves' memory, and the parameters'."""
+        self.met.clear()

@@ -1,0 +1,158 @@
+"""The cut before a stage: where the graph of a chunk ends, and whether the stage writes what it reads.
+
+    value that was read --[copy, if the stage writes it]--> Entry --> layers
+    entry leaf, one number ----------------------------------^        gradients arrive here, at the Entry
+
+Whether a stage writes its input shows only afterwards: by version counters, and by value where it writes through
+`.data`. So chunk 0 computes on a copy of its input in calls without gradients, in validating calls (1, 2, 4, 8, ...),
+and where training flags or shapes are new. A stage that writes gets a copy of every chunk; one that begins to write at
+a later chunk is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.common.errors import CheckpointError
+from pipeline.common.graph import StrayGradientGuard, enter, mark
+from pipeline.data.pytrees import Bundle, Grads, same_values, versions
+from pipeline.recompute.snapshot import StageTraits
+
+
+class StageInputs(NamedTuple):
+    """The cut before a stage: a leaf for each input (None: it needs no gradient), and the gradients that arrive."""
+
+    leaves: tuple[Tensor | None, ...]
+    arrived: list[Tensor | None]  # one for each leaf
+    sizes: Sequence[int]  # the number of inputs of each value that was read
+    entry: Any  # the node of the graph there. None: no input needs a gradient
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The leaves that there are."""
+        return [leaf for leaf in self.leaves if leaf is not None]
+
+    def grads(self) -> list[Grads]:
+        """Take out the gradients that arrived, for each value that was read."""
+        if len(self.leaves) == len(self.sizes) == 1:  # the usual case
+            (leaf,) = self.leaves
+            if leaf is None:
+                return [(None,)]
+            (grad,) = self.arrived
+            self.arrived[0] = None
+            return [(grad,)]
+        found = iter(self.arrived.copy())
+        self.arrived[:] = [None] * len(self.arrived)
+        grads = tuple([None if leaf is None else next(found, None) for leaf in self.leaves])
+        if len(self.sizes) == 1:
+            return [grads]
+        return [grads[end - size : end] for size, end in zip(self.sizes, accumulate(self.sizes), strict=True)]
+
+
+class InputCut:
+    """Cuts the graph before one stage in one call.
+
+    Args:
+        stage: how errors name the stage.
+        key: of its traits: its index and training flags.
+        traits: those that earlier calls have observed.
+        validates: whether to observe anew whether the stage writes its input.
+        is_of_caller: whether what it reads is the caller's own, and no later check finds a write to it.
+
+    Attributes:
+        guard: what the stage's own backward opens.
+        writes: whether the stage writes its input. True until the first chunk, in this call or an earlier one, shows
+            that it does not.
+        is_first: no chunk has run yet.
+    """
+
+    def __init__(
+        self, stage: str, key: tuple[int, tuple[bool, ...]], traits: StageTraits, validates: bool, is_of_caller: bool
+    ) -> None:
+        self.guard = StrayGradientGuard(stage)
+        self.writes = True
+        self.is_first = True
+        self._stage = stage
+        self._of_leaf = f"the input of {stage}"
+        self._key = key
+        self._traits = traits
+        self._validates = validates
+        self._is_of_caller = is_of_caller
+
+    def begin(self, read: Bundle) -> None:
+        """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
+        if self.is_first:
+            self.writes = self._validates or self._read_key(read) not in self._traits.only_reads
+
+    def enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[StageInputs, tuple[Tensor, ...]]:
+        """Cut: the leaves of this chunk, and the tensors that the layers get."""
+        tensors = read.tensors
+        if self.writes or self._is_of_caller:
+            tensors = tuple([tensor.clone() for tensor in tensors])
+        sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
+        if True not in needs_grad:
+            return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])
+        if False in needs_grad:
+            return self._enter_some(tensors, needs_grad, sizes)
+        leaves = tuple([self._leaf(tensor) for tensor in tensors])
+        arrived: list[Tensor | None] = [None] * len(leaves)
+        given = enter(self.guard, arrived, tensors, leaves)
+        return StageInputs(leaves, arrived, sizes, given[0].grad_fn), given
+
+    def _enter_some(
+        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool], sizes: Sequence[int]
+    ) -> tuple[StageInputs, tuple[Tensor, ...]]:
+        leaves = tuple([self._leaf(tensor) if needs else None for tensor, needs in zip(tensors, needs_grad)])
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        arrived: list[Tensor | None] = [None] * len(wanted)
+        entered = enter(self.guard, arrived, [tensor for tensor, needs in zip(tensors, needs_grad) if needs], wanted)
+        rest = iter(entered)
+        given = tuple([next(rest) if needs else tensor.detach() for tensor, needs in zip(tensors, needs_grad)])
+        return StageInputs(leaves, arrived, sizes, entered[0].grad_fn), given
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        """The leaf at which the graph of a chunk ends at this input: one number, which keeps nothing alive."""
+        return mark(torch.empty((), device=tensor.device, requires_grad=True), self._of_leaf)
+
+    def end(self, read: Bundle, before: tuple[int, ...], given: Sequence[Tensor]) -> None:
+        """End a forward: the first one on a copy shows whether the stage writes its input.
+
+        Args:
+            read: what was read.
+            before: the versions of its tensors when the forward began.
+            given: what the layers got.
+
+        Raises:
+            CheckpointError: the stage wrote its input, and had not done so before.
+        """
+        if self.is_first and self.writes:
+            self._observe(read, given)
+        elif versions(read.tensors) != before:
+            raise CheckpointError(
+                f"{self._stage} wrote its input in place, which it did not do before: for the first chunk, or in "
+                "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
+            )
+        self.is_first = False
+
+    def _observe(self, read: Bundle, given: Sequence[Tensor]) -> None:
+        index, traits = self._key[0], self._traits
+        if self._validates and _differ(given, read.tensors):
+            traits.writes_unseen.add(index)
+        self.writes = index in traits.writes_unseen or any(versions(given))  # a copy begins at version 0
+        if not self.writes:
+            traits.only_reads.add(self._read_key(read))
+
+    def _read_key(self, read: Bundle) -> tuple[object, ...]:
+        """The key of that trait. It has shapes: a stage may pad odd lengths and write the copy, and else its input."""
+        return *self._key, *[tensor.shape[1:] for tensor in read.tensors]
+
+
+def _differ(given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Compare by value: writes may bypass version counters (inference mode, `.data`). Not on a GPU, which waits."""
+    pairs = [(one, other) for one, other in zip(given, tensors, strict=True) if one.device.type == "cpu"]
+    return any([not same_values(one, other) for one, other in pairs])
