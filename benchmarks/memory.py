@@ -112,17 +112,17 @@ def main() -> None:
     print(f"{ROWS // CHUNKS} rows, all stages on one device\n")
     print("| call | schedule | checkpoint | saved, KiB | analytic, KiB | ratio | inputs kept to recompute, KiB |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for door, schedule in (("forward", "gpipe"), ("step", "gpipe"), ("step", "1f1b")):
+    for entry, schedule in (("forward", "gpipe"), ("step", "gpipe"), ("step", "1f1b")):
         for mode in ("never", "except_last", "always"):
             pipe = Pipe(model, [2 * BLOCKS] * STAGES, CHUNKS, schedule=schedule, checkpoint=mode)
-            plan = (plan_forward if door == "forward" else plan_step)(by_name(schedule, STAGES, CHUNKS), pipe.devices)
+            plan = (plan_forward if entry == "forward" else plan_step)(by_name(schedule, STAGES, CHUNKS), pipe.devices)
             bound, inputs = analytic(plan, mode)
-            if door == "forward":
+            if entry == "forward":
                 found = measured(model, x, lambda: torch.autograd.backward(pipe(x), torch.ones(ROWS, WIDTH)))
             else:
                 found = measured(model, x, lambda: pipe.step(x, loss_fn=lambda output, _: output.mean()))
             cells = (f"{found / 1024:.0f}", f"{bound / 1024:.0f}", f"{found / bound:.3f}", f"{inputs / 1024:.0f}")
-            print(f"| {door} | {schedule} | {mode} | {' | '.join(cells)} |")
+            print(f"| {entry} | {schedule} | {mode} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

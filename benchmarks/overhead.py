@@ -1,6 +1,6 @@
 """What does the engine cost over a loop that one would write by hand? Ratios, measured in turns within one run.
 
-    python benchmarks/overhead.py            tiny and big layers, both doors, and torchgpipe where it is installed
+    python benchmarks/overhead.py            tiny and big layers, entry points, torchgpipe where it is installed
     python benchmarks/overhead.py --quick    fewer rounds, one process
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for `pipe(x)` one joined
@@ -170,7 +170,7 @@ def cleared(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]
 
 
 class Cost(NamedTuple):
-    """What one process has found of one row: a door and a mode. Medians over its rounds."""
+    """What one process has found of one row: an entry point and a mode. Medians over its rounds."""
 
     seconds: float  # of a mini-batch through the pipe
     more: float  # seconds than the loop by hand
@@ -179,7 +179,7 @@ class Cost(NamedTuple):
     peer: float | None  # torchgpipe's time over ours
 
 
-ROWS = [f"{door}/{mode}" for door in ("forward", "step") for mode in ("never", "except_last", "always")]
+ROWS = [f"{entry}/{mode}" for entry in ("forward", "step") for mode in ("never", "except_last", "always")]
 
 
 def measure(shape: Shape, rows: Sequence[str]) -> list[Cost]:
@@ -191,9 +191,9 @@ def measure(shape: Shape, rows: Sequence[str]) -> list[Cost]:
 
 
 def cost(row: str, rounds: int, runs: dict[str, Callable[[], object]], order: random.Random) -> Cost:
-    door, mode = row.split("/")
+    entry, mode = row.split("/")
     twice = "" if mode == "never" else ", twice"
-    ours, hand, ordered, peer = row, f"{door}/hand{twice}", f"{door}/order{twice}", f"torchgpipe/{mode}"
+    ours, hand, ordered, peer = row, f"{entry}/hand{twice}", f"{entry}/order{twice}", f"torchgpipe/{mode}"
     names = [ours, hand, *([ordered] if mode != "except_last" else []), *([peer] if peer in runs else [])]
     found: list[dict[str, float]] = []
     for _ in range(WARM):

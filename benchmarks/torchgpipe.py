@@ -315,7 +315,7 @@ def print_times(name: str, every: list[Setting], found: list[dict[Setting, dict[
         for mode in MODES:
             each = [process[setting] for process in found]
             ms = [f"{statistics.median(one[f'{who}/{mode}'] for one in each) * 1e3:.0f}" for who in CONTENDERS]
-            over = [spread([one[f"peer/{mode}"] / one[f"{door}/{mode}"] for one in each]) for door in CONTENDERS[:2]]
+            over = [spread([one[f"peer/{mode}"] / one[f"{entry}/{mode}"] for one in each]) for entry in CONTENDERS[:2]]
             print(f"| {setting.stages} | {setting.chunks} | {mode} | {' | '.join([*ms, *over])} |")
 
 

@@ -61,12 +61,13 @@ def simulate(
     if foreign:
         raise refusal(schedule, foreign)
     durations = [costs.of_order(lane, order) for lane, order in enumerate(schedule.orders)]
-    course = progress(columns, durations, costs.hops(schedule.placement), schedule.blocks if release == "block" else ())
-    if course.stuck:
-        raise refusal(schedule, course.stuck)
+    blocks = schedule.blocks if release == "block" else ()
+    replayed = progress(columns, durations, costs.hops(schedule.placement), blocks)
+    if replayed.stuck:
+        raise refusal(schedule, replayed.stuck)
     events = chain.from_iterable(
         map(Event._make, zip(order, repeat(lane), starts, ends))
-        for lane, (order, starts, ends) in enumerate(zip(schedule.orders, course.starts, course.ends))
+        for lane, (order, starts, ends) in enumerate(zip(schedule.orders, replayed.starts, replayed.ends))
     )
     held = tuple(costs.held(stage) for stage in range(schedule.stages))
     timeline = Timeline(tuple(sorted(events, key=itemgetter(2))), schedule.lanes, held=held)

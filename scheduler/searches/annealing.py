@@ -44,54 +44,54 @@ def anneal(
     Returns:
         The best plan that was met: at least as good as `plan`.
     """
-    course, random = IncrementalTiming(problem, plan), Random(seed).random
+    timing, random = IncrementalTiming(problem, plan), Random(seed).random
     flippable = [pair for pair in range(problem.pairs) if problem.is_dearer_split(pair)]
-    mean = sum(course.times.duration) / problem.count
-    best, lowest, left = course.plan(), course.value, work
+    mean = sum(timing.times.duration) / problem.count
+    best, lowest, left = timing.plan(), timing.value, work
     while left > 0 and lowest > enough * (1 + _ROUNDING) and mean:
         temperature = mean * cold * (hot / cold) ** (left / work)
-        allowed = course.value - temperature * log(1 - random())
+        allowed = timing.value - temperature * log(1 - random())
         if flippable and random() < _FLIPS:
-            left -= _flip(course, flippable[int(random() * len(flippable))], allowed)
+            left -= _flip(timing, flippable[int(random() * len(flippable))], allowed)
         else:
-            left -= _shift(course, random, allowed)
-        if course.value < lowest:
-            best, lowest = course.plan(), course.value
+            left -= _shift(timing, random, allowed)
+        if timing.value < lowest:
+            best, lowest = timing.plan(), timing.value
     return best
 
 
-def _shift(course: IncrementalTiming, random: Callable[[], float], allowed: float) -> float:
+def _shift(timing: IncrementalTiming, random: Callable[[], float], allowed: float) -> float:
     """Moves a random action past a few others if the value stays within what is allowed; says how much work it was."""
-    problem = course.problem
+    problem = timing.problem
     action = int(random() * problem.count)
-    if random() > _DRIFT and course.slack(action) > _ROUNDING * course.value:
+    if random() > _DRIFT and timing.slack(action) > _ROUNDING * timing.value:
         return _LOOKED
-    lane, position = problem.lane[action], course.rank[action]
-    order, reach = course.orders[lane], 1 + int(random() ** 2 * _REACH)
+    lane, position = problem.lane[action], timing.rank[action]
+    order, reach = timing.orders[lane], 1 + int(random() ** 2 * _REACH)
     if random() < 0.5:
         first, window = position, order[position + 1:position + 1 + reach]
-        possible = len(window) == reach and not any(action in course.near[other] for other in window)
+        possible = len(window) == reach and not any(action in timing.near[other] for other in window)
         window.append(action)
     else:
         first = max(position - reach, 0)
         window = order[first:position]
-        possible = position >= reach and course.near[action].isdisjoint(window)
+        possible = position >= reach and timing.near[action].isdisjoint(window)
         window.insert(0, action)
     if not possible:
         return 2 * _LOOKED
-    if course.estimate(lane, first, window) > allowed:
+    if timing.estimate(lane, first, window) > allowed:
         return _ESTIMATED
-    course.change(lane, first, window)
+    timing.change(lane, first, window)
     return _ESTIMATED + problem.count
 
 
-def _flip(course: IncrementalTiming, pair: int, allowed: float) -> float:
+def _flip(timing: IncrementalTiming, pair: int, allowed: float) -> float:
     """Joins or splits a backward if the value stays within what is allowed; says how much work it was."""
-    if not course.flip(pair):
+    if not timing.flip(pair):
         return _LOOKED
-    if course.value > allowed or not course.fits():
-        course.flip(pair)
-    return 4 * course.problem.count
+    if timing.value > allowed or not timing.fits():
+        timing.flip(pair)
+    return 4 * timing.problem.count
 
 
 _LOOKED, _ESTIMATED = 3, 20  # work, in actions whose times are worked out; measured
