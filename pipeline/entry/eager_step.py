@@ -24,9 +24,9 @@ from torch import Tensor
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
-from pipeline.entry.run_with_loss import RunWithLoss
-from pipeline.entry.sinks import Result, Sink, check_reached, input_pairs, summed
-from pipeline.entry.step import LossEnd
+from pipeline.entry.loss_end import LossEnd
+from pipeline.entry.sinks import Sink, check_reached, input_pairs, summed
+from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call, Listener
 from pipeline.execution.communicator import Pair, Verdict, joined
 from pipeline.execution.final_gradients import GradientFinalizer
@@ -45,7 +45,7 @@ class EagerSink(Sink):
     def optimizer(self) -> EagerUpdate:
         return self._update
 
-    def run(self, run: RunWithLoss) -> Result:
+    def run(self, run: RunWithLoss) -> Step:
         """A step; with a norm over all gradients, of two runs."""
         update, named = self._update, dict(run.runtime.module.named_parameters())
         update.get_ready()
@@ -54,19 +54,19 @@ class EagerSink(Sink):
         factor: Tensor | None = None
         if update.needs_two_runs:
             norms = update.run(only_norms=True)
-            trial = _Taking(update, norms, named).play(run).call
+            trial = EagerRun(update, norms, named).play(run).call
             factor = _factor(update, norms, trial, named)
             run.again(trial)
         step = update.run(factor)
         with update.guarded(step, run.execution.communicator.is_alone):
-            call, loss, external, metrics = _Taking(update, step, named).play(run)
+            call, loss, external, metrics = EagerRun(update, step, named).play(run)
             with call:
                 _finish(update, step, external)
         with call:
             joined = run.joined(call)
         call.release()
         call.communicator.close()
-        return Result(loss, metrics, joined)
+        return Step(loss, None, joined, None, metrics)
 
 
 class Ended(NamedTuple):
@@ -105,7 +105,7 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     return factor_of(update, call.communicator.exchange.joined_norm(norms, 2.0))
 
 
-class _Taking:
+class EagerRun:
     """One run of forward and backward whose gradients go to an EagerStep."""
 
     def __init__(self, update: EagerUpdate, step: EagerStep, named: Mapping[str, Tensor]) -> None:

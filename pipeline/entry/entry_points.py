@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,10 @@ from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import scatter, scatter_like
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
-from pipeline.entry.run_with_loss import RunWithLoss
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.settled import refuse_recording
 from pipeline.entry.sinks import GradSink, OptimizerSink, Sink, StoreSink, clip_grads
-from pipeline.entry.step import Step
+from pipeline.entry.step import RunWithLoss, Step
 from pipeline.entry.validation import check_holds, check_step, parameters_of
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Verdict
@@ -98,9 +98,8 @@ def step(
         aim = scatter_like(target, batch, "the target")
         execution = runtime.execution(Request(plan_step, True, options), batch, communicator, aim, recorder)
         new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
-        result = sink.run(RunWithLoss(runtime, execution, new_loss, aim, outputs, sink.scaler))
-        timeline = runtime.timeline(recorder, communicator)
-        return Step(result.loss, result.grads, result.outputs, timeline, result.metrics)
+        made = sink.run(RunWithLoss(runtime, execution, new_loss, aim, outputs, sink.scaler))
+        return replace(made, timeline=runtime.timeline(recorder, communicator))
 
 
 def evaluate(

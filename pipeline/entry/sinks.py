@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.common.interrupts import firm
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
-from pipeline.entry.run_with_loss import RunWithLoss
+from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Pair, Verdict
 from pipeline.gradients.clip import clip_factor
@@ -27,22 +27,6 @@ from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
-
-
-class Result(NamedTuple):
-    """The result of a step, once its gradients are in their sink.
-
-    Attributes:
-        loss: of the mini-batch.
-        metrics: that loss_fn reported.
-        outputs: the joined outputs, where they are wanted.
-        grads: a store of the gradients, where that is the sink.
-    """
-
-    loss: Tensor
-    metrics: Mapping[str, Tensor]
-    outputs: Any
-    grads: GradStore | None = None
 
 
 class Sink(ABC):
@@ -61,14 +45,14 @@ class Sink(ABC):
         return None
 
     @abstractmethod
-    def run(self, run: RunWithLoss) -> Result:
+    def run(self, run: RunWithLoss) -> Step:
         """Run a step, and take its gradients."""
 
 
 class GradSink(Sink):
     """`.grad` of the parameters, to which gradients are added as backward() does."""
 
-    def run(self, run: RunWithLoss) -> Result:
+    def run(self, run: RunWithLoss) -> Step:
         call, loss = run.play()
         with without_autocast():
             with call:
@@ -82,7 +66,7 @@ class GradSink(Sink):
             self.finish(named)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
-        return Result(value, metrics, joined, store)
+        return Step(value, store, joined, None, metrics)
 
     def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Within: a failure leaves everything that `take` writes as it was found.

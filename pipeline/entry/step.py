@@ -1,32 +1,28 @@
-"""`pipe.step(x, y, loss_fn=f)`: forward, loss and backward of all chunks in the order of the schedule.
+"""A step or an evaluation: a call with the loss behind its last stage, and its result.
 
-    F(last, i) --output--> loss_fn --gradient of its part--> B(last, i) ... --> sums
-    when all is done:  validating steps compare the loss with the un-pipelined one  -->  p.grad | GradStore | optimizer
-
-Nothing reaches a parameter before everything has gone well: until then gradients are the call's own, and a failure puts
-the buffers back.
+    RunWithLoss.play  -->  a call whose sums a sink takes (sinks.py)  -->  Step
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import MARK, Roots, edge, gradients, owned, roots_of
-from pipeline.common.torch_modes import without_autocast
+from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Activations, Tree, same_values
-from pipeline.entry.chunk_losses import ChunkLosses
-from pipeline.execution.communicator import Pair
+from pipeline.entry.loss_end import LossEnd
+from pipeline.entry.runtime import Runtime
+from pipeline.execution.call import Call, Listener
 from pipeline.execution.execution import Execution
 from pipeline.gradients.store import GradStore
-from pipeline.stage.hooks import hooks_asleep
 from scheduler import Timeline
+
+Listens: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,93 +44,67 @@ class Step:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class LossEnd(ChunkLosses):
-    """The loss behind the last stage: from the outputs of a chunk to where the backward begins.
+class RunWithLoss:
+    """A call that ends in a loss, which runs once, or once more from its beginning.
 
-    Usually that is the loss, and one run of autograd differentiates it with the last stage. Where outputs or their
-    gradients are kept, the loss is differentiated by itself, on leaves.
+    Args:
+        runtime: of the Pipe.
+        execution: of the call.
+        new_loss: makes the loss of a run.
+        target: of the mini-batch, cut.
+        outputs: whether the outputs are wanted.
+        scaler: scales the loss.
 
-    A chunk's loss is computed at its B, on the output that was kept or recomputed, so that no chunk's loss graph waits.
+    Attributes:
+        execution: of the run under way, or of the next one.
     """
 
     def __init__(
         self,
+        runtime: Runtime,
         execution: Execution,
-        loss: Loss,
+        new_loss: Callable[[], Loss],
         target: Batch,
-        scaler: torch.amp.GradScaler | None,
-        compares: bool,
-        keeps_outputs: bool,
+        outputs: bool,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        super().__init__(execution, loss, target, compares)
-        self._keeps_outputs = keeps_outputs
-        self._is_checked = False
+        self.runtime = runtime
+        self.execution = execution
+        self._new_loss = new_loss
+        self._target = target
+        self._outputs = outputs
         self._scaler = scaler
-        self.reads: set[int] = set()  # the ids of leaves that the loss reads
-        self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
-        self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
-        self._writes = False  # loss_fn writes its output
 
-    def __call__(self, chunk: int, tree: Tree) -> Roots:
-        apart = self._keeps_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
-        tensors = given = tree.tensors
-        if apart:
-            tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-            if chunk == 0 or self._writes:  # chunk 0 shows whether loss_fn writes its output
-                given = tuple([tensor.clone() for tensor in tensors])
-        own = [tensor for tensor in tensors if tensor.requires_grad]
-        ends = [edge(tensor) for tensor in own]
-        loss, weight, external = self.computed(self.loss, chunk, tree, given, ends)
-        if apart and chunk == 0:
-            self._writes = any(map(_is_written, given, tensors))
-        if not loss.requires_grad:
-            return Roots((), (), {})
-        if self._scaler is not None:  # it may turn the loss into another type
-            loss, weight = self._scaler.scale(loss * weight), 1.0
-        if external:
-            self.reads.update(external)
-            self._execution.communicator.topology.refuse_external(external.values(), "loss_fn")
-            for leaf in external.values():
-                _refuse_ours(leaf)
-        roots = Roots((loss,), (self._first_grad(loss, weight),), external)
-        return self._differentiated(chunk, roots, own, tree) if apart else roots
+    def play(self, listens: Listens | None = None) -> tuple[Call, Loss]:
+        """Run the call. Validating calls compare its loss with the un-pipelined one.
 
-    def _first_grad(self, loss: Tensor, weight: float) -> Tensor:
-        """The gradient with which the backward begins: that of the loss times its weight."""
-        left = self._first_grads.setdefault((weight, loss.dtype, loss.device), [])
-        if type(loss) is not Tensor:
-            return torch.ones_like(loss, requires_grad=False) * weight
-        if not left:  # one for each chunk: its receiver may keep or write it
-            left.extend(torch.full((self._target.chunks,), weight, dtype=loss.dtype, device=loss.device).unbind())
-        return left.pop()
+        Args:
+            listens: makes what takes gradients while it runs.
+        """
+        execution, loss, counts = self.execution, self._new_loss(), self.runtime.history.losses
+        several = execution.batch.chunks > 1
+        number = counts.get(loss.loss_fn) + several
+        compare = several and validates(number)
+        keeps_outputs = self._outputs or compare
+        end = LossEnd(execution, loss, self._target, self._scaler, compare, keeps_outputs)
+        if self._scaler is not None and not execution.has_last:
+            device = self.runtime.settings.layout.devices[0]
+            self._scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
+        try:
+            with Call(execution, end, keeps_outputs) as call:
+                call.run_forward(None if listens is None else listens(call, end, loss))
+                end.check(call.outputs)
+        except BaseException:  # the next call validates
+            counts.set(loss.loss_fn, 0)
+            raise
+        # Under its key after the call: a loss that counts its calls must not look new in each.
+        counts.set(loss.loss_fn, number if loss.is_proven else 0)
+        return call, loss
 
-    def _differentiated(self, chunk: int, roots: Roots, own: Sequence[Tensor], tree: Tree) -> Roots:
-        """Go on from the outputs, and add the gradients of leaves that the loss reads to its sums."""
-        external = list(roots.foreign.values())
-        with hooks_asleep(external), without_autocast():
-            grads = gradients(roots.tensors, [*own, *external], roots.grads, retain=bool(external))
-        for leaf, grad in zip(external, grads[len(own) :], strict=True):
-            if grad is not None:
-                earlier = self.sums.get(id(leaf))
-                self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
-        of_outputs = self.note(chunk, tree, grads)
-        return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
+    def again(self, call: Call) -> None:
+        """Abandon a call; the next run begins where it began."""
+        self.execution = call.once_more()
 
-    def check(self, outputs: Sequence[Activations]) -> None:
-        """Check the losses of all chunks, once, in the process that has them."""
-        if not self._is_checked and self._execution.has_last:
-            self._is_checked = True
-            self.check_all(outputs, None if self._scaler is None else self._scaler.get_scale())
-
-
-def _is_written(clone: Tensor, tensor: Tensor) -> bool:
-    return not same_values(clone, tensor) if clone.is_inference() else clone._version > 0
-
-
-def _refuse_ours(leaf: Tensor) -> None:
-    what = getattr(leaf, MARK, None)
-    if what is not None:
-        raise RuntimeError(
-            f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its "
-            "gradient would be lost. Return it from the last stage as part of the output."
-        )
+    def joined(self, call: Call) -> Any:
+        """The joined outputs, detached. None: they are not wanted."""
+        return self.runtime.joined(call) if self._outputs else None

@@ -25,8 +25,8 @@ from pipeline import EagerUpdate, Pipe
 
 PLACES = (
     "/pipeline/distributed/", "/pipeline/pipe.py", "/pipeline/execution/engine.py", "/pipeline/entry/forward.py",
-    "/pipeline/stage/hooks.py", "/pipeline/entry/step.py", "/pipeline/entry/eager", "/pipeline/gradients/eager",
-    "/pipeline/data/loss.py", "/torch/optim/",
+    "/pipeline/entry/entry_points.py", "/pipeline/entry/step.py", "/pipeline/entry/sinks.py", "/pipeline/entry/eager",
+    "/pipeline/stage/hooks.py", "/pipeline/gradients/eager", "/pipeline/data/loss.py", "/torch/optim/",
 )  # fmt: skip
 BEFORE, AFTER = "none", "all"
 
