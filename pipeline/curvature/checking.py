@@ -1,9 +1,9 @@
-"""Checks of curvature products: laws that any matrix of second derivatives keeps, tried on random vectors.
+"""Checks of curvature products: laws that hold for any matrix of second derivatives, tried on random vectors.
 
     again       H v twice                        the same bits
     linear      H (2 u - 3 v)                    2 H u - 3 H v
     symmetric   u . H v                          v . H u
-    stages      each stage's rule                finite differences of that stage alone: they tell where it is wrong
+    stages      each stage's rule                finite differences of that stage alone, to show which one is wrong
     gradient    H v                              [gradient(w + e v) - gradient(w - e v)] / 2e, parameters never written
     one stage   H v                              the whole model as one stage, double backward through all of it
 
@@ -12,13 +12,14 @@ Finite differences find what torch's derivatives are wrong for; the last finds w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pipeline.curvature.products.stage_check import least, limit
+from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
 
@@ -40,7 +41,7 @@ class Checkable(Protocol):
     @property
     def captures(self) -> bool: ...
     def products(self, vectors: Sequence[Vec]) -> list[Vec]: ...
-    def told(self, vectors: Sequence[Vec], told: Callable[[int, str, float, float], None]) -> None: ...
+    def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None: ...
     def stage_name(self, index: int) -> str: ...
     def point(self) -> Vec: ...
     def gradient_at(self, shift: Vec) -> Vec: ...
@@ -55,10 +56,10 @@ class Report(Result):
 
     Attributes:
         matrix: the matrix's name.
-        what: what was compared, in words, line by line.
+        what: the comparisons, in words, line by line.
         errors: relative errors.
-        limits: what they may be at most.
-        notes: what was not looked at, and why; what is computed in another way than the model's own.
+        limits: the largest errors that are allowed.
+        notes: the comparisons that were left out, and why; the operations that are computed in another way.
     """
 
     matrix: str
@@ -140,15 +141,15 @@ def _apart(space: Space, one: Vec, other: Vec) -> float:
 
 
 def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
-    """Each stage's rule against finite differences of that stage; of all ranks' stages."""
-    told: dict[int, tuple[str, float, float]] = {}
+    """The rule of each stage, of all ranks, against finite differences of that stage."""
+    largest: dict[int, tuple[float, float]] = {}  # by stage: (relative error, limit) over the mini-batches
 
     def note(index: int, name: str, error: float, most: float) -> None:
-        told[index] = max((name, error, most), told.get(index, (name, 0.0, most)), key=lambda each: each[1])
+        largest[index] = max((error, most), largest.get(index, (0.0, most)), key=lambda pair: pair[0])
 
-    op.told([v], note)
+    op.compare_stages([v], note)
     table = torch.zeros(op.stages, 3, dtype=torch.float64)
-    for index, (_, error, most) in told.items():
+    for index, (error, most) in largest.items():
         table[index] = torch.tensor([1.0, error, most])
     rows = op.space.sum_over(table).tolist()
     return [

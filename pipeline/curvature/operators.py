@@ -26,7 +26,7 @@ from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.passes import Passes
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace
-from pipeline.curvature.products.task import Told
+from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of
@@ -43,22 +43,22 @@ class Operator(Analysis):
     """A matrix of second derivatives as its products with vectors. Use one of the classes below.
 
     Args:
-        model: a Pipe, in one process or over ranks; or a module, which is taken whole.
+        model: a Pipe, in one process or over ranks; or a module, which becomes one stage.
         data: one mini-batch, a tuple (x, target); or several, a list or a DataLoader of such pairs. The matrix is that
             of the loss over all of them.
         loss_fn: (output, target) -> loss, or (sum, count); as in `Pipe.step`.
         params: by which parameters: all that require a gradient, or names of layers or parameters, or a
             predicate(name, parameter).
         loss_reduction: "mean" or "sum", as in `Pipe.step`.
-        training: False: in eval mode; True: in train mode; None: as the modules are. Put back after each product.
-        seed: of what is random (dropout in train mode): the same in every product. Chunk i of mini-batch b runs as in a
-            call with seed `seed + b`, see `pipeline.layer_seed`. None: drawn once, now.
-        block: how many products are computed at a time, of several.
-        verify: whether the first products compare stages that have autograd.Functions of your own with finite
-            differences; one that differs is an error.
+        training: False: eval mode; True: train mode; None: the modes of the modules. Each product restores the modes.
+        seed: of random numbers (dropout in train mode), which are the same in every product. Chunk i of mini-batch b
+            runs as in a call with seed `seed + b`, see `pipeline.layer_seed`. None: drawn once, now.
+        block: the number of products that are computed at a time.
+        verify: whether the first products compare stages that have an autograd.Function of your own with finite
+            differences. A stage that differs is an error.
 
     Raises:
-        TypeError, ValueError: what was given cannot be; the message says why and what can.
+        TypeError, ValueError: an argument is invalid; the message says why, and what is valid.
     """
 
     rule: Rule
@@ -234,7 +234,7 @@ class Operator(Analysis):
 
     @property
     def captures(self) -> bool:
-        """Whether products so far have shown a layer that computes with a parameter past its modules, on any rank."""
+        """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
         own = torch.tensor([float(self._passes.captures)], dtype=torch.float64)
         return bool(self._space.sum_over(own).item())
 
@@ -252,18 +252,18 @@ class Operator(Analysis):
         named = {name: parameter.detach() for name, parameter in self._passes.parameters().items()}
         return self._space.vec(named)
 
-    def told(self, vectors: Sequence[Vec], told: Told) -> None:
-        """Products in which each stage of this process tells how far its rule is from finite differences."""
-        self._passes.run(self.rule, vectors, False, told=told)
+    def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None:
+        """Compute products, and compare the rule of each stage of this process with finite differences."""
+        self._passes.run(self.rule, vectors, False, on_result=on_result)
 
     def gradient_at(self, shift: Vec) -> Vec:
-        """The gradient elsewhere: with `shift` added to the parameters, which are not written."""
-        found = self._passes.run(self.rule, [], True, shift=shift).gradient
-        assert found is not None  # asked for
-        return found
+        """The gradient at other values: with `shift` added to the parameters, which are not written."""
+        gradient = self._passes.run(self.rule, [], True, shift=shift).gradient
+        assert gradient is not None  # asked for
+        return gradient
 
     def in_one_stage(self) -> Self | None:
-        """The same with the whole model as one stage; None: it is not in one place."""
+        """The same matrix of the whole model as one stage. None: its stages are on several devices or ranks."""
         pipe = self._pipe
         if pipe.runtime.topology is not None or len(set(pipe.devices)) > 1:
             return None
@@ -271,7 +271,7 @@ class Operator(Analysis):
         return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))
 
     def fingerprint(self) -> str:
-        """Of parameters, buffers, data, loss and settings; the same text on all ranks."""
+        """A digest of parameters, buffers, data, loss and settings; the same text on all ranks."""
         tensors = [*self._passes.parameters().values(), *self._pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
         text = f"{self.rule} {values_in_words(tensors)} {self._passes.settings} {flags}"
@@ -293,6 +293,6 @@ class GaussNewton(Operator):
 
 
 class EmpiricalFisher(Operator):
-    """F = (1/c) sum_n g_n g_n^T over the rows of the output, with g_n the gradient of row n's loss (see rules.py)."""
+    """F = (1/c) sum_n g_n g_n^T over the rows of the output, g_n being the gradient of row n's loss."""
 
     rule = Rule.FISHER

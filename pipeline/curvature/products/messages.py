@@ -21,7 +21,7 @@ class Inbox(NamedTuple):
         values: without tangents.
         needs: for each tensor whether it depends on a parameter of the space.
         tangents: for each direction those of the tensors that do.
-        memory: what stands for the memory of each tensor.
+        memory: the identity of each tensor's memory.
     """
 
     values: Bundle
@@ -31,7 +31,7 @@ class Inbox(NamedTuple):
 
     @classmethod
     def of(cls, messages: Sequence[Activations], count: int) -> Inbox:
-        """Take messages apart; `count`: how many directions there are."""
+        """Take messages apart. `count`: the number of directions."""
         trees: list[Tree] = []
         tangents: list[list[Tensor]] = [[] for _ in range(count)]
         for tree, needs, _ in messages:
@@ -88,7 +88,7 @@ def groups_of(messages: Sequence[Grads], lives: Sequence[int], count: int) -> li
 
     Args:
         messages: for each value that a stage made. Empty: no reader has any gradient.
-        lives: how many of its tensors depend on a parameter.
+        lives: the number of its tensors that depend on a parameter.
         count: the number of groups.
     """
     filled = [grads or (None,) * (live * count) for grads, live in zip(messages, lives, strict=True)]

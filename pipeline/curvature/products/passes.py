@@ -1,7 +1,7 @@
-"""One pass over the data: products with some vectors, the gradient, the loss; nothing else is left changed.
+"""One pass over the data: products with some vectors, the gradient and the loss. It changes nothing else.
 
-    for each mini-batch   a call of the Pipe, with modes, kernels and generators as the analysis wants them
-    at the end            parts of tied parameters join, everything is divided by what the loss divides by
+    for each mini-batch   a call of the Pipe, in the modes and with the kernels and generators of the analysis
+    at the end            the parts of tied parameters are added, and all sums are divided by the divisor of the loss
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.curvature.products.matrices import PRODUCTS
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
-from pipeline.curvature.products.task import Task, Told
+from pipeline.curvature.products.task import OnResult, Task
 from pipeline.curvature.space import Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
@@ -57,7 +57,7 @@ class Passes:
 
     Args:
         pipe: the model.
-        prefix: what its parameters' names begin with that the space's do not.
+        prefix: stands before the names of its parameters, and not before those of the space.
         data: the mini-batches.
         loss_fn: as in `Pipe.step`.
         reduction: as in `Pipe.step`.
@@ -105,28 +105,34 @@ class Passes:
         rule: Rule,
         vectors: Sequence[Vec],
         gradient: bool,
-        told: Told | None = None,
+        on_result: OnResult | None = None,
         shift: Vec | None = None,
         first: int = 0,
     ) -> Outcome:
         """All mini-batches once.
 
         Args:
-            rule: which matrix.
-            vectors: to multiply with.
+            rule: the matrix.
+            vectors: those that are multiplied.
             gradient: whether the gradient is wanted too.
-            told: see `pipeline.curvature.products.task.Task`.
-            shift: what to add to the parameters' values, for this pass.
-            first: which of several vectors these begin with; other ranks must be as far.
+            on_result: see `pipeline.curvature.products.task.Task`.
+            shift: added to the parameters' values for this pass.
+            first: the number of the first of these vectors, on which all ranks must agree.
 
         Raises:
             RuntimeError: the loss depends on none of the parameters.
         """
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
-            return self._run(rule, vectors, gradient, told, shift, first)
+            return self._run(rule, vectors, gradient, on_result, shift, first)
 
     def _run(
-        self, rule: Rule, vectors: Sequence[Vec], gradient: bool, told: Told | None, shift: Vec | None, first: int
+        self,
+        rule: Rule,
+        vectors: Sequence[Vec],
+        gradient: bool,
+        on_result: OnResult | None,
+        shift: Vec | None,
+        first: int,
     ) -> Outcome:
         slots = self._slots()
         shared = self._shared()
@@ -134,7 +140,7 @@ class Passes:
         wanted = {id(parameter): parameter for parameter in self.parameters().values()}
         along = partial(_along, vectors, slots)
         moved = None if shift is None else partial(_part, shift, slots)
-        task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, told, moved)
+        task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
         total, loss, reached = self._all(task, sums, first)
         if not reached:
             raise RuntimeError(
@@ -153,7 +159,7 @@ class Passes:
         return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
     def _all(self, task: Task, sums: Sums, first: int) -> list[float]:
-        """All mini-batches: what divides the sums, the loss's sum, and whether there is any gradient."""
+        """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         totals = torch.zeros(3, dtype=torch.float64)
         batches = iter(self.data)
         number, first_rows = 0, 0

@@ -41,9 +41,9 @@ class ProductCall(ABC):
 
     Args:
         execution: runs it.
-        task: what is wanted.
+        task: the matrix and the directions.
         loss_end: the loss behind the last stage.
-        sums: get what is computed for the parameters.
+        sums: the products are added to them.
     """
 
     def __init__(self, execution: Execution, task: Task, loss_end: LossProduct, sums: Sums) -> None:
@@ -75,7 +75,7 @@ class ProductCall(ABC):
     # --------------------------------------------------------------------------------------------------------- run
 
     def run(self) -> Verdict:
-        """Run it all; the loss, on all processes."""
+        """Run all actions, and agree on the loss with all processes."""
         execution = self._execution
         draws = not all([layers.is_quiet for layers in execution.layers.values()])
         try:
@@ -93,7 +93,7 @@ class ProductCall(ABC):
 
     @property
     def captures(self) -> bool:
-        """Whether a stage computes with a parameter past its modules: where it is looked at, it cannot be shifted."""
+        """Whether a layer has captured a parameter of another module, whose values `Task.shift` cannot change."""
         return any(stage.parameters.captured for stage in self._run.values())
 
     @property
@@ -102,7 +102,7 @@ class ProductCall(ABC):
         return self.loss_end.weights if self._execution.has_last else None
 
     def _check_stages(self) -> None:
-        """All has run: raise if something was done that makes numbers depend on the order of the chunks."""
+        """Raise if a stage did something that makes numbers depend on the order of the chunks."""
         execution, stages = self._execution, self._run.values()
         for stage in stages:
             stage.parameters.aliases.check_versions(execution.batch.chunks - 1)

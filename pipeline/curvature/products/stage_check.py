@@ -27,12 +27,12 @@ LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
 
 
 class RuleCheck:
-    """The check of the stages of one product: of those whose rule numbers must confirm, or of all.
+    """The check of the stages of one product: of those with an autograd.Function of the user's, or of all.
 
     Args:
         task: of the product.
         compares: whether stages that were confirmed earlier are checked again.
-        chunks: how many there are.
+        chunks: the number of chunks.
     """
 
     def __init__(self, task: Task, compares: bool, chunks: int) -> None:
@@ -56,16 +56,16 @@ class RuleCheck:
 
     def is_asked(self, stage: int, chunk: int) -> bool:
         """Whether this chunk of a stage is compared."""
-        asked = 0 if self._task.told is not None else self._doubtful.get(stage)
-        return chunk == asked and self._task.number > 0
+        compared = 0 if self._task.on_result is not None else self._doubtful.get(stage)
+        return chunk == compared and self._task.number > 0
 
     def confirm(self, stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]) -> None:
-        """Compare a derivative with finite differences, where that is asked for. The arguments are `error_along`'s."""
+        """Compare a derivative with finite differences if `is_asked`. The arguments are those of `error_along`."""
         if not self.is_asked(stage.index, chunk) or not derivative:  # nothing depends on a parameter
             return
         error, most = error_along(stage, chunk, inbox, at, derivative)
-        if self._task.told is not None:
-            self._task.told(stage.index, stage.name, error, most)
+        if self._task.on_result is not None:
+            self._task.on_result(stage.index, stage.name, error, most)
         elif not error <= most:
             raise ValueError(
                 f"{stage.name} has an autograd.Function of its own, and its second derivative differs from finite "
@@ -84,16 +84,16 @@ def limit(dtype: torch.dtype) -> float:
 
 
 def error_along(
-    stage: StageRule, chunk: int, inbox: Inbox, at: At, found: Sequence[Tensor | None]
+    stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]
 ) -> tuple[float, float]:
     """The distance of a derivative along direction 0 from finite differences.
 
     Args:
         stage: the stage, within its `stand_in`.
-        chunk: which has run.
-        inbox: what was read.
-        at: (graph, targets, step) -> what is to be differentiated, at `step` along the direction.
-        found: the derivative.
+        chunk: a chunk that has run.
+        inbox: the values that it read.
+        at: (graph, targets, step) -> the function that was differentiated, at `step` along the direction.
+        derivative: along the direction.
 
     Returns:
         The relative error, less what rounding explains; and its limit.
@@ -105,7 +105,7 @@ def error_along(
     size = _norm([*live, *[alias for _, alias, _ in owners]])
     along = _norm([*tangents, *[part for _, _, part in owners]])
     dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
-    if along == 0.0 or stage.parameters.captured:  # nothing to ask, or not in our hands
+    if along == 0.0 or stage.parameters.captured:  # a captured parameter cannot be moved
         return 0.0, limit(dtype)
 
     def values_at(step: float) -> list[Tensor | None]:
@@ -117,42 +117,42 @@ def error_along(
         return [None if value is None else value.detach() for value in each]
 
     def error_at(step: float) -> tuple[float, float]:
-        return _compared(values_at(step), values_at(-step), found, step)
+        return _compared(values_at(step), values_at(-step), derivative, step)
 
     return least(error_at, torch.finfo(dtype).eps ** (1 / 3) * max(size, 1e-3) / along, limit(dtype)), limit(dtype)
 
 
 def least(error_at: Callable[[float], tuple[float, float]], step: float, enough: float) -> float:
-    """The smallest error at some steps: a step may lead over a kink (that of ReLU), and a shorter one not.
+    """The smallest error at some steps. A step may lead over a kink (that of ReLU), which a shorter one does not reach.
 
-    A derivative that is wrong is so at every step.
+    A wrong derivative is wrong at every step.
 
     Args:
-        error_at: step -> the relative error, and how much of it rounding alone could make.
-        step: the longest.
-        enough: an error that ends the search.
+        error_at: step -> the relative error, and the part of it that rounding alone could make.
+        step: the longest step.
+        enough: the error at which the search ends.
     """
-    found = float("inf")
+    smallest = float("inf")
     for factor in (1.0, 0.1, 0.01):
         error, rounding = error_at(step * factor)
-        if rounding > enough and found < float("inf"):  # from here on rounding hides everything
+        if rounding > enough and smallest < float("inf"):  # at shorter steps rounding hides everything
             break
-        found = min(found, max(error - rounding, 0.0))
-        if found <= enough:
+        smallest = min(smallest, max(error - rounding, 0.0))
+        if smallest <= enough:
             break
-    return found
+    return smallest
 
 
 def _compared(
-    ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None], found: Sequence[Tensor | None], step: float
+    ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None], derivative: Sequence[Tensor | None], step: float
 ) -> tuple[float, float]:
     precision = 0.0
     difference, ours, theirs, values = 0.0, 0.0, 0.0, 0.0
-    for one, other, derivative in zip(ahead, behind, found, strict=True):
+    for one, other, part in zip(ahead, behind, derivative, strict=True):
         if one is None or other is None:
             continue
         expected = (one.double() - other.double()) / (2 * step)
-        own = torch.zeros_like(expected) if derivative is None else derivative.double()
+        own = torch.zeros_like(expected) if part is None else part.double()
         precision = max(precision, torch.finfo(one.dtype).eps)
         difference += float((expected - own).square().sum())
         ours, theirs = ours + float(own.square().sum()), theirs + float(expected.square().sum())

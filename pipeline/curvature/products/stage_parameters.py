@@ -1,4 +1,4 @@
-"""The parameters of one stage during one product: what is differentiated by, and along what.
+"""The parameters of one stage during one product, and their parts of the directions.
 
     parameter p --Aliases--> alias in its module             captured by a layer: p itself
     along(p) --> its part of each direction, in the dtype of the alias, once for each product
@@ -24,14 +24,14 @@ class StageParameters:
     """The parameters that one stage computes with.
 
     Args:
-        aliases: stand in for those of its modules.
-        wanted: those of the space, by id: one may be captured by a layer and not registered in this stage.
-        count: how many directions there are.
-        along: the directions.
-        add: takes what was computed for a parameter.
+        aliases: of the parameters of its modules.
+        wanted: the parameters of the space, by id. A layer may capture one that is not registered in this stage.
+        count: the number of directions.
+        along: from a parameter to its part of each direction.
+        add: adds to the sums of a parameter.
 
     Attributes:
-        captured: the wanted ones that a layer has captured, by id.
+        captured: wanted parameters that a layer has captured, by id.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StageParameters:
 
     @property
     def owners(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, what stands in for it), each once."""
+        """(parameter, the leaf with which the layers compute), each once."""
         return [*self.aliases.trained, *[(leaf, leaf) for leaf in self.captured.values()]]
 
     def learn(self, leaf: Tensor) -> None:

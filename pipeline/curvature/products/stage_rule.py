@@ -38,9 +38,9 @@ class ProductGraph(NamedTuple):
 
     Attributes:
         leaves: for each tensor read that depends on a parameter, where the graph begins.
-        made: what came out.
-        roots: the tensors of it that depend on a parameter.
-        storages: where the memory was that the layers computed with, for each tensor read.
+        made: the outputs.
+        roots: those of their tensors that depend on a parameter.
+        storages: for each tensor read, the address of the memory with which the layers computed.
     """
 
     leaves: list[Tensor]
@@ -53,10 +53,10 @@ class ProductRecord(NamedTuple):
     """The record of a chunk between F and B.
 
     Attributes:
-        inbox: what was read.
+        inbox: the values that were read.
         graph: of the forward. None: it is computed again.
         versions: of the tensors that were read.
-        lives: how many tensors of each value that was made depend on a parameter.
+        lives: for each value that was made, the number of tensors that depend on a parameter.
     """
 
     inbox: Inbox
@@ -132,7 +132,7 @@ class StageRule:
         return outbox(graph.made, tensors, tangents, memory)
 
     def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
-        """A chunk's forward for the first time: learn what it does."""
+        """The first forward of a chunk, whose graph is inspected."""
         self.snapshot.before_forward(chunk)
         looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
         with RowsApart(self.name) if looks else nullcontext():
@@ -142,7 +142,7 @@ class StageRule:
         return graph
 
     def computed(self, chunk: int, inbox: Inbox) -> ProductGraph:
-        """Run the layers, with what stands in the modules now and what buffers hold now."""
+        """Run the layers, on the parameters and buffers that are in the modules now."""
         leaves: list[Tensor] = []
         given: list[Tensor] = []
         for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True):
@@ -326,7 +326,7 @@ class StageRule:
         )
 
     def release(self) -> None:
-        """Forget all; the buffers are what they were."""
+        """Drop all records, and restore the buffers."""
         self._records.clear()
         self.snapshot.roll_back()
         self.snapshot.release()
@@ -334,7 +334,7 @@ class StageRule:
 
 
 def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], retain: bool) -> Grads:
-    """`torch.autograd.grad`, of nothing too."""
+    """`torch.autograd.grad`, also where there is nothing to differentiate."""
     if not outs or not targets:
         return (None,) * len(targets)
     with without_autocast():

@@ -1,4 +1,4 @@
-"""The sums of what stages compute for parameters.
+"""The sums of the products of all stages and chunks, by parameter.
 
     stage s, parameter p, product k  --add-->  the entries of p in vector k
     p that several stages read       --parts by stage-->  join: added in the order of the stages, over ranks too
@@ -19,9 +19,9 @@ class Sums:
     """The vectors that a product makes.
 
     Args:
-        space: where they live.
-        slots: the place of each parameter, by id.
-        count: how many products there are.
+        space: of the vectors.
+        slots: the place of each parameter in a vector, by id.
+        count: the number of products.
         gradient: whether the gradient is wanted too.
         shared: the ids of parameters that several stages read.
     """

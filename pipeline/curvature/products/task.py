@@ -1,4 +1,4 @@
-"""The task of a product: the matrix, the directions, and what is wanted besides."""
+"""The task of a product: the matrix, the directions, and whether the gradient is wanted too."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from pipeline.curvature.products.rules import Rule
 
-Told: TypeAlias = Callable[[int, str, float, float], None]
+OnResult: TypeAlias = Callable[[int, str, float, float], None]  # (index, name of a stage, relative error, limit)
 
 
 class Task(NamedTuple):
     """The task of a product.
 
     Attributes:
-        rule: which matrix.
-        number: how many directions there are.
+        rule: the matrix.
+        number: the number of directions.
         along: (parameter, device) -> its part of each direction, there.
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
-        verify: whether numbers must show that stages with an autograd.Function of the user's are right.
-        confirmed: the stages that numbers have confirmed, of which rule; this product adds to it.
-        told: gets (index and name of a stage, relative error of its rule against finite differences, limit), of chunk 0
-            of each stage. None: only stages that must be checked are, and one that is wrong is an error.
-        shift: where parameters are looked at: (parameter, device) -> what to add to its values. None: nothing.
+        verify: whether stages with an autograd.Function of the user's are compared with finite differences.
+        confirmed: (matrix, stage) pairs that finite differences have confirmed; this product adds to them.
+        on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
+            stages that must be checked are, and one that is wrong is an error.
+        shift: (parameter, device) -> what is added to its values for this product. None: nothing.
     """
 
     rule: Rule
@@ -36,5 +36,5 @@ class Task(NamedTuple):
     wanted: Mapping[int, Tensor]
     verify: bool
     confirmed: set[tuple[Rule, int]]
-    told: Told | None = None
+    on_result: OnResult | None = None
     shift: Callable[[Tensor, torch.device], Tensor] | None = None
