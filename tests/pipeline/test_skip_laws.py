@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from by_chunks import same
-from cover import examples, pairwise
+from cover import examples, pairwise, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_check import (
@@ -126,7 +126,7 @@ def test_calls_after_the_first_are_as_exact(model: str) -> None:
 @pytest.mark.parametrize("model", SKIPS)
 @pytest.mark.parametrize("kind", ["halves", "each alone"])
 def test_without_gradients_outputs_equal_the_plain_modules(model: str, kind: str) -> None:
-    for door, (chunks, rows) in product(("no_grad", "inference", "evaluate"), ((1, 5), (3, 4))):
+    for door, (chunks, rows) in some(product(("no_grad", "inference", "evaluate"), ((1, 5), (3, 4)))):
         ours, plain = SKIPS[model](), SKIPS[model]()
         x = ours.make_input(rows)
         pipe = Pipe(ours.model, balance_of(kind, len(ours.model)), chunks, mixes_rows=not ours.rowwise)

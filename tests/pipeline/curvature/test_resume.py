@@ -60,7 +60,7 @@ def test_interrupted_at_any_product_and_called_again_a_run_gives_the_same_bits(t
     assert straight.converged and straight.values.tolist() == pytest.approx([6.0, 6.0, 6.0])
     calls = calls_of_a_whole_run()
     assert calls > 20
-    for at in range(1, calls + 1):
+    for at in range(1, calls + 1, either(4, 1)):
         with pytest.raises(KeyboardInterrupt) as caught:
             top_eigenpairs(Interrupted(matrix, [at]), resume=path, **WANTED)
         assert "products is in" in caught.value.__notes__[0]

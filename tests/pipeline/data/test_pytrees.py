@@ -80,7 +80,7 @@ class Foreign:
 @pytest.mark.parametrize(
     "leaf, words",
     [
-        (Foreign(), r"the output of stage 1 holds a test_trees.Foreign \(a foreign thing\)"),
+        (Foreign(), r"the output of stage 1 holds a test_pytrees.Foreign \(a foreign thing\)"),
         (Foreign(), "register it as a pytree node"),
         (numpy.ones(2), "holds a numpy.ndarray .* make it a tensor with torch.from_numpy"),
         (numpy.float64(2), "holds a numpy.float64 "),  # a subclass of float is no float
