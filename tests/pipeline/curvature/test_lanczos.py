@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cover import examples
+from cover import either, examples
 from dense_map import DenseMap, DenseSpace, symmetric
 from dense_ranks import RankMap, over_ranks
 from hypothesis import given, settings
@@ -183,12 +183,12 @@ def test_pairs_that_are_good_enough_are_not_called_converged_before_a_second_sta
 
 
 def test_a_second_copy_is_missed_no_more_often_than_allowed() -> None:
-    """80 seeds, allowed 0.5: were it missed that often, more than 56 would be 3.6 standard deviations off."""
+    """Allowed is 0.5: were it missed that often, more would be 3.6 standard deviations off (56 of 80 seeds)."""
     values = torch.cat([torch.tensor([3.0, 3.0]), torch.linspace(0, 2.5, 14)])
-    A, missed = DenseMap(symmetric(values), block=1), 0
-    for seed in range(80):
+    A, missed, seeds = DenseMap(symmetric(values), block=1), 0, either(30, 80)
+    for seed in range(seeds):
         missed += float(top_eigenpairs(A, 2, seed=seed, miss=0.5, tol=1e-3).values[1]) < 2.9
-    assert 0 < missed <= 56
+    assert 0 < missed <= seeds / 2 + 3.6 * math.sqrt(seeds) / 2
     certain = [top_eigenpairs(A, 2, seed=seed, miss=1e-4, tol=1e-3).values[1] for seed in range(10)]
     assert min(certain) > 2.9
 
@@ -216,7 +216,7 @@ def test_a_copy_that_only_rounding_puts_before_the_last_one_found_begins_no_roun
 
 def test_a_last_round_that_is_cut_down_still_shows_a_second_copy() -> None:
     A = DenseMap(symmetric(torch.cat([torch.tensor([3.0, 3.0]), torch.linspace(0, 2.5, 28)])), block=1)
-    for seed in range(20):
+    for seed in range(either(6, 20)):
         found = top_eigenpairs(A, 2, seed=seed, max_basis=8)
         assert found.converged and float(found.values[1]) > 2.9
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cover import either
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -439,8 +440,8 @@ class Reference:
         return self.pulled(out, (slopes[0] - slopes[1]) / (2 * step))
 
 
-def check(case, loss_fn=F.cross_entropy, y=None, balances=((1, 2), (2, 1))):
-    """Both products, for both cuts."""
+def check(case, loss_fn=F.cross_entropy, y=None, balances=either([(2, 1)], [(1, 2), (2, 1)])):
+    """Both products, for each cut."""
     model, x, labels = model_of(case)
     y = labels if y is None else y
     reference = Reference(model_of(case)[0], x, y, loss_fn, case.chunks)
