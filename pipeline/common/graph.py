@@ -26,7 +26,7 @@ from pipeline.common.interrupts import calls_users_code
 _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
-MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
+_MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
 
 
 class Reached(NamedTuple):
@@ -38,8 +38,32 @@ class Reached(NamedTuple):
 
 def mark(leaf: Tensor, what: str) -> Tensor:
     """Mark a leaf of a stage with what it stands for, so that another stage that reaches it can name it."""
-    setattr(leaf, MARK, what)
+    setattr(leaf, _MARK, what)
     return leaf
+
+
+def refuse_marked(
+    leaf: Tensor,
+    who: str,
+    lost: str = "gradient",
+    through: str = "input (kept on a module, in a closure or in a cache)",
+    remedy: str = "Return it from the stage that makes it and pass it on, or put these layers into one stage.",
+) -> None:
+    """Raise RuntimeError if a leaf that a graph reaches is a marked one, of another stage or of an earlier call.
+
+    Args:
+        leaf: the leaf.
+        who: a stage, or the loss, that computes with it.
+        lost: what the error says is lost.
+        through: the way by which it should have come.
+        remedy: what to do.
+    """
+    what = getattr(leaf, _MARK, None)
+    if what is not None:
+        raise RuntimeError(
+            f"{who} computes with a tensor that depends on {what} but did not come through its {through}. Its {lost} "
+            f"would be lost. {remedy}"
+        )
 
 
 class Roots(NamedTuple):

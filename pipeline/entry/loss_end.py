@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import MARK, Roots, edge, gradients, owned, roots_of
+from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, roots_of
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch
@@ -69,7 +69,8 @@ class LossEnd(ChunkLosses):
             self.reads.update(external)
             self._execution.communicator.topology.refuse_external(external.values(), "loss_fn")
             for leaf in external.values():
-                _refuse_ours(leaf)
+                remedy = "Return it from the last stage as part of the output."
+                refuse_marked(leaf, "loss_fn", through="arguments", remedy=remedy)
         roots = Roots((loss,), (self._first_grad(loss, weight),), external)
         return self._differentiated(chunk, roots, own, tree) if apart else roots
 
@@ -103,12 +104,3 @@ class LossEnd(ChunkLosses):
 
 def _is_written(clone: Tensor, tensor: Tensor) -> bool:
     return not same_values(clone, tensor) if clone.is_inference() else clone._version > 0
-
-
-def _refuse_ours(leaf: Tensor) -> None:
-    what = getattr(leaf, MARK, None)
-    if what is not None:
-        raise RuntimeError(
-            f"loss_fn computes with a tensor that depends on {what} but did not come through its arguments. Its "
-            "gradient would be lost. Return it from the last stage as part of the output."
-        )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import MARK, REENTRANT, Roots, edge, gradients, holds, owned, run_backward
+from pipeline.common.graph import REENTRANT, Roots, edge, gradients, holds, owned, refuse_marked, run_backward
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.parameters import Aliases
 
@@ -60,13 +60,7 @@ class ExternalLeaves:
             self.met.add(edge(leaf).node)
 
     def _add(self, leaf: Tensor) -> None:
-        what = getattr(leaf, MARK, None)
-        if what is not None:
-            raise RuntimeError(
-                f"{self._stage} computes with a tensor that depends on {what} but did not come through its input (kept "
-                "on a module, in a closure or in a cache). Its gradient would be lost. Return it from the stage "
-                "that makes it and pass it on, or put these layers into one stage."
-            )
+        refuse_marked(leaf, self._stage)
         self.leaves[id(leaf)] = leaf
         self._versions.setdefault(id(leaf), leaf._version)
 

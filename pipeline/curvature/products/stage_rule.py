@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import MARK, explore, gradients, mark, refuse_tangents
+from pipeline.common.graph import explore, gradients, mark, refuse_marked, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
 from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
 from pipeline.curvature.products.messages import Back, Inbox, outbox
@@ -167,18 +167,9 @@ class StageRule:
             for key, leaf in explore(graph.roots).leaves.items():
                 if key in own or key in self.parameters.aliases or key in self.parameters.captured:
                     continue
-                what = getattr(leaf, MARK, None)
-                if what is not None:
-                    self._refuse_way_round(what)
+                refuse_marked(leaf, self.name, "part of the product")
                 self.parameters.learn(leaf)
             self._is_doubtful = self._inspect(self, chunk, graph)
-
-    def _refuse_way_round(self, what: str) -> None:
-        raise RuntimeError(
-            f"{self.name} computes with a tensor that depends on {what} but did not come through its input (kept "
-            "on a module, in a closure or in a cache). Its part of the product would be lost. Return it from the "
-            "stage that makes it and pass it on, or put these layers into one stage."
-        )
 
     # ---------------------------------------------------------------------------------------------- what it rests on
 
