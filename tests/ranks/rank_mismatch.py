@@ -94,6 +94,17 @@ def tie(odd: bool, size: int) -> object:
     return Pipe(model, even(8, size), 3)
 
 
+def tied_values(odd: bool, size: int) -> object:
+    """One rank has changed its copy of a weight that all have."""
+    model = layered(8)
+    model[4].weight = model[7].weight = model[0].weight
+    pipe = Pipe(model, even(8, size), 3)
+    if odd:
+        named = dict(pipe.named_parameters(remove_duplicate=False))
+        next(named[name] for name in ("0.weight", "4.weight", "7.weight") if name in named).data.add_(1.0)
+    return stepped(pipe)
+
+
 # -------------------------------------------------------------------------------------------------- what they call
 
 
@@ -363,11 +374,11 @@ def moved_buffer(odd: bool, size: int) -> object:
 SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
-        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, later_chunks, later_schedule, values,
-        target_values, shuffled, later_target, later_labels, later_input, later_order, later_whole, later_forward,
-        later_evaluate, later_eager, other_labels, other_scale, other_part, late_target, late_forward, late_eager,
-        batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe, no_grad, input_grad,
-        options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
-        moved_buffer,
+        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks, later_schedule,
+        values, target_values, shuffled, later_target, later_labels, later_input, later_order, later_whole,
+        later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target, late_forward,
+        late_eager, batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe, no_grad,
+        input_grad, options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain,
+        extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -17,6 +17,7 @@ WORDS = {
     "shape": r"the settings differ.*{odd}: 4.weight: \[5, 4\].*{even}: 4.weight: \[4, 4\]",
     "dtype": r"the settings differ.*{odd}: 0.weight: \[4, 4\] float32.*{even}: 0.weight: \[4, 4\] float64",
     "tie": "the settings differ.*{even}: 7.weight",
+    "tied_values": "the tied parameter '0.weight' = .* has other values, or another requires_grad, on rank 0",
     "later_chunks": "the settings differ.*{odd}: chunks 2.*{even}: chunks 3",
     "later_schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
     "values": "the values of the mini-batches differ.*the same seed on every rank",
