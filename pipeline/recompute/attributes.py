@@ -20,9 +20,10 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from pipeline.common.errors import CheckpointError
 from pipeline.recompute.randomness import is_torchs_own
 
 _DEPTH = 4
@@ -163,6 +165,84 @@ class Attributes:
                     if tensor.shape != copy.shape:  # torch resizes no tensor with gradients, not even to the same shape
                         tensor.resize_(copy.shape)
                     tensor.copy_(copy)
+
+
+class StageAttributes:
+    """The attributes of a stage's modules in one call: at its beginning, and before each chunk.
+
+    Args:
+        stage: how errors name the stage.
+        modules, tables, buffers: see `Attributes`.
+        copies: whether the values of all tensors are kept from the beginning. Else of those that forwards write, once
+            one has.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        modules: Sequence[nn.Module],
+        tables: Sequence[dict[str, Any]],
+        buffers: frozenset[int],
+        copies: bool,
+    ) -> None:
+        self._stage = stage
+        self._new = partial(Attributes, modules, tables, buffers)
+        self._written: set[int] = set()  # the ids of tensors that forwards write
+        self._current = self._first = self._new(None if copies else self._written)
+        self._before: dict[int, Attributes] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._current)
+
+    @property
+    def are_written(self) -> bool:
+        """Whether a forward has written a tensor among them in place."""
+        return bool(self._written or self._current.written)
+
+    def before_forward(self, chunk: int) -> None:
+        """Keep what F of `chunk` may change."""
+        self._before[chunk] = self._now()
+
+    def _now(self) -> Attributes:
+        if not self._current.is_current:
+            self._written |= self._current.written
+            self._current = self._new(self._written)
+        return self._current
+
+    @contextmanager
+    def as_before(self, chunk: int) -> Iterator[None]:
+        """Within: modules have the attributes that they had before F of `chunk`. At the end: those from before."""
+        before, found = self._before[chunk], self._now()
+        if before is not found or self._written:
+            before.put_back(self._written, long=False)
+        try:
+            yield
+        finally:
+            written = found.written
+            if not found.is_current:
+                found.put_back(set())
+        if written:
+            raise CheckpointError(
+                f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
+                "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
+            )
+
+    def put_back(self, chunk: int) -> None:
+        """Restore what was there before F of `chunk`."""
+        if chunk in self._before:
+            self._before[chunk].roll_back()
+
+    def roll_back(self) -> None:
+        """Restore what was there at the beginning of the call."""
+        self._first.roll_back()
+
+    def forget(self, chunk: int) -> None:
+        """Drop what is kept for a chunk."""
+        self._before.pop(chunk, None)
+
+    def clear(self) -> None:
+        """Drop what is kept for all chunks."""
+        self._before.clear()
 
 
 class _OfModule(NamedTuple):

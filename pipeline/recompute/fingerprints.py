@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.data.pytrees import same_values
+from pipeline.data.pytrees import Checksums, checksums, same_checksums, same_values
 
 COUNT = 32  # of each tensor
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples spread evenly, also within rows and columns
@@ -34,6 +34,40 @@ _WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
 Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Entries: TypeAlias = Words | Tensor
 """The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
+
+
+class Fingerprints:
+    """The fingerprints of the outputs of one stage in one call, by chunk.
+
+    Args:
+        samples: whether to take entries of each output.
+        sums: whether to take sums over each output.
+    """
+
+    def __init__(self, samples: bool, sums: bool) -> None:
+        self._samples = samples
+        self._sums = sums
+        self._taken: dict[int, tuple[list[Entries], Checksums]] = {}
+
+    def take(self, chunk: int, outputs: Sequence[Tensor]) -> None:
+        """Take those of a forward."""
+        self._taken[chunk] = self._of(outputs)
+
+    def _of(self, outputs: Sequence[Tensor]) -> tuple[list[Entries], Checksums]:
+        return entries(outputs) if self._samples else [], checksums(outputs) if self._sums else []
+
+    def agree(self, chunk: int, outputs: Sequence[Tensor]) -> bool:
+        """Whether the outputs of a recomputation have those of its forward."""
+        (entries_then, sums_then), (entries_now, sums_now) = self._taken[chunk], self._of(outputs)
+        return same_checksums(sums_then, sums_now) and same_entries(entries_then, entries_now)
+
+    def forget(self, chunk: int) -> None:
+        """Drop those of a chunk."""
+        self._taken.pop(chunk, None)
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._taken.clear()
 
 
 def positions(size: int) -> list[int]:

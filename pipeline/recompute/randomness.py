@@ -15,9 +15,9 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy
 import torch
@@ -138,6 +138,9 @@ class Generator(Protocol):
     def get_state(self) -> Any: ...
 
     def set_state(self, state: Any, /) -> object: ...
+
+
+States: TypeAlias = list[tuple[Generator, Any]]
 
 
 class PythonGenerator:
@@ -327,6 +330,64 @@ def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
     return found
 
 
+class PrivateGenerators:
+    """The generators that a stage's modules hold, in one call: their states at its beginning and before each chunk.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._own = private_generators(modules)
+        self._first = self._states()
+        self._before: dict[int, States] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
+    def __iter__(self) -> Iterator[int]:
+        """Their ids."""
+        return iter(self._own)
+
+    def _states(self) -> States:
+        return [(generator, generator.get_state()) for generator in self._own.values()]
+
+    def before_forward(self, chunk: int) -> None:
+        """Keep their states, which F of `chunk` may change."""
+        self._before[chunk] = self._states()
+
+    def as_before(self, chunk: int) -> AbstractContextManager[None]:
+        """Within: they are as they were before F of `chunk`."""
+        return generators_at(self._before[chunk])
+
+    @property
+    def changed(self) -> list[int]:
+        """The ids of those that were drawn from in this call."""
+        pairs = zip(self._own, self._first, strict=True)
+        return [key for key, (generator, state) in pairs if not same_state(state, generator.get_state())]
+
+    def put_back(self, chunk: int) -> None:
+        """Restore their states from before F of `chunk`."""
+        _restore(self._before.get(chunk, []))
+
+    def roll_back(self) -> None:
+        """Restore their states from the beginning of the call."""
+        _restore(self._first)
+
+    def forget(self, chunk: int) -> None:
+        """Drop the states of a chunk."""
+        self._before.pop(chunk, None)
+
+    def clear(self) -> None:
+        """Drop those of all chunks."""
+        self._before.clear()
+
+
+def _restore(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
 def _adapter(kind: type) -> Callable[[Any], Generator] | None:
     """The adapter of a class to the interface of `torch.Generator`. None: its objects are no generators."""
     if issubclass(kind, random.SystemRandom):  # it has no state
@@ -348,16 +409,14 @@ _ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
 
 
 @contextmanager
-def generators_at(states: Iterable[tuple[Generator, Any]]) -> Iterator[None]:
+def generators_at(states: States) -> Iterator[None]:
     """Put generators at earlier states, and back where they were at the end."""
     found = [(generator, generator.get_state()) for generator, _ in states]
     try:
-        for generator, state in states:
-            generator.set_state(state)
+        _restore(states)
         yield
     finally:
-        for generator, state in found:
-            generator.set_state(state)
+        _restore(found)
 
 
 def _keys(seed: int) -> tuple[int, int]:

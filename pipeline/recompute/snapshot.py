@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import training_flags
 from pipeline.common.torch_modes import Ambient
-from pipeline.data.pytrees import Checksums, checksums, same_checksums
-from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.attributes import StageAttributes
 from pipeline.recompute.buffers import Buffers
-from pipeline.recompute.fingerprints import Entries, entries, same_entries
+from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.policy import Recomputing
-from pipeline.recompute.randomness import Generator, generators_at, private_generators, same_state
+from pipeline.recompute.randomness import PrivateGenerators
 
-States: TypeAlias = list[tuple[Generator, Any]]
 Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 """A stage's name, and the objects that it may share with others: see `ForwardSnapshot.shareable`."""
 
@@ -74,27 +72,18 @@ class ForwardSnapshot:
         samples: bool = True,
         tables: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.flags = tuple([module.training for module in modules])
-        self.key = index, self.flags
-        self._known = known
+        self.key = index, tuple([module.training for module in modules])
         self.buffers = Buffers(modules, None if compares else known.writes_buffers.get(self.key))
+        copies = compares or index in known.writes_attributes
+        self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies)
+        self._generators = PrivateGenerators(modules)
+        self._fingerprints = Fingerprints(samples, sums=compares)
         self._modules = modules
-        self._new_attributes = partial(Attributes, modules, tables, self.buffers.ids)
-        self._writes: set[int] = set()  # the ids of tensors on attributes that forwards write
-        looks = compares or index in known.writes_attributes
-        self._attributes = self._attributes_found = self._new_attributes(None if looks else self._writes)
-        self._attributes_at: dict[int, Attributes] = {}
         self._ambient = ambient
         self._stage = stage
-        self.compares = compares
+        self._known = known
         self._differing: list[Callable[[], AbstractContextManager[None]]] = []  # see `resume`
-        self._generators = private_generators(modules)
-        self._found = self._generators_now()
-        self._states: dict[int, States] = {}
         self._keeps = False
-        self._samples = samples
-        self._entries: dict[int, list[Entries]] = {}
-        self._sums: dict[int, Checksums] = {}
 
     # ------------------------------------------------------------------------------------------------ at the forward
 
@@ -104,34 +93,21 @@ class ForwardSnapshot:
         if self.buffers:
             self.buffers.before_forward(chunk)
         if self._attributes:
-            self._attributes_at[chunk] = self._attributes_now()
+            self._attributes.before_forward(chunk)
         if self._generators:
-            self._states[chunk] = self._generators_now()
-
-    def _generators_now(self) -> States:
-        return [(generator, generator.get_state()) for generator in self._generators.values()]
-
-    def _attributes_now(self) -> Attributes:
-        if not self._attributes.is_current:
-            self._writes |= self._attributes.written
-            self._attributes = self._new_attributes(self._writes)
-        return self._attributes
+            self._generators.before_forward(chunk)
 
     def after_forward(self, chunk: int, keep: bool, outputs: Sequence[Tensor]) -> None:
         """Observe what F changed, and keep fingerprints of its outputs."""
         if self.buffers:
             self.buffers.after_forward()
-        if not keep:
-            return
-        if self.compares:
-            self._sums[chunk] = checksums(outputs)
-        if self._samples:
-            self._entries[chunk] = entries(outputs)
+        if keep:
+            self._fingerprints.take(chunk, outputs)
 
     def note(self) -> None:
         """Record the observed traits, after all forwards have succeeded."""
         self._known.writes_buffers[self.key] = self.buffers.writers
-        if self._writes | self._attributes.written:
+        if self._attributes.are_written:
             self._known.writes_attributes.add(self.key[0])
 
     def shareable(self) -> Iterator[tuple[int, str]]:
@@ -143,19 +119,16 @@ class ForwardSnapshot:
     def changed(self) -> Iterator[int]:
         """Those of them that the forwards of this call changed."""
         yield from self.buffers.written_memory()
-        for key, (generator, state) in zip(self._generators, self._found, strict=True):
-            if not same_state(state, generator.get_state()):
-                yield key
+        yield from self._generators.changed
 
     def roll_back(self) -> None:
         """Restore the state from the beginning of the call."""
         self.buffers.roll_back()
-        for generator, state in self._found:
-            generator.set_state(state)
+        self._generators.roll_back()
 
     def roll_attributes_back(self) -> None:
         """Restore attributes, when the call runs again. After a failure they stay: they may help to explain it."""
-        self._attributes_found.roll_back()
+        self._attributes.roll_back()
 
     def put_back(self, chunk: int, first: bool) -> None:
         """Restore the state from before F of `chunk`, which has failed."""
@@ -164,10 +137,8 @@ class ForwardSnapshot:
             self.roll_attributes_back()
         else:
             self.buffers.put_back(chunk)
-            if chunk in self._attributes_at:
-                self._attributes_at[chunk].roll_back()
-            for generator, state in self._states.get(chunk, []):
-                generator.set_state(state)
+            self._attributes.put_back(chunk)
+            self._generators.put_back(chunk)
 
     # ------------------------------------------------------------------------------------------ at the recomputation
 
@@ -176,8 +147,9 @@ class ForwardSnapshot:
         self._differing = []
         if now != self._ambient:
             self._differing.append(self._ambient.entered)
-        if self.flags != tuple([module.training for module in self._modules]):
-            self._differing.append(partial(training_flags, self._modules, self.flags))
+        _, flags = self.key
+        if flags != tuple([module.training for module in self._modules]):
+            self._differing.append(partial(training_flags, self._modules, flags))
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
@@ -192,38 +164,16 @@ class ForwardSnapshot:
             for differing in self._differing:
                 stack.enter_context(differing())
             if self._attributes:
-                stack.enter_context(self._attributes_as_before(chunk))
+                stack.enter_context(self._attributes.as_before(chunk))
             if self.buffers:
                 stack.enter_context(self.buffers.as_before(chunk))
             if self._generators:
-                stack.enter_context(generators_at(self._states[chunk]))
+                stack.enter_context(self._generators.as_before(chunk))
             yield
-
-    @contextmanager
-    def _attributes_as_before(self, chunk: int) -> Iterator[None]:
-        """Within: modules have the attributes that they had before F of `chunk`. At the end: those from before."""
-        before, found = self._attributes_at[chunk], self._attributes_now()
-        if before is not found or self._writes:
-            before.put_back(self._writes, long=False)
-        try:
-            yield
-        finally:
-            written = found.written
-            if not found.is_current:
-                found.put_back(set())
-        if written:
-            raise CheckpointError(
-                f"a recomputation of {self._stage} wrote a tensor in place that is an attribute of a module, as "
-                "its forward had done. Make it a buffer (register_buffer), or assign a new tensor to the attribute."
-            )
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Raise if a recomputation gave other values than its forward."""
-        sums = self._sums.get(chunk)
-        same = sums is None or same_checksums(sums, checksums(outputs))
-        if same and self._samples:
-            same = same_entries(self._entries[chunk], entries(outputs))
-        if not same:
+        if not self._fingerprints.agree(chunk, outputs):
             raise CheckpointError(
                 f"the recomputation of {self._stage}, chunk {chunk}, gave other values than its forward. A layer "
                 "depends on state outside its module that has changed since (in its class, a global, a closure). "
@@ -235,14 +185,13 @@ class ForwardSnapshot:
         """Drop the state for this chunk, which is not recomputed any more."""
         if not self._keeps:
             return
-        self.buffers.forget(chunk)
-        for kept in (self._states, self._entries, self._sums, self._attributes_at):
-            kept.pop(chunk, None)
+        for state in (self.buffers, self._attributes, self._generators, self._fingerprints):
+            state.forget(chunk)
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for kept in (self._states, self._entries, self._sums, self._attributes_at):
-            kept.clear()
+        for state in (self._attributes, self._generators, self._fingerprints):
+            state.clear()
 
 
 def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[Held]:
