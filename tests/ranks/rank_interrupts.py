@@ -63,7 +63,8 @@ class Line:
     """Raises a signal at a line of a call over ranks: at the n-th, or that many after the begin of the vote."""
 
     def __init__(self, pipe: Pipe, at: int, votes: bool = False) -> None:
-        ranks = pipe._ranks or (pipe._replicas and pipe._replicas.ranks)
+        processes = pipe._settings.processes
+        ranks = processes.ranks or (processes.replicas and processes.replicas.ranks)
         assert ranks is not None
         self._ranks, self._at, self._votes = ranks, at, votes
         self.count, self.vote = 0, 0
@@ -83,7 +84,7 @@ class Line:
         if event != "line" or self.where or not (self.count or self._ranks.is_in_call):
             return self
         self.count += 1
-        if frame.f_code.co_name == "agree" and not self.vote:
+        if frame.f_code.co_name == "agree" and "/communicator.py" in name and not self.vote:
             self.vote = self.count
         if self.count == self._at + (self.vote or sys.maxsize) * self._votes:
             self.where = f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
