@@ -30,9 +30,10 @@ from pipeline.entry.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, Compared, LocalCommunicator, Output, share_output
+from pipeline.execution.communicator import Communicator, Compared, Output, share_output
 from pipeline.execution.drivers import in_turns
 from pipeline.execution.execution import Execution
+from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
 from pipeline.execution.trace import TraceRecorder

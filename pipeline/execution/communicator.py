@@ -11,7 +11,7 @@
                 .gradients     a parameter's whole gradient, from those of the stages that read it
                 .averager      the means of gradients over replicas; None: there are none
 
-One process has a LocalCommunicator, ranks have that of distributed/communicator.py. With replicas, that of
+One process has that of local_communicator.py, ranks that of distributed/communicator.py. With replicas, the one of
 distributed/data_parallel/communicator.py stands around either: it has the other's parts, and an averager.
 
 Entry points and calls use these interfaces alone, so they are the same in one process and over ranks.
@@ -24,15 +24,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
-from pipeline.execution.mailbox import LocalMailbox, Mailbox
-from pipeline.gradients.clip import joined_norm, total_norm
-from pipeline.recompute.randomness import draw_seed
+from pipeline.execution.mailbox import Mailbox
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
@@ -260,98 +257,6 @@ class Communicator(ABC):
     @abstractmethod
     def again(self) -> Communicator:
         """A communicator for the backward of this call."""
-
-
-# --------------------------------------------------------------------------------------------------------- one process
-
-
-class LocalTopology(Topology):
-    """All stages."""
-
-    def __init__(self) -> None:
-        self.nothing = torch.empty(0, requires_grad=True, device="cpu")
-
-    def has(self, stage: int) -> bool:
-        return True
-
-    def refuse_external(self, leaves: Iterable[Tensor], who: str, stage: int | None = None) -> None:
-        pass
-
-
-class LocalExchange(Exchange):
-    """Everything is here."""
-
-    def mailbox(self, values: Values, places: Mapping[int, Place], transport: Local) -> LocalMailbox:
-        return LocalMailbox(values, places, transport)
-
-    def broadcast(self, what: str, stage: int, message: Message | None) -> Message:
-        assert message is not None  # the first stage is here, and the last
-        return message
-
-    def gather(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(named)
-
-    def any(self, here: bool) -> bool:
-        return here
-
-    def sum_over(self, numbers: Tensor) -> Tensor:
-        return numbers
-
-    def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        return total_norm([grad for _, grad in named], norm_type)
-
-    def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        return joined_norm([norm for _, norm in norms], norm_type)
-
-    def share_events(self, events: Sequence[Event]) -> list[Event]:
-        return list(events)
-
-
-class LocalGradients(Gradients):
-    """All parts are here."""
-
-    def owners(self, used: list[Tensor]) -> list[Tensor]:
-        return used
-
-    def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
-        return joined(parts)
-
-
-class LocalCommunicator(Communicator):
-    """The communicator of a process that has every stage."""
-
-    def __init__(self) -> None:
-        self.topology = LocalTopology()
-        self.exchange = LocalExchange()
-        self.gradients = LocalGradients()
-
-    @property
-    def is_alone(self) -> bool:
-        return True
-
-    def __enter__(self) -> LocalCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
-        return draw_seed() if draws else 0
-
-    def at(self, action: Action | None) -> None:
-        pass
-
-    def share_divisor(self, divisor: Tensor | None) -> Tensor | None:
-        return divisor
-
-    def agree(self, verdict: Verdict) -> Verdict:
-        return verdict
-
-    def close(self) -> None:
-        pass
-
-    def again(self) -> LocalCommunicator:
-        return self
 
 
 def joined(parts: Sequence[Part]) -> dict[int, Pair]:

@@ -32,8 +32,9 @@ from pipeline.curvature.space import Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
-from pipeline.execution.communicator import Communicator, LocalCommunicator
+from pipeline.execution.communicator import Communicator
 from pipeline.execution.execution import Execution
+from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import generators_at, private_generators
 

@@ -18,8 +18,8 @@ from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import Activations, Tree
 from pipeline.data.values import CALLER, chain
 from pipeline.distributed.mailbox import RankMailbox
-from pipeline.execution.communicator import LocalExchange
 from pipeline.execution.drivers import Driver
+from pipeline.execution.local_communicator import LocalExchange
 from pipeline.execution.mailbox import LocalMailbox
 from pipeline.execution.plan import plan_step
 from pipeline.transports.local import Local
