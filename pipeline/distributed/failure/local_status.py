@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipeline.distributed.failure.errors import Failure
 from pipeline.distributed.failure.heartbeat import Heartbeat
@@ -20,6 +20,14 @@ class Marks(Protocol):
 
     at: object
     steps: int
+
+
+class LatestCall(NamedTuple):
+    """The call that this rank entered last: its generation, its number there, its name."""
+
+    generation: int
+    number: int
+    call: str
 
 
 class LocalStatus:
@@ -38,15 +46,12 @@ class LocalStatus:
         self.failure: Failure | None = None  # of this generation
         self.ended = ""
         self.has_parted = False
-        self._generation = -1
-        self._number = 0
-        self._call = ""
+        self._latest = LatestCall(-1, 0, "")
         self._abort: Callable[[], None] | None = None  # None: outside of calls
         self._was_aborted = False
         self._unposted: list[tuple[int, Failure]] = []
         self._marks = marks
-        self._at: object = ""
-        self._steps = 0
+        self._mark: tuple[object, int] = ("", 0)  # what these were when they were last read
 
     # ------------------------------------------------------------------ what the main thread does
 
@@ -55,12 +60,13 @@ class LocalStatus:
         with self.changed:
             if self.ended:
                 raise RuntimeError(f"rank {self.rank} {self.ended}: it cannot enter {call}")
-            if generation < self._generation:
-                raise ValueError(f"generation {generation} is over: rank {self.rank} is in {self._generation}")
-            if generation > self._generation:
-                self._generation, self._number, self.failure = generation, 0, None
-            self._number += 1
-            self._call, self._abort, self._was_aborted = call, abort, False
+            before, number, _ = self._latest
+            if generation < before:
+                raise ValueError(f"generation {generation} is over: rank {self.rank} is in {before}")
+            if generation > before:
+                number, self.failure = 0, None
+            self._latest = LatestCall(generation, number + 1, call)
+            self._abort, self._was_aborted = abort, False
 
     def leave(self) -> None:
         """Leave the call. No abort is under way when this returns."""
@@ -81,7 +87,7 @@ class LocalStatus:
         """Give the monitor's thread a failure to post, and wait for that."""
         with self.changed:
             if self.failure is None:
-                self._unposted.append((self._generation, failure))
+                self._unposted.append((self._latest.generation, failure))
                 self.changed.wait_for(lambda: self.failure is not None or self.ended, seconds)
                 self.failure = self.failure or failure
 
@@ -103,16 +109,16 @@ class LocalStatus:
         with self.changed:
             marks = self._marks()
             if marks is not None:
-                self._at, self._steps = marks.at, marks.steps
-            at = " ".join(map(str, self._at)) if isinstance(self._at, tuple) else str(self._at)
-            is_in = self._abort is not None
-            return Heartbeat(serial, self._generation, self._number, self._call, is_in, at, self._steps, self.ended)
+                self._mark = marks.at, marks.steps
+            at, steps = self._mark
+            words = " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
+            return Heartbeat(serial, *self._latest, self._abort is not None, words, steps, self.ended)
 
     def asked(self) -> int | None:
         """The generation whose failure the main thread needs and does not have."""
         with self.changed:
             wants = (self._abort is not None or self.is_asking) and self.failure is None
-            return self._generation if wants else None
+            return self._latest.generation if wants else None
 
     def unposted(self) -> list[tuple[int, Failure]]:
         """The failures to be posted, with their generations, oldest first."""
@@ -129,13 +135,13 @@ class LocalStatus:
         """Record a failure that cannot be posted yet, since the store does not answer."""
         with self.changed:
             if self.failure is None:
-                self._unposted.append((self._generation, failure))
-            self.deliver(self._generation, failure)
+                self._unposted.append((self._latest.generation, failure))
+            self.deliver(self._latest.generation, failure)
 
     def deliver(self, generation: int, failure: Failure) -> None:
         """Give the main thread a failure, unless it has one."""
         with self.changed:
-            if generation == self._generation:
+            if generation == self._latest.generation:
                 self.failure = self.failure or failure
             self.wake()
             self.changed.notify_all()

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure
 from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.store_exchange import PARTING, StoreExchange
 from pipeline.distributed.failure.store_keys import StoreKeys
 from pipeline.distributed.failure.store_watchdog import StoreWatchdog
-from pipeline.distributed.failure.thread import PARTING, MonitorThread
+from pipeline.distributed.failure.thread import MonitorThread
 
 POSTING = 2.0  # seconds that `fail` waits at most for its record
 
@@ -67,8 +68,9 @@ class FailureMonitor:
         self._heartbeat = heartbeat
         self._status = status = LocalStatus(rank, weakref.ref(self))
         detector = FailureDetector(rank, size, heartbeat, timeout)
-        self._thread = MonitorThread(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
-        self._watchdog = StoreWatchdog(status, self._thread, heartbeat)
+        exchange = StoreExchange(status, StoreKeys(store, prefix, rank, size), detector, heartbeat)
+        self._thread = MonitorThread(status, exchange, heartbeat)
+        self._watchdog = StoreWatchdog(status, self._thread, detector, heartbeat)
         at_exit = partial(_end_with_script, status, self._thread, self._watchdog, os.getpid())
         self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False

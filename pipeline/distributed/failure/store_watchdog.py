@@ -11,9 +11,11 @@ from __future__ import annotations
 import threading
 from time import monotonic
 
+from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import silence
 from pipeline.distributed.failure.local_status import LocalStatus
-from pipeline.distributed.failure.thread import BEAT, JOINING, MonitorThread
+from pipeline.distributed.failure.store_exchange import BEAT
+from pipeline.distributed.failure.thread import JOINING, MonitorThread
 
 
 class StoreWatchdog:
@@ -22,12 +24,16 @@ class StoreWatchdog:
     Args:
         status: of this rank.
         monitor: the monitor's thread, which uses the store.
+        detector: knows where the others wait.
         heartbeat: seconds that a turn of that thread may take.
     """
 
-    def __init__(self, status: LocalStatus, monitor: MonitorThread, heartbeat: float) -> None:
+    def __init__(
+        self, status: LocalStatus, monitor: MonitorThread, detector: FailureDetector, heartbeat: float
+    ) -> None:
         self._status = status
         self._monitor = monitor
+        self._detector = detector
         self._heartbeat = heartbeat
         self._awake = self._since = monotonic()
         self._over = threading.Event()
@@ -67,4 +73,4 @@ class StoreWatchdog:
                 f"(heartbeat={self._heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
                 f"swapped out or cut off. rank {rank} is {own.described()}."
             )
-            self._status.lose(silence(rank, own.call, message, self._monitor.detector.waits(but=rank)))
+            self._status.lose(silence(rank, own.call, message, self._detector.waits(but=rank)))

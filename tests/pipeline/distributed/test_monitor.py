@@ -17,12 +17,14 @@ import pytest
 import torch.distributed as dist
 from monitor_scripts import Nursery, Remote, every
 
-from pipeline.distributed.failure import thread as watch_thread
+from pipeline.distributed.failure import store_exchange
+from pipeline.distributed.failure import thread as monitor_thread
 from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import Failure, silence
 from pipeline.distributed.failure.heartbeat import Heartbeat
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.monitor import FailureMonitor
+from pipeline.distributed.failure.store_exchange import StoreExchange
 from pipeline.distributed.failure.store_keys import KEPT, StoreKeys
 from pipeline.distributed.failure.store_watchdog import StoreWatchdog
 from pipeline.distributed.failure.thread import MonitorThread
@@ -446,7 +448,7 @@ def test_a_rank_that_stops_its_watch_is_known_to_have_done_so(store: dist.Store)
 def test_a_rank_that_parts_learns_soon_that_the_others_are_out_of_the_call(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_thread, "BEAT", 60.0)
+    monkeypatch.setattr(store_exchange, "BEAT", 60.0)
     watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
@@ -468,8 +470,8 @@ def test_a_rank_that_parts_learns_soon_that_the_others_are_out_of_the_call(
 def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for pause in ("BEAT", "PAUSE"):
-        monkeypatch.setattr(watch_thread, pause, 60.0)
+    monkeypatch.setattr(store_exchange, "BEAT", 60.0)
+    monkeypatch.setattr(monitor_thread, "PAUSE", 60.0)
     watches = [FailureMonitor(store, "w", rank, 2, heartbeat=400.0) for rank in range(2)]
     for watch in watches:
         watch.enter(0, "step 1", lambda: None)
@@ -483,12 +485,14 @@ def test_what_the_main_thread_wants_is_done_at_once_however_long_the_pauses_are(
     assert names() == []
 
 
-def test_the_guard_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_process_was_awake() -> None:
+def test_the_watchdog_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_process_was_awake() -> None:
     for stopped in (False, True):
         status = LocalStatus(0, lambda: None)
         status.enter(0, "step 1", lambda: None)
-        thread = MonitorThread(status, StoreKeys(dist.HashStore(), "w", 0, 2), judge(), 10.0)
-        watchdog = StoreWatchdog(status, thread, 10.0)
+        detector = judge()
+        exchange = StoreExchange(status, StoreKeys(dist.HashStore(), "w", 0, 2), detector, 10.0)
+        thread = MonitorThread(status, exchange, 10.0)
+        watchdog = StoreWatchdog(status, thread, detector, 10.0)
         thread.turn_began = began = time.monotonic()
         for second in range(1, 30):
             awake_since = 6 if stopped else 0
@@ -497,7 +501,7 @@ def test_the_guard_speaks_when_a_turn_takes_longer_than_heartbeat_of_which_this_
             assert (status.failure is None) == (second - awake_since <= 10)
 
 
-class HeldBoard(StoreKeys):
+class HeldKeys(StoreKeys):
     """Its store does not answer when it is asked for a failure: meanwhile, that happens."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
@@ -526,8 +530,8 @@ def test_no_rank_is_seen_in_a_generation_before_the_failure_that_led_to_it_can_b
         status.enter(1, "step 2", lambda: None)
 
     status.enter(0, "step 1", lambda: None)
-    keys = HeldBoard(give_up)
-    MonitorThread(status, keys, judge(), 10.0)._turn()
+    keys = HeldKeys(give_up)
+    StoreExchange(status, keys, judge(), 10.0).turn()
     assert keys.told == ["failure of 0", "beat of 1"]
 
 

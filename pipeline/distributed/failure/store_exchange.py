@@ -1,0 +1,115 @@
+"""The exchange of a rank's monitor with the store, turn by turn.
+
+    every turn                post own failures ─► look for a failure ─► deliver
+    every beat                write this rank's beat ─► read the others' ─► detector ─► accuse: post, deliver
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from pipeline.distributed.failure.detector import FailureDetector
+from pipeline.distributed.failure.errors import silence
+from pipeline.distributed.failure.heartbeat import Heartbeat
+from pipeline.distributed.failure.local_status import LocalStatus
+from pipeline.distributed.failure.store_keys import StoreKeys
+
+BEAT = 1.0  # seconds between two signs of life, or a quarter of `heartbeat`
+PARTING = 5.0  # seconds for which a rank that has ended waits at most for others, which may need the store it hosts
+
+
+class StoreExchange:
+    """The use that a monitor makes of the store, turn by turn.
+
+    Args:
+        status: of this rank.
+        keys: the keys.
+        detector: the rules.
+        heartbeat: seconds.
+    """
+
+    def __init__(self, status: LocalStatus, keys: StoreKeys, detector: FailureDetector, heartbeat: float) -> None:
+        self._status = status
+        self._keys = keys
+        self._detector = detector
+        self._heartbeat = heartbeat
+        self._period = min(BEAT, heartbeat / 4)
+        self._awake = monotonic()
+        self._next = 0.0
+        self._latest = Heartbeat(-1, -1, 0, "", False, "", 0, "")  # of this rank, in the store
+        self._before = self._latest  # at the turn before
+        self._parting: tuple[float, dict[int, int]] | None = None  # since when, and the others' beats then
+
+    def last_beat(self) -> None:
+        """A beat that says how this rank ended, unless one has said so."""
+        if not self._latest.ended:
+            self._beat()
+
+    def turn(self) -> None:
+        """Post and look for failures; when a beat is due, exchange beats and judge by them."""
+        self._check_clock()
+        self._post()
+        asked = self._status.asked()
+        failure = None if asked is None else self._keys.failure(asked)
+        if asked is not None and failure is not None:
+            self._status.deliver(asked, failure)
+        self._status.wake()
+        if self._is_due(self._status.beat(0)):
+            self._post()  # before a beat that is of a later generation
+            self._exchange(self._beat())
+
+    def _post(self) -> None:
+        while unposted := self._status.unposted():
+            generation, failure = unposted[0]
+            self._status.posted(generation, self._keys.post(generation, failure))
+
+    def _is_due(self, own: Heartbeat) -> bool:
+        """A beat is due in time; and early when this rank pauses after a call, since then others may part."""
+        before, self._before = self._before, own
+        pauses = not own.is_in and not before.is_in and own.order == before.order
+        is_news = own.order != self._latest.order or self._latest.is_in
+        return (pauses and is_news) or bool(own.ended) or monotonic() >= self._next
+
+    def _beat(self) -> Heartbeat:
+        self._latest = self._status.beat(self._latest.serial + 1)
+        self._keys.say(self._latest)
+        return self._latest
+
+    def _exchange(self, own: Heartbeat) -> None:
+        beats = self._keys.beats()
+        self._keys.forget_before(own.generation)
+        now = self._check_clock()
+        self._next = now + self._period
+        self._detector.see({**beats, self._status.rank: own}, now)
+        accused = self._detector.accusation(now)
+        if accused is not None and self._status.asked() == own.generation:
+            self._status.deliver(own.generation, self._keys.post(own.generation, accused))
+        if own.ended:
+            self._part(beats, now)
+
+    def _check_clock(self) -> float:
+        """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
+        now = monotonic()
+        if now - self._awake > self._heartbeat / 2:
+            self._detector.restart(now)
+        self._awake = now
+        return now
+
+    def _part(self, beats: dict[int, Heartbeat], now: float) -> None:
+        if self._parting is None:
+            self._parting = now, {rank: beat.serial for rank, beat in beats.items()}
+        since, serials = self._parting
+        if now - since > min(PARTING, self._heartbeat) or not self._detector.needy(serials, now, 3 * self._period):
+            self._status.part()
+
+    def without_store(self, reason: str) -> None:
+        """The turn after the store was lost, for this reason: this rank can only judge for itself."""
+        rank, own = self._status.rank, self._status.beat(0)
+        for generation, failure in self._status.unposted():
+            self._status.posted(generation, failure)
+        if self._status.asked() is not None:
+            message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.described()}."
+            self._status.deliver(own.generation, silence(rank, own.call, message, self._detector.waits(but=rank)))
+        self._status.wake()
+        if own.ended:
+            self._status.part()
