@@ -58,8 +58,7 @@ class DistributedCommunicator(Communicator):
         ranks = topology.ranks
         self._entry = entry if of is None else f"{entry} of {of}"
         self._is_backward = of is not None
-        failures = f" after failure {ranks.generation}" if ranks.generation else ""
-        self._name = f"call {ranks.calls_since + 1}{failures}"
+        self._name = ranks.next_call
         self._call = f"{self._entry} (call {ranks.calls + 1} of the script)"
         self._comparison = Comparison(topology, f"{self._entry} of Pipe {topology.number}, {self._name}")
         self._messages = CallMessages(ranks, series)

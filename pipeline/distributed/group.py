@@ -86,12 +86,18 @@ class RankGroup:
             "pipe.state_dict() with torch.distributed.checkpoint, or pipe.full_state_dict() on rank 0."
         )
 
-    # ----------------------------------------------------------------------------------------------------- messages
+    @property
+    def next_call(self) -> str:
+        """The number of the next call, in words: the same on all ranks."""
+        failures = f" after failure {self.generation}" if self.generation else ""
+        return f"call {self.calls_since + 1}{failures}"
 
     @property
     def generation(self) -> int:
         """The number of calls that have failed."""
         return self.connections.generation
+
+    # ----------------------------------------------------------------------------------------------------- messages
 
     def send_one(self, to: int, series: str, what: str, message: Message) -> None:
         """Send a message by itself."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.loss import divide_
 from pipeline.distributed.agreement import MODES, OPTIONS, SETTINGS, digest, from_optional_bits, optional_bits
-from pipeline.distributed.data_parallel.gradient_means import GradientReducer, lost
+from pipeline.distributed.data_parallel.gradient_means import GradientReducer, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, refuse
 from pipeline.distributed.data_parallel.shards import GradientBucket, Layout, with_external
 from pipeline.execution.communicator import Averager, Pair
@@ -45,7 +45,7 @@ class ReplicaAverager(Averager):
         self._reducer: GradientReducer | None = None
         self._final: dict[int, Sequence[Pair]] = {}  # by stage
 
-    def note(self, words: Mapping[str, str]) -> None:
+    def describe(self, words: Mapping[str, str]) -> None:
         """Take descriptions of a call: what replicas must agree on is compared when their gradients meet."""
         self.words.update({name: words[name] for name in _ALIKE if name in words})
 
@@ -75,7 +75,7 @@ class ReplicaAverager(Averager):
         means = reducer.means(sums, [from_optional_bits(*theirs[-2:]) for theirs in notes])
         self.waits_for_vote = not waits
         if waits:
-            with lost():
+            with among_replicas():
                 self._replicas.ranks.exchange(note[:1])
             self.is_agreed = True
         others = [(owner, divide_(grad, divisor)) for owner, grad in _without(pairs, means)]  # no parameters
@@ -100,7 +100,7 @@ class ReplicaAverager(Averager):
             for index, leaf in enumerate(self.layout.parameters)
         ]
         lines += [f"a parameter of shape {list(leaf.shape)} that is not the module's" for leaf in self._external(last)]
-        with lost():
+        with among_replicas():
             refuse(self._replicas.ranks, {**self.words, "the parameters": "\n".join(lines)})
 
     def _begun(self) -> GradientReducer:

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.common.interrupts import LATE, Deferral
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
-from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, lost
+from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
 from pipeline.distributed.data_parallel.replicas import Replicas, members
 from pipeline.distributed.data_parallel.shards import Layout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
@@ -63,8 +63,7 @@ class DataParallelCommunicator(Communicator):
         self._name = f"{entry} (call {ranks.calls + 1} among the replicas)"
         self._action: Action | None = None  # under way
         self._interrupts = Deferral()  # from the last vote to the end
-        failures = f" after failure {ranks.generation}" if ranks.generation else ""
-        calls = f"{entry} of Pipe {replicas.number}, call {ranks.calls_since + 1}{failures}"
+        calls = f"{entry} of Pipe {replicas.number}, {ranks.next_call}"
         if of is not None:
             calls += f", of {of['the calls']}"
         self.averager: ReplicaAverager = ReplicaAverager(replicas, layout, calls, of)
@@ -137,7 +136,7 @@ class DataParallelCommunicator(Communicator):
             waited = f"rank {ranks.rank} waited at {in_words(ranks.monitor.at)}."
             failure = silence(ranks.rank, self._call, f"rank {ranks.rank} lost a connection: {error}", waited)
         where = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
-        return _told_among(failure, where)
+        return _located(failure, where)
 
     def _pass_on(self) -> None:
         """Make the pipeline's failure that of the replicas."""
@@ -148,7 +147,7 @@ class DataParallelCommunicator(Communicator):
             failure = silence(pipeline.rank, self._call, "the call failed before it began.")
         where = f"{_WHERE[0]}{ranks.rank} (ranks {members(pipeline)} of the world, here 0 to {pipeline.size - 1})"
         ranks.is_in_call = False
-        ranks.monitor.fail(_told_among(failure, where))
+        ranks.monitor.fail(_located(failure, where))
         ranks.close()
         ranks.monitor.leave()
 
@@ -161,7 +160,7 @@ class DataParallelCommunicator(Communicator):
             return {**compared[-1], "the replicas": f"number {self._replicas.index} of {self._replicas.count}"}
 
         seed = self._inner.open(with_replica, draws, tensors)
-        self.averager.note(compared[-1] if compared else words(False))
+        self.averager.describe(compared[-1] if compared else words(False))
         return seed
 
     def at(self, action: Action | None) -> None:
@@ -193,7 +192,7 @@ class DataParallelCommunicator(Communicator):
             if isinstance(self._inner, DistributedCommunicator):
                 self._inner.compare()  # what refuses one replica's call refuses all
             self._replicas.ranks.monitor.at = "the vote of all replicas"
-            with lost():
+            with among_replicas():
                 rows = self._replicas.ranks.exchange([self._replicas.number, verdict.hooks])
             verdict = verdict._replace(hooks=any(hooks for _, hooks in rows))
         verdict = self._inner.agree(verdict)
@@ -205,12 +204,12 @@ class DataParallelCommunicator(Communicator):
 
     def close(self) -> None:
         self._inner.close()
-        with lost():
+        with among_replicas():
             self._replicas.ranks.exchange([self._replicas.number])
 
 
-def _told_among(failure: Failure, where: str) -> Failure:
-    """The failure, as it is told to ranks that count otherwise; where it comes from is told once."""
+def _located(failure: Failure, where: str) -> Failure:
+    """The failure, with the place where it arose, once: for ranks that are numbered otherwise."""
     if failure.call.startswith(_WHERE):
         return failure
     is_silence = failure.type_name.endswith(f".{RankError.__name__}")

@@ -61,7 +61,7 @@ class GradientReducer:
         Args:
             grads: by the id of the parameter.
         """
-        with lost():
+        with among_replicas():
             self._send(grads, ())
 
     def send_last(self, bucket: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class GradientReducer:
             note: whole numbers for everyone.
         """
         self._buckets[-1], self._note = bucket, note
-        with lost():
+        with among_replicas():
             self._send(grads, (torch.tensor(note, dtype=torch.int64, device="cpu"),))
 
     def _send(self, grads: Mapping[int, Tensor], more: tuple[Tensor, ...]) -> None:
@@ -96,7 +96,7 @@ class GradientReducer:
         ]
         sums: list[list[Parts]] = [[parts] * self._ranks.size for parts in own]
         notes = [list(self._note)] * self._ranks.size
-        with lost():
+        with among_replicas():
             for index, bucket in enumerate(self._buckets):
                 for other in self._others:
                     sums[index][other] = list(self._received(other, "sums", bucket))
@@ -120,7 +120,7 @@ class GradientReducer:
             RuntimeError: a gradient is sparse on one replica and dense on another.
         """
         rank, own = self._ranks.rank, []
-        with lost():
+        with among_replicas():
             self._begin("means")
             for index, bucket in enumerate(self._buckets):
                 parts, sums[index] = sums[index], []
@@ -169,7 +169,7 @@ class GradientReducer:
 
 
 @contextmanager
-def lost() -> Iterator[None]:
+def among_replicas() -> Iterator[None]:
     """Within: connections are those to the replicas."""
     try:
         yield
