@@ -59,7 +59,7 @@ PARTS = {
     ),
     "call: before and after the actions": ("pipeline.execution.call:Call.run_forward",),
     "call: let go": ("pipeline.execution.call:Call.release",),
-    "hand over: to .grad": ("pipeline.entry.step:collect", "pipeline.entry.step:hand_over"),
+    "hand over: to .grad": ("pipeline.entry.sinks:collect", "pipeline.entry.sinks:GradSink.take"),
     "step: the rest of it": ("pipeline.pipe:Pipe.step",),
 }
 

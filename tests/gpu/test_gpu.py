@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,7 +205,8 @@ def test_every_stream_waits_for_what_it_reads(where: str, late: bool) -> None:
     plain = copy.deepcopy(model).cuda()
     pipe = Pipe(model, [2, 2, 2], 3, devices=PLACES[where]())
     if late:
-        pipe._transport = LateCopies()
+        settings = pipe._settings
+        pipe._settings = replace(settings, layout=replace(settings.layout, transport=LateCopies()))
     x, y = torch.randn(12, 64).double(), torch.randn(12, 64).double()
     expected, grads = by_hand(plain, x.cuda(), y.cuda(), 3)  # type: ignore[arg-type]
     for _ in range(3):
