@@ -1,7 +1,7 @@
-"""The assignment of stages to ranks, and the parameters that have copies on several ranks (ties).
+"""The assignment of stages to ranks, and the parameters that have copies on several ranks (tied ones).
 
     schedule --placement--> rank of each stage        stage 0 --> rank 0, stage 1 --> rank 1, ...
-    the whole module's structure --> ties             '0.weight' (stage 0, rank 0) = '5.weight' (stage 3, rank 1)
+    the whole module's structure --> tied             '0.weight' (stage 0, rank 0) = '5.weight' (stage 3, rank 1)
 
 Every rank knows the structure of the whole module (on the meta device, if it is large), so all compute the same
 assignment without communication. A tied parameter's owner is the rank of the first stage that reads it.

@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """Of some tensors, as they are when this is made: exact, and rows in another order have another one.
+    """The fingerprint of tensors, as they are when this is made. It is exact, and depends on the order of rows.
 
     Attributes:
         is_here: whether the host has it already.
@@ -45,7 +45,7 @@ class Fingerprint:
 
     @property
     def number(self) -> int:
-        """From 1 up to 63 bits."""
+        """A whole number of 63 bits, at least 1."""
         hashed = hashlib.blake2b(digest_size=8)
         for sums in self._sums:
             hashed.update(sums.value().numpy().data)
@@ -53,7 +53,7 @@ class Fingerprint:
 
 
 class Sketch(NamedTuple):
-    """Of a gradient.
+    """The sketch of a gradient.
 
     Attributes:
         norm: of the rows that are looked at.
@@ -77,7 +77,7 @@ class Sketch(NamedTuple):
 
 
 class Sketches:
-    """Of some gradients, as they are when this is made. None counts as zeros."""
+    """The sketches of gradients, as they are when this is made. None counts as zeros."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
@@ -86,7 +86,7 @@ class Sketches:
 
     @property
     def values(self) -> list[Sketch]:
-        """One for each."""
+        """The sketch of each gradient."""
         numbers = [(0.0, 0.0) if coming is None else coming.value().tolist() for coming in self._numbers]
         return [Sketch(norm, product, part) for (norm, product), part in zip(numbers, self._tolerances, strict=True)]
 

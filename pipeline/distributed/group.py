@@ -1,12 +1,12 @@
 """The ranks that run a Pipe together, and the connections between them.
 
-    torchrun, or group=...  -->  RankGroup: rank, size, store, FailureMonitor, channels of a generation, links over them
+    torchrun, or group=...  -->  RankGroup: rank, size, FailureMonitor, Connections: channels, links over them
 
-    within a call   exchange: a few whole numbers from all to all        Sender, Receiver: messages
+    within a call   exchange: a few whole numbers from all to all        send_one, receive_one: messages
     a failure       its record first, then every channel is closed; the next call builds the next generation of them
 
-All Pipes of one process group share one. Channels connect ordered pairs of ranks; control numbers travel on the same
-ones, before and after the messages of a phase.
+All Pipes of one process group share one. Control numbers travel on the same channels as messages, before and after
+those of a phase.
 
 Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control numbers go as
 messages, since a collective of gloo takes much longer than two of these: up to three ranks send to each other
@@ -247,7 +247,7 @@ class RankGroup:
         self.calls_since = 0
 
     def farewell(self) -> None:
-        """The script ends."""
+        """End the monitor and drop the connections: the script ends."""
         self.monitor.farewell()
         self.monitor.stop()
         self.connections.drain(self.heartbeat)
@@ -255,7 +255,7 @@ class RankGroup:
 
 
 def in_words(at: object) -> str:
-    """The text of a rank's mark `at`."""
+    """The text of `FailureMonitor.at`: a wait or an action."""
     return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
 
 

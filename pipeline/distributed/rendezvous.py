@@ -1,4 +1,4 @@
-"""The abortable rendezvous: ranks build what takes all of them, and give up together if one does not come.
+"""The abortable rendezvous: ranks build objects that need all of them, and give up together if one does not come.
 
     main thread   build(key, make) ──► helper thread: here! ──store──► have all come?  "go" ──► make ──► what was made
                   ChannelError ◄── give_up(), by the monitor                    "void": no rank makes it

@@ -44,7 +44,7 @@ def check_wrapped(module: nn.Module) -> None:
 
 
 def check_over_ranks(module: nn.Module) -> None:
-    """Refuse layers that speak to ranks which may not answer, where a Pipe runs over ranks or has replicas.
+    """Refuse layers that communicate with ranks which may not take part. For Pipes over ranks or with replicas.
 
     Raises:
         ValueError: it says which, and what to do.
@@ -73,7 +73,7 @@ def _names(module: nn.Module, *kinds: type) -> str:
 
 
 def _imported(module: str, *names: str) -> Iterator[type]:
-    """Some classes of a module, if it was ever imported: else nothing can be one of them."""
+    """Classes of a module, if it was ever imported: else there are no objects of them."""
     for name in names:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:

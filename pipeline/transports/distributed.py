@@ -119,7 +119,7 @@ class Channels:
             drain(self._payloads.values(), seconds)
 
     def close(self) -> None:
-        """Leave: afterwards no thread and no socket of these channels is left.
+        """End the channels: afterwards no thread and no socket of them is left.
 
         The other ranks have received what this one sent when its handles have been waited for and they have said so;
         before, they may lose it.
@@ -185,7 +185,7 @@ class _Edge:
             raise self._error(error) from error
 
     def abort(self) -> None:
-        """Wake whoever waits."""
+        """Wake all that wait."""
         if self._group is None or self._given_up:
             return
         self._given_up = True

@@ -161,7 +161,7 @@ class _Expected(Expected):
 
 class _Done(Handle):
     def wait(self) -> None:
-        """It is."""
+        """It is done: what is sent is kept until it is received."""
 
 
 def _transfer(sent: _Transfer, posted: _Transfer) -> None:

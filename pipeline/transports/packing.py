@@ -71,7 +71,7 @@ class Packing:
         return cls([None if tensor is None else spec_of(tensor) for tensor in tensors])
 
     def plain(self) -> list[tuple[Any, ...] | None]:
-        """Itself as plain values, for `pipeline.transports.plain.encode_plain`."""
+        """The packing as plain values, for `pipeline.transports.plain.encode_plain`."""
         return [None if spec is None else plain_of(spec) for spec in self.specs]
 
     @classmethod
@@ -96,7 +96,7 @@ class Packing:
     def _pieces(
         self, pieces: list[Tensor], tensors: Sequence[Tensor | None], gaps: list[Tensor | None]
     ) -> list[Tensor]:
-        """These, and the memory of the tensors with what lies between."""
+        """The header, and the memory of the tensors with the gaps between."""
         for part, (_, count, _), gap in zip(memories(tensors), self._spans, gaps, strict=True):
             if gap is not None:
                 pieces.append(gap)

@@ -157,7 +157,7 @@ class Payloads(PayloadsOut, PayloadsIn):
         return self._group
 
     def _keep(self, work: Any, buffer: Tensor | None) -> None:
-        """Until it has ended, which the header's arrival does not prove. In order: the first has ended first."""
+        """Keep a transfer until it has ended, which the header's arrival does not prove. They end in order."""
         ended = self._carrier.has_ended
         first = next((index for index, (earlier, _) in enumerate(self._under_way) if not ended(earlier)), None)
         left = [] if first is None else self._under_way[first:]

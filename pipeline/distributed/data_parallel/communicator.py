@@ -129,7 +129,7 @@ class DataParallelCommunicator(Communicator):
         raise error
 
     def _failure_among_replicas(self, error: BaseException) -> Failure:
-        """The failure of the call, as the replicas' ranks tell it; for the pipeline."""
+        """The failure that the replicas' monitor knows, described for the pipeline."""
         ranks = self._replicas.ranks
         failure = ranks.monitor.verdict(_GRACE)
         if failure is None:
@@ -182,9 +182,9 @@ class DataParallelCommunicator(Communicator):
         return self._inner.share_divisor(divisor)
 
     def agree(self, verdict: Verdict) -> Verdict:
-        """First those that have the same stages, then the pipeline: then all stages of all replicas have come this far.
+        """Vote among the processes with the same stages, then in the pipeline: so all replicas have come this far.
 
-        Where one replica has hooks that may still refuse the step, all wait for them.
+        Where a replica has hooks, which may still refuse the step, all wait for them.
         """
         self._interrupts.begin()
         votes = self.averager.waits_for_vote

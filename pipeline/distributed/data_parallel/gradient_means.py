@@ -29,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ReplicaLostError(ChannelError):
-    """A connection to a replica broke: why is known to another rank, as a rule."""
+    """A connection to a replica broke. Usually another rank knows the reason."""
 
 
 class GradientReducer:
@@ -65,7 +65,7 @@ class GradientReducer:
             self._send(grads, ())
 
     def send_last(self, bucket: GradientBucket, grads: Mapping[int, Tensor], note: Sequence[int]) -> None:
-        """The same of the last bucket, which has turned out to be this one.
+        """Send the sums of the last bucket, which is known only now.
 
         Args:
             note: whole numbers for everyone.
@@ -170,7 +170,7 @@ class GradientReducer:
 
 @contextmanager
 def among_replicas() -> Iterator[None]:
-    """Within: connections are those to the replicas."""
+    """Within, a connection that breaks is one to a replica: a ReplicaLostError."""
     try:
         yield
     except ChannelError as error:
@@ -195,7 +195,7 @@ def _cut(flat: Tensor | None, piece: Piece) -> Tensor | None:
 def _mean(
     parts: Sequence[Tensor | None], divisors: Sequence[Tensor | None], bucket: GradientBucket, piece: Piece
 ) -> Tensor | None:
-    """Of one piece, over all replicas. None: none has it."""
+    """The mean of one piece over all replicas. None: no replica has a gradient there."""
     present = [(part, divisor) for part, divisor in zip(parts, divisors, strict=True) if part is not None]
     if not present:
         return None
@@ -219,7 +219,7 @@ def _mean(
 def _joined(
     parameter: Tensor, grad: Tensor | None, pieces: Sequence[tuple[Piece, Tensor | None]]
 ) -> Tensor | None:
-    """A mean, put together; written into `grad` where that can be."""
+    """The mean of a parameter, joined from its pieces: in the memory of `grad` where that fits."""
     present = [(piece, mean) for piece, mean in pieces if mean is not None]
     if not present or present[0][1].is_sparse:
         return present[0][1].to(parameter.device) if present else None

@@ -50,7 +50,7 @@ class Replicas:
         return self
 
     def join(self, module: nn.Module, settings: str) -> None:
-        """Become one Pipe with the replicas, which do the same: they are set up alike, and get replica 0's values.
+        """Join the replicas into one Pipe: check that all are set up alike, and take replica 0's values.
 
         Args:
             module: what this process has of the model.
@@ -79,7 +79,7 @@ class Replicas:
         ranks.leave()
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
-        """Write replica 0's values into everyone's."""
+        """Write replica 0's values into the tensors of all replicas."""
         series, what = f"{self.number}/values", "the initial values"
         for some in _in_messages(tensors):
             if self.index == 0:
@@ -95,7 +95,7 @@ class Replicas:
 
 
 def check_where(replicas: Any, group: Any, devices: Any) -> None:
-    """Refuse replicas of a pipeline of which nobody knows where its stages are.
+    """Raise if replicas are given, but neither ranks nor devices say where the stages are.
 
     Raises:
         ValueError: neither its ranks nor devices are given.
@@ -137,7 +137,7 @@ def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout
 
 
 def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
-    """Raise what differs between the replicas.
+    """Compare descriptions between the replicas.
 
     Raises:
         MismatchError: something does.
@@ -148,7 +148,7 @@ def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
 
 
 def refuse(ranks: RankGroup, words: Mapping[str, str]) -> NoReturn:
-    """Tell each other what differs between the replicas, which do all the same here.
+    """Exchange descriptions with the other replicas, and raise what differs. All replicas call this.
 
     Raises:
         MismatchError: in words.
@@ -175,7 +175,7 @@ def _in_words(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
 
 
 def _in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Several small ones at a time."""
+    """Groups of tensors, each of which is one message."""
     some: list[Tensor] = []
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         some.append(tensor)

@@ -22,7 +22,7 @@ SMALL = 2**20  # bytes: less does not travel alone
 
 
 class Piece(NamedTuple):
-    """A stretch of a parameter's numbers, in the order of its flattened self.
+    """A stretch of a parameter's numbers, flattened.
 
     Attributes:
         parameter: its number in its bucket.
@@ -47,7 +47,7 @@ class GradientBucket(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the messages."""
+        """The name of its messages."""
         return f"stages {', '.join(map(str, self.stages))}" if self.stages else "no stage"
 
 
