@@ -58,7 +58,11 @@ class Child:
         if self.wait(0.0):
             assert self.code is not None
             return f"killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with {self.code}"
-        letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):  # the nursery has reaped it, and tells its code next
+            assert self.wait(10.0)
+            return self.state()
         return "stopped" if letter in "Tt" else "running"
 
     def stacks(self) -> str:
