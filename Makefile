@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-# One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in two processes.
-ONE := OMP_NUM_THREADS=1
+# One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in two processes. Each of these
+# processes, and each that a test starts, reads the bytecode that the first has compiled.
+ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
 # and beside torch's CPU build one breaks what imports it.
