@@ -270,3 +270,26 @@ def test_the_first_line_of_a_docstring_is_no_question() -> None:
             for name, first in _named(tree):
                 is_question = INTERROGATIVE.match(first) and not (name and first.startswith("Whether"))
                 assert "?" not in first and not is_question, f"{path.relative_to(ROOT)}, {name}: {first}"
+
+
+# ----------------------------------------------------------------------------------------------------- small classes
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """The names of the attributes that a class sets on its objects, and of its fields."""
+    annotated = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
+    fields = {target.id for target in annotated if isinstance(target, ast.Name)}
+    stores = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
+    return fields | {part.attr for part in stores if isinstance(part.value, ast.Name) and part.value.id == "self"}
+
+
+def test_no_class_has_more_than_12_attributes() -> None:
+    counted = 0
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    counted += 1
+                    names = _attributes(node)
+                    assert len(names) <= 12, f"{path.relative_to(ROOT)}, {node.name}: {sorted(names)}"
+    assert counted > 100
