@@ -3,9 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-# One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in two processes. Each of these
-# processes, and each that a test starts, reads the bytecode that the first has compiled.
+# One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in several processes. Each of
+# these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Three processes for two cores: tests over ranks wait for each other half of the time. Those of a file share their ranks.
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
 # and beside torch's CPU build one breaks what imports it.
@@ -19,8 +21,7 @@ demo: $(READY)
 	$(BIN)/python examples/hessian_product.py
 
 test: $(READY)
-	$(ONE) $(BIN)/python -m pytest -n 2 --ignore tests/ranks
-	$(ONE) $(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks
+	$(ONE) $(TESTS)
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
@@ -29,8 +30,7 @@ check: $(READY)
 	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler tests/test_docs.py tests/test_architecture.py
 
 soak: $(READY)
-	$(ONE) $(BIN)/python -m pytest -n 2 --whole -m "soak or not soak" --ignore tests/ranks
-	$(ONE) $(BIN)/python -m pytest -n 2 --whole -m "soak or not soak" --dist loadfile tests/ranks
+	$(ONE) $(TESTS) --whole -m "soak or not soak"
 	$(ONE) $(BIN)/python -m pytest -n 2 -q --whole tests/pipeline --drive apart,threads
 	$(ONE) $(BIN)/python tests/ranks/fault_soak.py --count 200
 
