@@ -26,6 +26,7 @@ from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.state.meta_init import How, materialize
 from pipeline.gradients.eager import EagerUpdate
+from pipeline.skip import Enclosed
 from scheduler import Action, Kind, Schedule, ScheduleError, by_name
 
 _ANEW = (
@@ -88,8 +89,8 @@ def check_plain(module: nn.Sequential) -> None:
             f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
-    runtimes = [(name, getattr(each, "runtime", None)) for name, each in module.named_modules()]
-    inner = [name for name, runtime in runtimes if getattr(runtime, "topology", None) is not None]
+    pipes = [(name, each) for name, each in module.named_modules() if isinstance(each, Enclosed)]
+    inner = [name for name, pipe in pipes if getattr(pipe, "runtime").topology is not None]
     if inner:
         raise ValueError(
             f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "

@@ -1,5 +1,7 @@
 """Law 8, the edge: bad input is refused before anything runs, with the value and what to do."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -366,3 +368,21 @@ def test_a_buffer_that_two_stages_share_is_refused():
     with pytest.raises(ValueError, match=r"buffer '2\.mean' is shared by stages 0 and 1.*one stage"):
         Pipe(model, [2, 1], 2)
     assert Pipe(model, [3], 2)(torch.ones(2, 2)).shape == (2, 2)
+
+
+class Engine(nn.Linear):
+    """A layer of the user's whose attributes are called as a Pipe's."""
+
+    runtime = SimpleNamespace(topology="a name of its own")
+
+
+def test_only_a_pipe_over_ranks_is_refused_within_another() -> None:
+    layer = Engine(2, 2)
+    assert Pipe(nn.Sequential(layer), [1])(torch.ones(1, 2)).shape == (1, 2)
+    inner = Pipe(nn.Sequential(nn.Linear(2, 2)), [1])
+    assert Pipe(nn.Sequential(inner), [1])(torch.ones(1, 2)).shape == (1, 2)
+    over_ranks = SimpleNamespace(topology=SimpleNamespace())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipe, "runtime", over_ranks)
+        with pytest.raises(ValueError, match=r"layer 0 is, or holds, a Pipe that runs over ranks.*devices=\[\.\.\.\]"):
+            Pipe(nn.Sequential(inner), [1])
