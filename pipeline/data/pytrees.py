@@ -234,11 +234,3 @@ def add_grads(one: Tensor | None, other: Tensor | None) -> Tensor | None:
         if one.is_sparse and not other.is_sparse:  # torch adds them in the other order only
             one, other = other, one
         return torch.add(one, other)
-
-
-def sum_grads(readers: Sequence[Grads]) -> Grads:
-    """The gradients of a value: its readers' contributions, added in their order. Empty: no reader has any."""
-    total = readers[0]
-    for more in readers[1:]:
-        total = tuple(map(add_grads, total, more)) if total and more else total or more
-    return total

@@ -70,20 +70,19 @@ class RankMailbox(Mailbox):
         rows = self._values.made_by[stage]
         until = _until(rows, made)
         for row, message in zip(rows, made, strict=True):
-            for reader in row.readers:
-                key = row.name, chunk, reader, False
-                if stage == CALLER:
-                    parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
-                    self._activations[key] = sent(message, parcel), parcel
-                elif reader == CALLER or self._rank_of[reader] == self._ranks.rank:
-                    self._activations[key] = message, None
-                else:
-                    memory = tuple((identity.origin, until[identity.origin]) for identity in message.memory)
-                    tree = message.tree
-                    self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
+            key = row.name, chunk, False
+            if stage == CALLER:
+                parcel = self._transport.send(message.tree.tensors, None, Place(self._ranks.device))
+                self._activations[key] = sent(message, parcel), parcel
+            elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
+                self._activations[key] = message, None
+            else:
+                memory = tuple((identity.origin, until[identity.origin]) for identity in message.memory)
+                tree = message.tree
+                self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        return [self._taken((row.name, chunk, stage, False), row) for row in self._values.read_by[stage]]
+        return [self._taken((row.name, chunk, False), row) for row in self._values.read_by[stage]]
 
     def _taken(self, key: Key, row: Value) -> Activations:
         if key in self._activations or row.producer == CALLER:
@@ -96,25 +95,22 @@ class RankMailbox(Mailbox):
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
         for row, row_grads in zip(self._values.read_by[stage], grads, strict=True):
-            key = row.name, chunk, stage, True
+            key = row.name, chunk, True
             if stage == CALLER or row.producer == CALLER or self._rank_of[row.producer] == self._ranks.rank:
                 self._gradients[key] = row_grads
             else:
                 self._send(key, Message(row_grads))
 
-    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
-        return [
-            [self._taken_grads((row.name, chunk, reader, True), reader) for reader in row.readers]
-            for row in self._values.made_by[stage]
-        ]
+    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
+        return [self._taken_grads((row.name, chunk, True), row) for row in self._values.made_by[stage]]
 
-    def _taken_grads(self, key: Key, reader: int) -> Grads:
-        if key in self._gradients or reader == CALLER:
+    def _taken_grads(self, key: Key, row: Value) -> Grads:
+        if key in self._gradients or row.reader == CALLER:
             return self._gradients.pop(key)
         return self._receive(key).tensors
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        of_chunk = [message for (_, number, _, _), (message, _) in self._activations.items() if number == chunk]
+        of_chunk = [message for (_, number, _), (message, _) in self._activations.items() if number == chunk]
         return (memory for message in of_chunk for memory in message.memory)
 
     def __len__(self) -> int:
@@ -148,7 +144,7 @@ def _until(rows: Sequence[Value], made: Sequence[Activations]) -> dict[tuple[int
     for row, message in zip(rows, made, strict=True):
         for memory in dict.fromkeys(message.memory):
             times[memory.origin] = times.get(memory.origin, 0) + 1
-            last_reader[memory.origin] = max(last_reader.get(memory.origin, -1), memory.until, *row.readers)
+            last_reader[memory.origin] = max(last_reader.get(memory.origin, -1), memory.until, row.reader)
     return {
         memory.origin: last_reader[memory.origin] if times[memory.origin] > 1 else memory.until
         for message in made

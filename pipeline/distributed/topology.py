@@ -156,7 +156,8 @@ def _words(parameter: Tensor) -> str:
 
 
 def _pairs(assignment: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
-    both = [(assignment.rank_of[producer], assignment.rank_of[reader]) for _, producer, reader in values.edges()]
+    rank_of = assignment.rank_of
+    both = [(rank_of[row.producer], rank_of[row.reader]) for row in values.between_stages()]
     both += [(tied.owner, rank) for tied in assignment.tied_parameters for rank in tied.holders]
     both += [(rank, 0) for rank in range(size)]  # to gather the whole state
     both += [(end, rank) for end in (assignment.first, assignment.last) for rank in range(size)]

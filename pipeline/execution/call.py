@@ -25,7 +25,7 @@ from pipeline.common.graph import Roots, roots_of
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Activations, Grads, Tree, sum_grads
+from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
@@ -256,8 +256,7 @@ class Call:
         if run.ends_in_loss:
             grads = run.backward(chunk, partial(self._at_end, chunk), True, retain)
         else:
-            taken = self.execution.take_grads(stage, chunk)
-            given = [readers[0] if len(readers) == 1 else sum_grads(readers) for readers in taken]
+            given = self.execution.take_grads(stage, chunk)
             grads = run.backward(chunk, partial(_at_outputs, given), _has_any(given), retain)
         self.execution.mailbox.put_grads(stage, chunk, grads)
 
@@ -305,7 +304,7 @@ class Call:
 
     def _own_input_grads(self) -> Grads:
         take = self.execution.mailbox.take_grads
-        taken = [self._at_home(take(CALLER, chunk)[0][0]) for chunk in range(self.batch.chunks)]
+        taken = [self._at_home(take(CALLER, chunk)[0]) for chunk in range(self.batch.chunks)]
         none: Grads = (None,) * len(self.batch.tree.tensors)
         return self.batch.join_grads([grads or none for grads in taken])
 

@@ -127,7 +127,7 @@ class Execution:
         return self.communicator.exchange.mailbox(layout.values, dict(enumerate(layout.places)), layout.transport)
 
     def feed(self, grad: bool) -> None:
-        """Post the chunks of the input to their readers. `grad`: as tensors that may need a gradient."""
+        """Post the chunks of the input. `grad`: as tensors that may need a gradient."""
         if 0 in self.layers:
             for chunk in range(self.batch.chunks):
                 self.mailbox.put(CALLER, chunk, [self.batch.message(chunk, grad)])
@@ -139,7 +139,7 @@ class Execution:
             self._ready[stage] = perf_counter()
         return inbox
 
-    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
+    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         """The same for the gradients of the values that a stage made."""
         grads = self.mailbox.take_grads(stage, chunk)
         if self.setup.traces:

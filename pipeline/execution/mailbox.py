@@ -1,7 +1,7 @@
 """The mailbox: values on their way from the action that made them to the action that reads them.
 
-    F(s, i)  --activations[name, i, reader]-->  F(reader, i)
-    B(s, i)  --gradients[name, i, reader]---->  B(producer, i)
+    F(s, i)  --activations[name, i]-->  F(reader, i)
+    B(s, i)  --gradients[name, i]---->  B(producer, i)
 
 Each entry is put once and taken once; taking it is what frees it. A value for another place starts to move when it is
 put, and has arrived when it is taken (transports/).
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
-from pipeline.data.values import CALLER, Name, Value, Values
+from pipeline.data.values import CALLER, Name, Values
 from pipeline.execution.p2p_plan import P2PPlan
 from pipeline.transports.local import Local, Parcel
 
@@ -35,7 +35,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
-        """Post the values that `stage` (or the caller) made of `chunk` to all readers."""
+        """Post the values that `stage` (or the caller) made of `chunk`."""
 
     @abstractmethod
     def take(self, stage: int, chunk: int) -> list[Activations]:
@@ -46,8 +46,8 @@ class Mailbox(ABC):
         """Post the gradients that `stage` (or the caller) has for the values it read."""
 
     @abstractmethod
-    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
-        """Take the gradients of the values that `stage` (or the caller) made, one for each reader, in their order."""
+    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
+        """Take the gradients of the values that `stage` (or the caller) made."""
 
     @abstractmethod
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
@@ -73,60 +73,42 @@ class LocalMailbox(Mailbox):
         self._place = places.get
         self._is_one_place = len(set(places.values())) <= 1
         self._transport = transport
-        self._only_read = _only(values.read_by) if self._is_one_place else {}
-        self._only_made = _only(values.made_by) if self._is_one_place else {}
-        self._activations: dict[tuple[Name, int, int], tuple[Activations, Parcel | None]] = {}
-        self._gradients: dict[tuple[Name, int, int], tuple[Grads, Parcel | None]] = {}
+        self._activations: dict[tuple[Name, int], tuple[Activations, Parcel | None]] = {}
+        self._gradients: dict[tuple[Name, int], tuple[Grads, Parcel | None]] = {}
 
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
-        if stage in self._only_made:
-            name, reader = self._only_made[stage]
-            self._activations[name, chunk, reader] = made[0], None
-            return
         stays = self._is_one_place and stage != CALLER
         for row, message in zip(self._made_by[stage], made):
-            for reader in row.readers:
-                key = row.name, chunk, reader
-                if stays:
-                    self._activations[key] = message, None
-                else:
-                    parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(reader))
-                    self._activations[key] = sent(message, parcel), parcel
+            if stays:
+                self._activations[row.name, chunk] = message, None
+            else:
+                parcel = self._transport.send(message.tree.tensors, self._place(stage), self._place(row.reader))
+                self._activations[row.name, chunk] = sent(message, parcel), parcel
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
         inbox = []
         for row in self._read_by[stage]:
-            activations, parcel = self._activations.pop((row.name, chunk, stage))
+            activations, parcel = self._activations.pop((row.name, chunk))
             if parcel is not None:
                 self._transport.receive(parcel)
             inbox.append(activations)
         return inbox
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        if stage in self._only_read:
-            name, reader = self._only_read[stage]
-            self._gradients[name, chunk, reader] = grads[0], None
-            return
         stays = self._is_one_place and stage != CALLER
         for row, of_row in zip(self._read_by[stage], grads):
             parcel = None if stays else self._transport.send(of_row, self._place(stage), self._place(row.producer))
-            self._gradients[row.name, chunk, stage] = of_row if parcel is None else parcel.tensors, parcel
+            self._gradients[row.name, chunk] = of_row if parcel is None else parcel.tensors, parcel
 
-    def take_grads(self, stage: int, chunk: int) -> list[list[Grads]]:
-        if stage in self._only_made:
-            name, reader = self._only_made[stage]
-            return [[self._gradients.pop((name, chunk, reader))[0]]]
+    def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         of_rows = []
         for row in self._made_by[stage]:
-            of_readers = []
-            for reader in row.readers:
-                grads, parcel = self._gradients.pop((row.name, chunk, reader))
-                of_readers.append(grads if parcel is None else self._transport.receive(parcel))
-            of_rows.append(of_readers)
+            grads, parcel = self._gradients.pop((row.name, chunk))
+            of_rows.append(grads if parcel is None else self._transport.receive(parcel))
         return of_rows
 
     def under_way(self, chunk: int) -> Iterator[MemoryId]:
-        of_chunk = [made for (_, number, _), (made, _) in list(self._activations.items()) if number == chunk]
+        of_chunk = [made for (_, number), (made, _) in list(self._activations.items()) if number == chunk]
         return (memory for made in of_chunk for memory in made.memory)
 
     def __len__(self) -> int:
@@ -155,15 +137,6 @@ def check_alone(index: int, name: str, inbox: Sequence[Activations], under_way: 
             "pops, shares memory with it: the plain module would see it written, which a stage boundary cannot "
             "keep. Write to a copy (x * 2 instead of x.mul_(2)), or stash a clone."
         )
-
-
-def _only(rows_of: Mapping[int, Sequence[Value]]) -> dict[int, tuple[Name, int]]:
-    """For each stage (not the caller) with one value and one reader, the usual case: (name, reader)."""
-    return {
-        stage: (rows[0].name, rows[0].readers[0])
-        for stage, rows in rows_of.items()
-        if stage != CALLER and len(rows) == 1 and len(rows[0].readers) == 1
-    }
 
 
 def sent(message: Activations, parcel: Parcel) -> Activations:

@@ -13,15 +13,15 @@ A message proves that its sender has received some of this rank's messages, whos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from pipeline.data.values import Name, Values
+from pipeline.data.values import Name, Value, Values
 from scheduler import Action, Kind, Placement
 from scheduler.programs.messages import messages
 
 Channel: TypeAlias = tuple[int, int]  # (the rank that sends, the rank that receives)
-Key: TypeAlias = tuple[Name, int, int, bool]  # the value, the chunk, the stage that reads it, is it its gradient
+Key: TypeAlias = tuple[Name, int, bool]  # the value, the chunk, is it its gradient
 
 
 class P2PMessage(NamedTuple):
@@ -61,18 +61,18 @@ class P2PPlan:
     ) -> None:
         position = {action: index for order in orders for index, action in enumerate(order)}
         numbers = {row.name: number for number, row in enumerate(values.rows)}
-        edges = values.edges()
-        sent = messages(placement, [(producer, reader) for _, producer, reader in edges]).sent
+        rows = values.between_stages()
+        sent = messages(placement, [(row.producer, row.reader) for row in rows]).sent
         self.channels: dict[Channel, list[P2PMessage]] = {}
         for sender, order in enumerate(orders):
             for index, (stage, kind, chunk) in enumerate(order):
                 for way in sent.get((stage, kind), ()):
                     if rank in (sender, way.lane):
-                        name, _, reader = edges[way.edge]
-                        key = name, chunk, reader, way.send is Kind.SEND_B
+                        row, is_grad = rows[way.edge], way.send is Kind.SEND_B
                         takers = [Action(way.stage, needing, chunk) for needing in way.kinds]
                         taken_at = next(position[taker] for taker in takers if taker in position)
-                        message = P2PMessage(_name(key, numbers), key, index, taken_at)
+                        name = _message_name(row, numbers[row.name], chunk, is_grad)
+                        message = P2PMessage(name, (row.name, chunk, is_grad), index, taken_at)
                         self.channels.setdefault((sender, way.lane), []).append(message)
         self.name_of = {message.key: message.name for messages in self.channels.values() for message in messages}
         self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}
@@ -92,10 +92,9 @@ class P2PPlan:
         return found
 
 
-def _name(key: Key, numbers: Mapping[Name, int]) -> str:
+def _message_name(row: Value, number: int, chunk: int, is_grad: bool) -> str:
     """A message's name, the same on every rank. Skips of one name in several namespaces have numbers."""
-    name, chunk, reader, is_grad = key
-    value = name if isinstance(name, str) else f"{name} (value {numbers[name]})"
+    value = row.name if isinstance(row.name, str) else f"{row.name} (value {number})"
     if is_grad:
-        return f"the gradient of {value} of chunk {chunk} from stage {reader}"
-    return f"{value} of chunk {chunk} for stage {reader}"
+        return f"the gradient of {value} of chunk {chunk} from stage {row.reader}"
+    return f"{value} of chunk {chunk} for stage {row.reader}"

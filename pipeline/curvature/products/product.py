@@ -26,7 +26,7 @@ from pipeline.curvature.products.stage_parameters import StageParameters
 from pipeline.curvature.products.stage_rule import ProductGraph, ProductRecord, StageRule
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import Task
-from pipeline.data.pytrees import Activations, Grads, sum_grads
+from pipeline.data.pytrees import Activations, Grads
 from pipeline.execution.communicator import Verdict
 from pipeline.execution.execution import Execution, Work
 from pipeline.recompute.randomness import Seeder
@@ -152,7 +152,7 @@ class ProductCall(ABC):
             assert record is not None  # wait
             grads = self._last_backward(run, chunk, record.inbox)
         else:
-            given = [sum_grads(readers) for readers in execution.take_grads(stage, chunk)]
+            given = execution.take_grads(stage, chunk)
             grads = [()] * (1 + run.layers.pops)
             if record is not None and any([grad is not None for each in given for grad in each]):
                 grads = self._middle_backward(run, chunk, record, given)

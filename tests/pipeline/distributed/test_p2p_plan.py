@@ -38,6 +38,7 @@ def test_channels_have_the_messages_of_the_lowered_program_in_its_order(ranks: i
     assert {schedule.name for schedule in tried} >= {"gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"}
     for schedule in tried:
         program = lower(schedule)
+        rows = {row.name: row for row in chain(schedule.stages).rows}
         verify(program)
         rank_of = schedule.placement.lane_of
         expected: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
@@ -50,7 +51,7 @@ def test_channels_have_the_messages_of_the_lowered_program_in_its_order(ranks: i
             found = {}
             for channel, messages in plan.channels.items():
                 keys = [message.key for message in messages]
-                found[channel] = [(reader - (not grad), chunk, grad) for _, chunk, reader, grad in keys]
+                found[channel] = [(rows[name].reader - (not grad), chunk, grad) for name, chunk, grad in keys]
             assert found == {channel: sent for channel, sent in expected.items() if rank in channel}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import StuckError
 from pipeline.data.pytrees import Activations, Tree
-from pipeline.data.values import CALLER, Value, Values, chain
+from pipeline.data.values import CALLER, chain
 from pipeline.execution.engine import drive_inline, lane, merged_order, needs_of
 from pipeline.execution.mailbox import LocalMailbox
 from pipeline.execution.plan import plan_forward, plan_step
@@ -214,7 +214,7 @@ def test_a_chain_passes_one_value_from_each_stage_to_the_next(stages: int) -> No
     assert len(values.rows) == stages + 1
     for stage in range(stages):
         (read,), (made,) = values.read_by[stage], values.made_by[stage]
-        assert read.producer == stage - 1 and made.readers == ((stage + 1) if stage < stages - 1 else CALLER,)
+        assert read.producer == stage - 1 and made.reader == (stage + 1 if stage < stages - 1 else CALLER)
     assert [row.name for row in values.made_by[CALLER]] == ["x"]
     assert [row.name for row in values.read_by[CALLER]] == ["y"]
 
@@ -243,23 +243,19 @@ def test_chunks_do_not_mix() -> None:
     assert [mailbox.take(1, chunk)[0] for chunk in range(3)] == list(sent.values())
 
 
-def test_a_value_with_several_readers_reaches_each_and_brings_a_gradient_from_each_in_their_order() -> None:
-    """A skip is another row of the table, nothing else."""
-    rows = (
-        Value("x", CALLER, (0,)), Value("a", 0, (1, 2)), Value("b", 1, (2,)), Value("y", 2, (CALLER,)),
-    )
-    mailbox = LocalMailbox(Values(rows), {}, Local())
-    sent = {"a": message(1.0), "b": message(2.0)}
-    mailbox.put(0, 0, [sent["a"]])
+def test_a_skip_is_another_row_of_the_table_and_its_gradient_comes_straight_back() -> None:
+    mailbox = LocalMailbox(chain(3, [("skip", 0, 2)]), {}, Local())
+    h1, skip, h2 = message(1.0), message(2.0), message(3.0)
+    mailbox.put(0, 0, [h1, skip])
     assert len(mailbox) == 2
-    assert mailbox.take(1, 0) == [sent["a"]]
-    mailbox.put(1, 0, [sent["b"]])
-    assert mailbox.take(2, 0) == [sent["a"], sent["b"]]
-    grads = {name: (torch.tensor(value),) for name, value in (("2a", 1.0), ("2b", 2.0), ("1a", 3.0))}
-    mailbox.put_grads(2, 0, [grads["2a"], grads["2b"]])
-    assert mailbox.take_grads(1, 0) == [[grads["2b"]]]
-    mailbox.put_grads(1, 0, [grads["1a"]])
-    assert mailbox.take_grads(0, 0) == [[grads["1a"], grads["2a"]]]
+    assert mailbox.take(1, 0) == [h1]
+    mailbox.put(1, 0, [h2])
+    assert mailbox.take(2, 0) == [h2, skip]
+    of_h1, of_skip, of_h2 = [(torch.tensor(number),) for number in (1.0, 2.0, 3.0)]
+    mailbox.put_grads(2, 0, [of_h2, of_skip])
+    assert mailbox.take_grads(1, 0) == [of_h2]
+    mailbox.put_grads(1, 0, [of_h1])
+    assert mailbox.take_grads(0, 0) == [of_h1, of_skip]
     assert len(mailbox) == 0
 
 
