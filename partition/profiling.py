@@ -183,7 +183,9 @@ def _storage(tensor: Tensor) -> int:
 
 def _forked(device: torch.device) -> AbstractContextManager[None]:
     """Leave the CPU's random generator, and that of the device, as they are now."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _device(module: nn.Sequential, device: Device) -> torch.device:

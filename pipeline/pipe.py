@@ -73,7 +73,7 @@ class Pipe(Settled, Stateful):
         mixes_rows: layers may look at all rows of a chunk (a mixture of experts with a capacity, say), as BatchNorm
             does in train mode: numbers are then those of a loop over the chunks. False: such a layer is an error.
         devices: the device of each stage, repeats allowed: all stages in this process. None: over the ranks of
-            torch.distributed where there are several (under torchrun); else all CUDA devices, or the CPU.
+            torch.distributed where there are several (under torchrun); else all accelerators, or the CPU.
         schedule: a name of `scheduler.names()`, or a Schedule; what `step` runs. By name there are as many lanes as
             `balance` has stages, or half as many where a lane has two (interleaved, the V schedules); over ranks, a
             lane for each rank.

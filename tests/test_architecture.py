@@ -244,6 +244,27 @@ def test_curvature_touches_no_private_name_of_a_pipe() -> None:
                 assert owner in own, f"{path.relative_to(ROOT)}:{node.lineno} uses {owner}.{node.attr}"
 
 
+# -------------------------------------------------------------------------------------- one path for all accelerators
+
+CUDAS_OWN = {"pipeline/transports/nccl.py", "pipeline/common/torch_modes.py"}  # NCCL; switches of CUDA's kernels
+
+
+def _is_cudas(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("cuda", "is_cuda")
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(re.match("cuda(:|$)", node.value))
+
+
+def test_what_is_only_cudas_stands_in_named_modules() -> None:
+    """All else goes through torch.accelerator, in pipeline/common/accelerators.py."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if any(map(_is_cudas, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == CUDAS_OWN
+
+
 # ------------------------------------------------------------------------------------- first lines say what a module is
 
 INTERROGATIVE = re.compile(

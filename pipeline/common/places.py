@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline.common.accelerators import is_accelerator
 from pipeline.common.arguments import shown
 
 
@@ -57,7 +58,7 @@ def places_of(devices: Any) -> list[Place] | None:
 
 
 def place_of(device: Place | torch.device | str | int) -> Place:
-    """A device as tensors name theirs: with an index on CUDA, without on the CPU.
+    """A device as tensors name theirs: with an index on accelerators, without on the CPU.
 
     Raises:
         TypeError, ValueError: it is none, or the meta device.
@@ -68,7 +69,7 @@ def place_of(device: Place | torch.device | str | int) -> Place:
         raise TypeError(f"a device is {shown(device)}. Give torch.device(...), or its name, such as 'cpu' or 'cuda:0'.")
     else:
         try:
-            found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            found = torch.device(device)  # a number: of an accelerator
         except RuntimeError as error:
             raise ValueError(f"a device is {device!r}, which torch does not know: {error}") from error
     if found.type == "meta":
@@ -78,6 +79,6 @@ def place_of(device: Place | torch.device | str | int) -> Place:
         )
     if isinstance(device, Place):
         return device
-    if found.type == "cuda" and found.index is None:
-        return Place(torch.device("cuda", torch.cuda.current_device()))
+    if is_accelerator(found) and found.index is None:
+        return Place(torch.device(found.type, torch.accelerator.current_device_index()))
     return Place(torch.device("cpu")) if found.type == "cpu" else Place(found)

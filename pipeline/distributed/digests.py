@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.accelerators import is_accelerator
+
 MOST, FEWER = 2**17, 2**13  # elements of a tensor that are looked at; of a larger one fewer, from all over it
 BLOCKS = 64  # of a tensor
 ROWS, ELEMENTS = 64, 2**15  # of a gradient: so many rows, or more if they are short
@@ -95,14 +97,13 @@ class _Coming:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self.is_here = tensor.device.type == "cpu"
         self._value = tensor
-        if tensor.device.type == "cuda":
+        if is_accelerator(tensor.device):
             self._value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._value.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self._event = torch.accelerator.current_stream(tensor.device).record_event()
 
     def value(self) -> Tensor:
         if self._event is not None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.common.accelerators import accelerators, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.connections import Connections, Pairs
@@ -267,10 +268,8 @@ def _control_pairs(size: int) -> list[tuple[int, int]]:
 
 def _device() -> torch.device:
     """The device of this rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    return torch.device("cuda", local % torch.cuda.device_count())
+    found = accelerators()
+    return found[int(os.environ.get("LOCAL_RANK", "0")) % len(found)] if found else torch.device("cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------- the groups
@@ -314,9 +313,11 @@ def _is_world() -> bool:
 def _process_group(group: Any, timeout: float) -> Any:
     if not dist.is_initialized():
         device = _device()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if is_accelerator(device):
+            torch.accelerator.set_device_index(device)
+            own = dist.Backend.default_device_backend_map.get(device.type)
+            backend = f"cpu:gloo,{device.type}:{own}" if own else backend
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))  # torch's default is 30 minutes
         atexit.register(_destroy, os.getpid())
     if group is None:

@@ -262,7 +262,8 @@ class Runtime:
         flags = self._flags()
         some = f"layers {[index for index, flag in enumerate(flags) if flag]} in train mode, the others in eval mode"
         training = "train" if all(flags) else some if any(flags) else "eval"
-        kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        types = dict.fromkeys(["cpu", *(device.type for device in self.settings.layout.devices)])
+        kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
         return f"{training}, autocast {kinds or 'off'}"
 
     # ------------------------------------------------------------------------------------------------------- results

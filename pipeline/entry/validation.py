@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs
 from partition.contiguous import whole
 from partition.splitting import check_balance
+from pipeline.common.accelerators import accelerators
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
 from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
@@ -142,18 +143,17 @@ def choose_balance(
     if ranks is not None:
         count = ranks.size
     else:
-        count = len(devices) if devices is not None else max(1, torch.cuda.device_count())
+        count = len(devices) if devices is not None else max(1, len(accelerators()))
     costs = [sum(param.numel() * param.element_size() for param in layer.parameters()) for layer in module]
     return balance_costs(costs, min(count, len(costs)))
 
 
 def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | None = None) -> list[Place]:
-    """One place a stage: the first of those given, of all CUDA devices, or the CPU for all. On a rank: its own."""
+    """One place a stage: the first of those given, of all accelerators, or the CPU for all. On a rank: its own."""
     if ranks is not None:
         return [Place(ranks.device)] * stages
     if given is None:
-        count = torch.cuda.device_count()
-        given = [place_of(index) for index in range(count)] or [place_of("cpu")] * stages
+        given = [Place(device) for device in accelerators()] or [place_of("cpu")] * stages
     if len(given) < stages:
         raise ValueError(
             f"balance has {stages} stages but there are {len(given)} devices ({', '.join(map(str, given))}). Give "

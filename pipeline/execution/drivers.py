@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from pipeline.common.accelerators import entered, entered_streams, is_accelerator
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
 from pipeline.execution.engine import Perform
@@ -71,7 +72,7 @@ class Driver:
         workers: str | None,
     ) -> None:
         self._places = places
-        self._gpus = {place.device for place in places if place.device.type == "cuda"}
+        self._accelerators = {place.device for place in places if is_accelerator(place.device)}
         self._groups: list[list[int]] = []
         self._locks: list[list[threading.Lock]] = []
         self._generators = threading.Lock()  # of the default generators of the host
@@ -109,13 +110,13 @@ class Driver:
         drive_threads(groups, phase.needs, self._on_device(locked), enter, phase.before)
 
     def _on_device(self, perform: Perform) -> Perform:
-        """Perform with the stage's GPU as the current device, which a new thread does not begin with."""
-        if not self._gpus or not self.has_threads and self._gpus == {torch.device("cuda", torch.cuda.current_device())}:
+        """Perform with the stage's accelerator as the current device, which a new thread does not begin with."""
+        found = self._accelerators
+        if not found or not self.has_threads and {d.index for d in found} == {torch.accelerator.current_device_index()}:
             return perform
 
         def on_device(action: Action) -> None:
-            device = self._places[action.stage].device
-            with torch.cuda.device(device) if device in self._gpus else nullcontext():
+            with entered(self._places[action.stage].device):
                 perform(action)
 
         return on_device
@@ -162,8 +163,8 @@ def _thread_like_this(
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Give a group's thread the switches, grad mode and streams of this one. `own`: the group of this thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    devices = {place.device for place in places if place.device.type == "cuda"}
-    streams = [torch.cuda.current_stream(device) for device in devices]
+    devices = {place.device for place in places if is_accelerator(place.device)}
+    streams = [torch.accelerator.current_stream(device) for device in devices]
 
     @contextmanager
     def enter(number: int) -> Iterator[None]:
@@ -171,8 +172,8 @@ def _thread_like_this(
             if number != own:
                 stack.enter_context(torch.inference_mode(inference))
                 stack.enter_context(torch.set_grad_enabled(grad))
-                for stream in streams:
-                    stack.enter_context(torch.cuda.stream(stream))
+                if streams:
+                    stack.enter_context(entered_streams(*streams))
                 if any([enabled for _, enabled, _ in ambient.autocast]):
                     torch.autocast_increment_nesting()  # as in the caller: autocast's cache is emptied by the last exit
                     stack.callback(torch.autocast_decrement_nesting)

@@ -3,7 +3,7 @@
     torch's default CPU generator --one draw--> seed of the call
     layer_seed(seed, chunk, layer) --manual_seed--> the default generators, just before that layer computes
 
-The default generators are torch's (the CPU's, and that of each GPU), Python's (`random.random()`) and numpy's
+The default generators are torch's (the CPU's, and that of each accelerator), Python's (`random.random()`) and numpy's
 (`numpy.random.rand()`). So a dropout mask does not depend on the schedule, the balance, the checkpoint mode or the
 number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
 generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
@@ -23,6 +23,8 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+
+from pipeline.common import accelerators
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -193,7 +195,7 @@ class KeptGenerators:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._of_torch = (torch.default_generator, *_accelerators(devices))
+        self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
         self._found: list[tuple[Generator, Any]] = []
         self._has_all = False
         self._depth = 0
@@ -287,13 +289,8 @@ class AcceleratorSeeder(Seeder):
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
-    """The default generators that layers on `devices` may draw from: the host's, always, and each GPU's own."""
-    return (*_OF_HOST, *_accelerators(devices))
-
-
-def _accelerators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    return [torch.cuda.default_generators[index] for index in cuda]
+    """The default generators that layers on `devices` may draw from: the host's, always, and each accelerator's own."""
+    return (*_OF_HOST, *accelerators.default_generators(devices))
 
 
 def same_state(one: Any, other: Any) -> bool:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.accelerators import is_accelerator
 from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import ALIGNMENT, Packing
@@ -307,8 +308,8 @@ class Receiver:
         return _Arrival(spec, buffer, start, payloads.post(spec.packing.nbytes))
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Memory to receive into; where a GPU copies from it, in pages that do not move."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=self._device.type == "cuda")
+        """Memory to receive into; where an accelerator copies from it, in pages that do not move."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=is_accelerator(self._device))
 
     def _not_expected(self, name: str) -> str:
         series = self._series

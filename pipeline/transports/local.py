@@ -1,12 +1,12 @@
 """Transfers of values between devices of one process, in which only those wait that have to.
 
-    send (in the producer's turn)                               receive (in the reader's turn)
-    GPU -> GPU    copy streams wait for the producer's stream,  the reader's stream waits for the copy
-                  and copy
-    host -> GPU   into pinned memory, from there by a stream    the reader's stream waits for the copy
-    GPU -> host   by a stream into pinned memory                the host waits for this copy, and for nothing else
-    same place    nothing                                       nothing
-    CPU -> CPU    a copy (places apart, in tests)               nothing
+    send (in the producer's turn)                                     receive (in the reader's turn)
+    device -> device    copy streams wait for the producer's stream,  the reader's stream waits for the copy
+                        and copy
+    host -> device      into pinned memory, from there by a stream    the reader's stream waits for the copy
+    device -> host      by a stream into pinned memory                the host waits for this copy, and for nothing else
+    same place          nothing                                       nothing
+    CPU -> CPU          a copy (places apart, in tests)               nothing
 
 Values move when they are made, so the copy of one chunk runs beside the computation of the next. Events order the
 streams; the host goes on. A tensor that a stream reads or writes is recorded on it, so that the allocator does not give
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
 
 
@@ -29,14 +30,14 @@ class Parcel(NamedTuple):
     """Tensors under way, and the event after which they have arrived."""
 
     tensors: tuple[Tensor | None, ...]
-    arrival: torch.cuda.Event | None
+    arrival: torch.Event | None
 
 
 class Local:
     """A mover of tensors between places of one process. It holds its copy streams, and no tensor."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, torch.device], torch.Stream] = {}
 
     def __reduce__(self) -> tuple[type[Local], tuple[()]]:
         """A copy of a Pipe has streams of its own."""
@@ -53,7 +54,7 @@ class Local:
         given = tuple(tensors)
         if target is None or source == target or all([t is None or _is_there(t, source, target) for t in given]):
             return Parcel(given, None)
-        streams: set[torch.cuda.Stream] = set()
+        streams: set[torch.Stream] = set()
         moved = tuple([None if tensor is None else self._moved(tensor, source, target, streams) for tensor in given])
         if not streams:
             return Parcel(moved, None)
@@ -64,8 +65,8 @@ class Local:
         """The tensors, for use in the stream that is current now on their device."""
         if parcel.arrival is not None:
             for tensor in parcel.tensors:
-                if tensor is not None and tensor.device.type == "cuda":
-                    reader = torch.cuda.current_stream(tensor.device)
+                if tensor is not None and is_accelerator(tensor.device):
+                    reader = torch.accelerator.current_stream(tensor.device)
                     reader.wait_event(parcel.arrival)
                     tensor.record_stream(reader)
                 elif tensor is not None:
@@ -79,7 +80,7 @@ class Local:
         return moved
 
     def _moved(
-        self, tensor: Tensor, source: Place | None, target: Place, streams: set[torch.cuda.Stream]
+        self, tensor: Tensor, source: Place | None, target: Place, streams: set[torch.Stream]
     ) -> Tensor:
         if _is_there(tensor, source, target):
             return tensor
@@ -88,46 +89,47 @@ class Local:
             moved = self._moved(tensor.as_strided((span,), (1,), tensor.storage_offset()), source, target, streams)
             return moved.as_strided(tensor.shape, tensor.stride())
         here, there = tensor.device, target.device
-        if here == there and here.type != "cuda":
+        reads, writes = is_accelerator(here), is_accelerator(there)
+        if here == there and not reads:
             return tensor.clone()
-        if here.type == "cuda" and there.type == "cuda":
-            return self._between_gpus(tensor, there, streams)
-        if here.type == "cpu" and there.type == "cuda" and tensor.layout is torch.strided:
+        if reads and writes:
+            return self._between_accelerators(tensor, there, streams)
+        if here.type == "cpu" and writes and tensor.layout is torch.strided:
             stream = self._stream(there, there)
             pinned = tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-            with torch.cuda.stream(stream):
+            with entered_streams(stream):
                 streams.add(stream)
                 return pinned.to(there, non_blocking=True)
-        if here.type == "cuda" and there.type == "cpu" and tensor.layout is torch.strided:
+        if reads and there.type == "cpu" and tensor.layout is torch.strided:
             stream = self._stream(here, there)
-            stream.wait_stream(torch.cuda.current_stream(here))
+            stream.wait_stream(torch.accelerator.current_stream(here))
             pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            with torch.cuda.stream(stream):
+            with entered_streams(stream):
                 pinned.copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)
             streams.add(stream)
             return pinned
         return tensor.to(there)
 
-    def _between_gpus(self, tensor: Tensor, there: torch.device, streams: set[torch.cuda.Stream]) -> Tensor:
+    def _between_accelerators(self, tensor: Tensor, there: torch.device, streams: set[torch.Stream]) -> Tensor:
         """Both devices have a part in such a copy, each on its current stream. (They may be one, in tests.)"""
         reading, writing = self._stream(tensor.device, there), self._stream(there, there)
-        reading.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(reading), torch.cuda.stream(writing):
+        reading.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with entered_streams(reading, writing):
             moved = tensor.to(there, non_blocking=True, copy=True)
         tensor.record_stream(reading)
         streams.add(writing)
         return moved
 
-    def _stream(self, device: torch.device, other: torch.device) -> torch.cuda.Stream:
+    def _stream(self, device: torch.device, other: torch.device) -> torch.Stream:
         """The stream on `device` for copies to `other`; for what arrives, `device` itself stands for the others."""
         key = (device, other)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams.setdefault(key, torch.cuda.Stream(device))
+            stream = self._streams.setdefault(key, torch.Stream(device))
         return stream
 
-    def _last_of(self, streams: set[torch.cuda.Stream]) -> torch.cuda.Stream:
+    def _last_of(self, streams: set[torch.Stream]) -> torch.Stream:
         """A stream after all of these."""
         first, *others = streams
         for other in others:

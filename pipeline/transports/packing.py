@@ -139,7 +139,7 @@ def _on_host(pieces: list[Tensor]) -> list[Tensor]:
         return pieces
     staged = [piece if piece.is_cpu else _pinned(piece) for piece in pieces]
     for device in {piece.device for piece in pieces if not piece.is_cpu}:
-        torch.cuda.current_stream(device).synchronize()
+        torch.accelerator.current_stream(device).synchronize()
     return staged
 
 

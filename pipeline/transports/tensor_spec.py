@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pipeline.common.accelerators import is_accelerator
+
 _STRIDED = torch.strided
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -155,8 +157,8 @@ def _unsendable(tensor: Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout}, which is not sent to another rank. Return tensor.to_sparse_coo()."
     if tensor.layout is not _STRIDED and not tensor.is_sparse:
         return f"a tensor of layout {tensor.layout}, which is not sent to another rank. Return tensor.to_dense()."
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"a tensor on {tensor.device}, and only what is on a CPU or a CUDA device is sent to another rank."
+    if tensor.device.type != "cpu" and not is_accelerator(tensor.device):
+        return f"a tensor on {tensor.device}, and only what is on the CPU or an accelerator is sent to another rank."
     return None
 
 

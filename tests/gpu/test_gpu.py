@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import Pipe
+from pipeline.common.accelerators import entered_streams
 from pipeline.common.places import Place
 from pipeline.transports.local import Local
 
@@ -191,9 +192,9 @@ class Slow(nn.Module):
 class LateCopies(Local):
     """A transport whose copies begin late: whoever does not wait for the copy reads too early."""
 
-    def _stream(self, device: torch.device, other: torch.device) -> torch.cuda.Stream:
+    def _stream(self, device: torch.device, other: torch.device) -> torch.Stream:
         stream = super()._stream(device, other)
-        with torch.cuda.stream(stream):
+        with entered_streams(stream):
             torch.cuda._sleep(CYCLES)
         return stream
 

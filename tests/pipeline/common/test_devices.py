@@ -1,10 +1,10 @@
-"""What a call does about devices, shown without an accelerator: by stand-ins for torch.cuda, and the meta device."""
+"""What a call does about devices, shown without one: by stand-ins for torch.accelerator, and the meta device."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +35,8 @@ class CurrentGpu(threading.local):
     index = 0
 
     @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        if device.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")  # as torch.cuda.device does
-        before, self.index = self.index, device.index
+    def entered(self, index: int | None) -> Iterator[None]:
+        before, self.index = self.index, self.index if index is None else index
         try:
             yield
         finally:
@@ -54,10 +52,12 @@ def test_every_stage_computes_with_its_gpu_as_the_current_one(
     devices: list[str], workers: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = CurrentGpu()
-    monkeypatch.setattr(torch.cuda, "device", gpu.entered)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu.index)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_index", gpu.entered)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: gpu.index)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(gpu, "index", index))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(gpu, "index", stream.device.index))
     places = [Place(torch.device(device)) for device in devices]
     seen: dict[Action, int] = {}
 

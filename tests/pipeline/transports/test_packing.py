@@ -232,7 +232,7 @@ def test_what_cannot_be_sent_is_refused_by_name():
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]): r"a nested tensor, .*to_padded_tensor",
         torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged): r"NestedTensor, and only plain tensors",
         torch.ones(2).as_subclass(Tagged): r"test_packing.Tagged, and only plain tensors.*Return its parts",
-        torch.ones(2, device="meta"): r"a tensor on meta, and only what is on a CPU or a CUDA device",
+        torch.ones(2, device="meta"): r"a tensor on meta, and only what is on the CPU or an accelerator",
         torch.ones(2, 2).to_mkldnn(): r"layout torch._mkldnn.*to_dense",
         torch.ones(2, 2).to_sparse_csr(): r"layout torch.sparse_csr, .*Return tensor.to_sparse_coo\(\)",
         torch.ones(2, 2).to_sparse_bsc((1, 1)): r"layout torch.sparse_bsc, .*Return tensor.to_sparse_coo\(\)",

@@ -1,0 +1,101 @@
+"""The choice of accelerators, their generators and their streams, by stand-ins for torch.accelerator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.common import accelerators
+from pipeline.common.places import Place, place_of
+from pipeline.entry.validation import choose_balance, choose_places
+
+CPU = torch.device("cpu")
+
+
+class Xpu:
+    """A machine with some XPUs, whose module has generators when it is initialised."""
+
+    def __init__(self, count: int, patch: pytest.MonkeyPatch) -> None:
+        self.current = count - 1
+        self.generators: tuple[str, ...] = ()
+        self.count = count
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+        patch.setattr(torch.accelerator, "device_count", lambda: count)
+        patch.setattr(torch.accelerator, "current_device_index", self.initialised)
+        patch.setattr(torch, "get_device_module", lambda device: self)
+
+    @property
+    def default_generators(self) -> tuple[str, ...]:
+        return self.generators
+
+    def initialised(self) -> int:
+        self.generators = tuple(f"generator of xpu:{index}" for index in range(self.count))
+        return self.current
+
+
+def test_stages_without_devices_take_the_accelerators_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
+    assert choose_balance(layers, None, None) == [6] and choose_places(None, 2) == [Place(CPU)] * 2
+    Xpu(3, monkeypatch)
+    assert accelerators.accelerators() == [torch.device("xpu", index) for index in range(3)]
+    assert choose_balance(layers, None, None) == [2, 2, 2]
+    assert choose_places(None, 2) == [Place(torch.device("xpu", 0)), Place(torch.device("xpu", 1))]
+    with pytest.raises(ValueError, match=r"balance has 4 stages but there are 3 devices \(xpu:0, xpu:1, xpu:2\)"):
+        choose_places(None, 4)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="a device is 1, which torch does not know"):
+        place_of(1)
+    Xpu(3, monkeypatch)
+    assert place_of("xpu") == Place(torch.device("xpu", 2))
+    assert place_of("xpu:1") == Place(torch.device("xpu", 1))
+    assert place_of("cpu") == place_of("cpu:0") == Place(CPU)
+
+
+def test_generators_are_asked_for_when_the_devices_are_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Pipe without parameters on an accelerator may be the first to use it."""
+    assert accelerators.default_generators([CPU]) == []
+    Xpu(3, monkeypatch)
+    devices = [torch.device("xpu", 2), CPU, torch.device("xpu", 0), torch.device("xpu", 2)]
+    assert accelerators.default_generators(devices) == ["generator of xpu:0", "generator of xpu:2"]
+
+
+def test_a_kind_without_generators_that_can_be_seeded_is_treated_as_the_host_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mps = torch.device("mps", 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert not hasattr(torch.mps, "default_generators")
+    assert not accelerators.is_accelerator(mps) and accelerators.accelerators() == []
+    assert accelerators.default_generators([mps]) == []
+    assert choose_places(None, 1) == [Place(CPU)]
+
+
+def test_streams_are_current_within_and_those_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised within. The same stream may be entered while it is."""
+    current: dict[Any, Any] = {torch.device("xpu", index): f"own {index}" for index in range(2)}
+    streams = [SimpleNamespace(device=device, name=f"copies {device.index}") for device in current]
+    before = {device: SimpleNamespace(device=device, name=name) for device, name in current.items()}
+    current.update(before)
+    chosen = [1]
+
+    def put(stream: Any) -> None:
+        current[stream.device], chosen[0] = stream, stream.device.index
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", current.__getitem__)
+    monkeypatch.setattr(torch.accelerator, "set_stream", put)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: chosen[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: chosen.__setitem__(0, index))
+    reading: Any = streams[0]
+    with pytest.raises(KeyError), accelerators.entered_streams(*streams):  # type: ignore[arg-type]
+        assert list(current.values()) == streams
+        with accelerators.entered_streams(reading):
+            assert chosen == [0]
+        assert list(current.values()) == streams and chosen == [1]
+        raise KeyError
+    assert current == before and chosen == [1]
