@@ -35,7 +35,7 @@ from pipeline.entry.settings import Processes, Settings, check_chunks, check_def
 from pipeline.entry.settled import Settled
 from pipeline.entry.state.meta_init import How
 from pipeline.entry.state.state_dict import Stateful
-from pipeline.entry.step import Step
+from pipeline.entry.step import LossArguments, Step
 from pipeline.entry.validation import (
     StageView,
     check_batch_dim,
@@ -331,9 +331,8 @@ class Pipe(Settled, Stateful):
                 by), or arguments that exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
         """
-        return entry_points.step(
-            self.runtime, x, target, loss_fn, loss_reduction, outputs, trace, optimizer, clip_grad_norm, scaler, grads
-        )
+        arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
+        return entry_points.step(self.runtime, arguments, optimizer, clip_grad_norm, scaler, grads)
 
     def evaluate(
         self,
@@ -350,7 +349,7 @@ class Pipe(Settled, Stateful):
         Args:
             x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
         """
-        return entry_points.evaluate(self.runtime, x, target, loss_fn, loss_reduction, outputs, trace)
+        return entry_points.evaluate(self.runtime, LossArguments(x, target, loss_fn, loss_reduction, outputs, trace))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

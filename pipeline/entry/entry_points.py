@@ -2,32 +2,32 @@
 
     forward     x --scatter--> chunks --call--> outputs, joined, with one node in autograd's graph
     step        x, target --scatter--> chunks --call with the loss behind it--> sums of gradients --sink--> Step
-    evaluate    the same in eval mode, without gradients
+    evaluate    the same in eval mode, whose sink takes the loss alone
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
 from pipeline.common.module_tables import training_flags
-from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import scatter, scatter_like
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.settled import refuse_recording
-from pipeline.entry.sinks import GradSink, OptimizerSink, Sink, StoreSink, clip_grads
-from pipeline.entry.step import RunWithLoss, Step
+from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
+from pipeline.entry.step import LossArguments, RunWithLoss, Step
 from pipeline.entry.validation import check_holds, check_step, parameters_of
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Verdict
+from pipeline.execution.communicator import Communicator
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.gradients.eager import EagerUpdate
 
@@ -60,7 +60,6 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
     grad, settings = torch.is_grad_enabled(), runtime.settings
     with turn() as now, runtime.communicator("forward", averages=grad) as communicator:
         batch = scatter(input, settings.chunks, batch_dim=settings.batch_dim)
-        runtime.refuse_transforms(batch)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
         execution = runtime.execution(request, batch, communicator)
         return attached(Call(execution), now, everywhere=output == "all")
@@ -68,12 +67,7 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
 
 def step(
     runtime: Runtime,
-    x: Any,
-    target: Any,
-    loss_fn: LossFn,
-    loss_reduction: str | None,
-    outputs: bool,
-    trace: bool,
+    arguments: LossArguments,
     optimizer: torch.optim.Optimizer | EagerUpdate | None,
     clip_grad_norm: float | None,
     scaler: torch.amp.GradScaler | None,
@@ -81,58 +75,50 @@ def step(
 ) -> Step:
     """`pipe.step`: forward, loss and backward of one mini-batch in the order of the schedule."""
     options = {
-        "loss_reduction": loss_reduction, "clip_grad_norm": clip_grad_norm, "grads": grads, "outputs": outputs,
-        "trace": trace, "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
-        "scaler": type(scaler).__name__,
+        **arguments.options, "clip_grad_norm": clip_grad_norm, "grads": grads, "scaler": type(scaler).__name__,
+        "optimizer": optimizer if isinstance(optimizer, EagerUpdate) else type(optimizer).__name__,
     }  # fmt: skip
-    settings, module = runtime.settings, runtime.module
     with turn(), runtime.communicator("step", averages=True) as communicator:
-        check_flags(outputs=outputs, trace=trace)
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
-        batch = scatter(x, settings.chunks, "x", settings.batch_dim)
-        if sink.optimizer is not None:
-            beside = [*batch.tree.tensors, *parameters_of(loss_fn)]
-            check_holds(sink.optimizer, list(module.named_parameters()), beside)
-        runtime.refuse_transforms(batch)
-        recorder = runtime.recorder() if trace else None
-        aim = scatter_like(target, batch, "the target")
-        execution = runtime.execution(Request(plan_step, True, options), batch, communicator, aim, recorder)
-        new_loss = partial(Loss, loss_fn, loss_reduction, batch.rows)
-        made = sink.run(RunWithLoss(runtime, execution, new_loss, aim, outputs, sink.scaler))
-        return replace(made, timeline=runtime.timeline(recorder, communicator))
+        return _run(runtime, communicator, arguments, Request(plan_step, True, options), sink)
 
 
-def evaluate(
-    runtime: Runtime,
-    x: Any,
-    target: Any,
-    loss_fn: LossFn,
-    loss_reduction: str | None,
-    outputs: bool,
-    trace: bool,
-) -> Step:
+def evaluate(runtime: Runtime, arguments: LossArguments) -> Step:
     """`pipe.evaluate`: the loss and the outputs of one mini-batch in eval mode, without gradients."""
-    options = {"loss_reduction": loss_reduction, "outputs": outputs, "trace": trace}
-    settings = runtime.settings
     with turn(), runtime.communicator("evaluate") as communicator:
-        check_flags(outputs=outputs, trace=trace)
-        batch = scatter(x, settings.chunks, "x", settings.batch_dim)
-        aim = scatter_like(target, batch, "the target")
-        modules = list(runtime.module.modules())
-        with training_flags(modules, [module.training for module in modules]), torch.no_grad():
-            runtime.module.eval()
-            recorder = runtime.recorder() if trace else None
-            execution = runtime.execution(Request(plan_forward, False, options), batch, communicator, aim, recorder)
-            run = RunWithLoss(runtime, execution, partial(Loss, loss_fn, loss_reduction, batch.rows), aim, outputs)
-            call, loss = run.play()
-            with call:
-                value = loss.value if execution.has_last else None
-                verdict = communicator.agree(Verdict(value, None, True, False, loss.metrics))
-                joined = run.joined(call)
-        call.release()
-        assert verdict.loss is not None  # the last stage's process has it
-        timeline = runtime.timeline(recorder, communicator)
-        return Step(verdict.loss, None, joined, timeline, verdict.metrics)
+        request = Request(plan_forward, False, arguments.options)
+        return _run(runtime, communicator, arguments, request, LossSink(), _evaluating(runtime.module))
+
+
+def _run(
+    runtime: Runtime,
+    communicator: Communicator,
+    arguments: LossArguments,
+    request: Request,
+    sink: Sink,
+    modes: AbstractContextManager[None] = nullcontext(),
+) -> Step:
+    """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
+    check_flags(outputs=arguments.outputs, trace=arguments.trace)
+    batch = scatter(arguments.x, runtime.settings.chunks, "x", runtime.settings.batch_dim)
+    if sink.optimizer is not None:
+        beside = [*batch.tree.tensors, *parameters_of(arguments.loss_fn)]
+        check_holds(sink.optimizer, list(runtime.module.named_parameters()), beside)
+    target = scatter_like(arguments.target, batch, "the target")
+    recorder = runtime.recorder() if arguments.trace else None
+    with modes:
+        execution = runtime.execution(request, batch, communicator, target, recorder)
+        made = sink.run(RunWithLoss(runtime, execution, arguments, target, sink.scaler))
+    return replace(made, timeline=runtime.timeline(recorder, communicator))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Within: eval mode, without gradients; at the end the modes are as they were."""
+    modules = list(module.modules())
+    with training_flags(modules, [layer.training for layer in modules]), torch.no_grad():
+        module.eval()
+        yield
 
 
 def clip_grad_norm_(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

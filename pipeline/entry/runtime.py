@@ -176,7 +176,6 @@ class Runtime:
         self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
     ) -> Setup:
         """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
-        self.refuse_transforms(batch)
         return self._setup(Request(plan_step, True, options, draws=False), batch, communicator, target, None)
 
     def _setup(
@@ -188,6 +187,7 @@ class Runtime:
         recorder: TraceRecorder | None,
     ) -> Setup:
         settings, history = self.settings, self.history
+        refuse_transforms(lambda: [*batch.tree.tensors, *self.module.parameters(), *self.module.buffers()])
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
         words = partial(self._words, request, given)
@@ -232,10 +232,6 @@ class Runtime:
         except BaseException:
             self.history.probed[key] = number - 1
             raise
-
-    def refuse_transforms(self, batch: Batch) -> None:
-        """Raise for derivatives that do not go through autograd's graph."""
-        refuse_transforms(lambda: [*batch.tree.tensors, *self.module.parameters(), *self.module.buffers()])
 
     # -------------------------------------------------------------------------------------------------- descriptions
 

@@ -49,6 +49,20 @@ class Sink(ABC):
         """Run a step, and take its gradients."""
 
 
+class LossSink(Sink):
+    """No gradients: the loss alone."""
+
+    def run(self, run: RunWithLoss) -> Step:
+        call, loss = run.play()
+        with call:
+            value = loss.value if call.execution.has_last else None
+            verdict = call.communicator.agree(Verdict(value, None, True, False, loss.metrics))
+            joined = run.joined(call)
+        call.release()
+        assert verdict.loss is not None  # the last stage's process has it
+        return Step(verdict.loss, None, joined, None, verdict.metrics)
+
+
 class GradSink(Sink):
     """`.grad` of the parameters, to which gradients are added as backward() does."""
 

@@ -1,19 +1,19 @@
 """A step or an evaluation: a call with the loss behind its last stage, and its result.
 
-    RunWithLoss.play  -->  a call whose sums a sink takes (sinks.py)  -->  Step
+    LossArguments  -->  RunWithLoss.play  -->  a call whose sums a sink takes (sinks.py)  -->  Step
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.common.cadence import validates
-from pipeline.data.loss import Loss
+from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
@@ -44,15 +44,30 @@ class Step:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class LossArguments(NamedTuple):
+    """The arguments that a step and an evaluation share, see `Pipe.step`."""
+
+    x: Any
+    target: Any
+    loss_fn: LossFn
+    loss_reduction: str | None
+    outputs: bool
+    trace: bool
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Those that all ranks must give alike."""
+        return {"loss_reduction": self.loss_reduction, "outputs": self.outputs, "trace": self.trace}
+
+
 class RunWithLoss:
     """A call that ends in a loss, which runs once, or once more from its beginning.
 
     Args:
         runtime: of the Pipe.
         execution: of the call.
-        new_loss: makes the loss of a run.
+        arguments: those of the call.
         target: of the mini-batch, cut.
-        outputs: whether the outputs are wanted.
         scaler: scales the loss.
 
     Attributes:
@@ -63,16 +78,14 @@ class RunWithLoss:
         self,
         runtime: Runtime,
         execution: Execution,
-        new_loss: Callable[[], Loss],
+        arguments: LossArguments,
         target: Batch,
-        outputs: bool,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.runtime = runtime
         self.execution = execution
-        self._new_loss = new_loss
+        self._arguments = arguments
         self._target = target
-        self._outputs = outputs
         self._scaler = scaler
 
     def play(self, listens: Listens | None = None) -> tuple[Call, Loss]:
@@ -81,11 +94,12 @@ class RunWithLoss:
         Args:
             listens: makes what takes gradients while it runs.
         """
-        execution, loss, counts = self.execution, self._new_loss(), self.runtime.history.losses
+        execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, execution.batch.rows)
         several = execution.batch.chunks > 1
         number = counts.get(loss.loss_fn) + several
         compare = several and validates(number)
-        keeps_outputs = self._outputs or compare
+        keeps_outputs = arguments.outputs or compare
         end = LossEnd(execution, loss, self._target, self._scaler, compare, keeps_outputs)
         if self._scaler is not None and not execution.has_last:
             device = self.runtime.settings.layout.devices[0]
@@ -107,4 +121,4 @@ class RunWithLoss:
 
     def joined(self, call: Call) -> Any:
         """The joined outputs, detached. None: they are not wanted."""
-        return self.runtime.joined(call) if self._outputs else None
+        return self.runtime.joined(call) if self._arguments.outputs else None

@@ -682,6 +682,24 @@ def test_transforms_and_forward_mode_are_refused_with_the_way_to_go():
     assert all(param is params[name] for name, param in pipe.named_parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func's own imports
+@pytest.mark.parametrize("method", ["step", "evaluate"])
+def test_calls_with_a_loss_refuse_transforms_and_forward_mode_too(method):
+    pipe = Pipe(small(), [2, 2], CHUNKS)
+    x, _ = batch()
+
+    def loss(given):
+        return getattr(pipe, method)(given, loss_fn=lambda output, _: output.square().mean()).loss
+
+    with pytest.raises(RuntimeError, match="torch.func transforms.*create_graph=True"):
+        torch.func.grad(loss)(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="forward-mode AD cannot go through a Pipe"):
+            loss(dual)
+    assert all(param.grad is None for param in pipe.parameters())
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_second_backward_is_refused_in_torchs_own_words(checkpoint):
     pipe = Pipe(small(), [2, 2], CHUNKS, checkpoint=checkpoint)
