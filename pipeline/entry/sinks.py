@@ -1,4 +1,4 @@
-"""The sinks of a step's gradients: `.grad`, a store, or an optimizer.
+"""The sinks of a step's gradients: `.grad`, a store, or an optimizer; and that of an evaluation, which has none.
 
     run --sums, gradients of the input--> collect: whole, divided, hooked, agreed by all processes --> sink
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -75,31 +75,22 @@ class GradSink(Sink):
                 joined = run.joined(call)
                 call.release()
                 named = list(run.runtime.module.named_parameters())
-                with self.undone([owner for owner, _ in pairs], call.batch.tree.tensors):
-                    store = self.take(pairs, call, named)
+                store = self.take(pairs, call, named)
             self.finish(named)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
         return Step(value, store, joined, None, metrics)
 
-    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Within: a failure leaves everything that `take` writes as it was found.
-
-        Args:
-            owners: tensors that get gradients, and may have hooks that fail.
-            inputs: the tensors of the mini-batch.
-        """
-        return _grads_undone(owners)
-
     def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
-        """Take whole gradients. Empties `pairs`.
+        """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
 
         Args:
             pairs: (owner, gradient) of parameters, other leaves, and tensors of the input, each once.
             call: made them.
             named: the parameters.
         """
-        accumulate(pairs)
+        with _grads_undone(pairs):
+            accumulate(pairs)
         return None
 
     def finish(self, named: Named) -> None:
@@ -118,24 +109,22 @@ class StoreSink(GradSink):
         super().__init__(scaler)
         self._max_norm = max_norm
 
-    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return _grads_undone(inputs)
-
     def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
         known = {id(param): (name, param) for name, param in named}
         only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
         others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
         pairs.clear()
-        accumulate(of_inputs)
         known.update({id(owner): ("", owner) for owner, _ in others if id(owner) not in known})
-        store = GradStore([param if not name else (name, param) for name, param in known.values()])
-        for owner, grad in others:
-            store.add_(owner, grad)
-        if self._max_norm is not None:
-            names = {id(param): name for name, param in named}
-            grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
-            store.scale_(clip_factor(self._max_norm, call.communicator.exchange.total_norm(grads, 2.0)))
+        with _grads_undone(of_inputs):
+            accumulate(of_inputs)
+            store = GradStore([param if not name else (name, param) for name, param in known.values()])
+            for owner, grad in others:
+                store.add_(owner, grad)
+            if self._max_norm is not None:
+                names = {id(param): name for name, param in named}
+                grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
+                store.scale_(clip_factor(self._max_norm, call.communicator.exchange.total_norm(grads, 2.0)))
         return store
 
 
@@ -160,18 +149,19 @@ class OptimizerSink(GradSink):
         return self._optimizer
 
     def take(self, pairs: list[Pair], call: Call, named: Named) -> None:
-        accumulate(pairs)
         communicator, scaler = call.communicator, self.scaler
-        if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
-            _unscale(scaler, self._optimizer, communicator)
-        if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
-            known = {id(param) for _, param in named}
-            others = [("", param) for param in self._stepped() if id(param) not in known]
-            clip_grads([*named, *others], self._max_norm, 2.0, communicator)
-        if scaler is None:
-            self._optimizer.step()
-        else:
-            scaler.step(self._optimizer)
+        with self._undone(pairs):
+            accumulate(pairs)
+            if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
+                _unscale(scaler, self._optimizer, communicator)
+            if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
+                known = {id(param) for _, param in named}
+                others = [("", param) for param in self._stepped() if id(param) not in known]
+                clip_grads([*named, *others], self._max_norm, 2.0, communicator)
+            if scaler is None:
+                self._optimizer.step()
+            else:
+                scaler.step(self._optimizer)
 
     def finish(self, named: Named) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -181,14 +171,14 @@ class OptimizerSink(GradSink):
             self.scaler.update()
 
     @contextmanager
-    def undone(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> Iterator[None]:
+    def _undone(self, pairs: Sequence[Pair]) -> Iterator[None]:
         """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
         scaler = self.scaler
         states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
         key = id(self._optimizer)
         found = dict(states[key]) if key in states else None
         try:
-            with grads_kept([*owners, *self._stepped()]):
+            with grads_kept([*[owner for owner, _ in pairs], *self._stepped()]):
                 yield
         except BaseException:
             states.pop(key, None)  # else the next step would take gradients for unscaled ones
@@ -201,8 +191,9 @@ class OptimizerSink(GradSink):
 
 
 @contextmanager
-def _grads_undone(owners: Sequence[Tensor]) -> Iterator[None]:
+def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
     """Within: a failure leaves `.grad` as it was found. Only a hook, which is the user's code, can fail."""
+    owners = [owner for owner, _ in pairs]
     if all(owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners):
         yield
         return
