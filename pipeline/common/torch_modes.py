@@ -106,6 +106,22 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Within: float32 matrices are multiplied in float32: no autocast, and no lower precision that the user allows."""
+    lower = [(read(), read, write) for read, write in _MATMULS if read() not in ("none", "ieee")]
+    with without_autocast():
+        try:
+            for _, _, write in lower:
+                write("ieee")
+            yield
+        finally:
+            for precision, read, write in lower:
+                write("none")  # as a rule it comes from the backend's, or from that of all
+                if read() != precision:
+                    write(precision)
+
+
 def without_function_modes() -> AbstractContextManager[None]:
     """Within: torch-function modes, which are meant for the layers, do not see the Pipe's own computations."""
     return _function_modes(()) if torch._C._len_torch_function_stack() else nullcontext()
@@ -135,6 +151,9 @@ def _precision(backend: str, operation: str) -> tuple[Callable[[], str], Callabl
     """The switch `torch.backends.<backend>.<operation>.fp32_precision`."""
     read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     return partial(read, backend, operation), partial(write, backend, operation)
+
+
+_MATMULS = tuple([_precision(backend, "matmul") for backend in ("cuda", "mkldnn")])
 
 
 def _matmul_precision() -> str | None:

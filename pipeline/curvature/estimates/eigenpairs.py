@@ -244,11 +244,10 @@ def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
 def _residuals(A: LinearMap, vecs: Sequence[Vec], images: Sequence[Vec]) -> tuple[list[float], list[float]]:
     """x'Ax of each, and |A x - x (x'Ax)|^2; the images are overwritten. Two all-reduces."""
     pairs = list(zip(vecs, images, strict=True))
-    products = torch.stack([A.space.local_dots([vec], [image]).squeeze() for vec, image in pairs])
-    values = A.space.sum_over(products).tolist()
+    values = A.space.sum_over(A.space.local_pairs(pairs)).tolist()
     for (vec, image), value in zip(pairs, values, strict=True):
         add_(image, vec, -value)
-    squares = A.space.sum_over(torch.stack([A.space.local_dots([image], [image]).squeeze() for image in images]))
+    squares = A.space.sum_over(A.space.local_pairs([(image, image) for image in images]))
     return values, squares.clamp(min=0.0).tolist()
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.torch_modes import in_full_precision
 from pipeline.curvature.linear import finite
 from pipeline.curvature.space import Space, Vec, add_, scale_
 
@@ -76,6 +77,7 @@ class Basis:
         self._rows = min(rows, self._rows)
         del self._slabs[-(-self._rows // SLAB) :]
 
+    @in_full_precision()
     def local_inside(self, vec: Vec) -> Tensor:
         """This process's share of the inner products of all rows with a vector: [rows], float64, on the CPU."""
         total = torch.zeros(self._rows, dtype=torch.float64)
@@ -84,12 +86,14 @@ class Basis:
                 total += torch.cat([torch.mv(rows, shard) for rows in self._filled(place)]).to("cpu", torch.float64)
         return total
 
+    @in_full_precision()
     def subtract_(self, vec: Vec, factors: Tensor) -> None:
         """Take the rows, each times its factor [rows], from a vector."""
         for place, shard in enumerate(vec):
             for rows, part in zip(self._filled(place), factors.to(shard).split(SLAB), strict=False):
                 shard.addmv_(rows.T, part, alpha=-1)
 
+    @in_full_precision()
     def combined(self, factors: Tensor) -> list[Vec]:
         """New vectors: for each column of `factors` [rows, count] the sum of the rows, each times its entry."""
         shards = [shard.new_zeros(factors.shape[1], len(shard)) for shard in self.space.zeros()]
@@ -98,6 +102,7 @@ class Basis:
                 total.addmm_(part.T, rows)
         return [[shard[one] for shard in shards] for one in range(factors.shape[1])]
 
+    @in_full_precision()
     def rotate_(self, factors: Tensor) -> None:
         """Put such sums in the place of the rows, a strip of columns at a time: hardly any memory is needed for it.
 
@@ -158,8 +163,7 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> li
         for lane, found in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
             bases[lane].subtract_(vecs[lane], found)
             inside[lane] += found
-    squares = torch.cat([space.local_dots([vec], [vec]).flatten() for vec in vecs])
-    norms = finite(space.sum_over(squares), what).clamp(min=0.0).sqrt().tolist()
+    norms = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), what).clamp(min=0.0).sqrt().tolist()
     return [Split(one, norm) for one, norm in zip(inside, norms, strict=True)]
 
 

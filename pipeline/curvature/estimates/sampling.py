@@ -127,8 +127,7 @@ def basis_products(sampling: Sampling) -> Iterator[tuple[list[Vec], list[Vec]]]:
 
 def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:
     """The inner products of each vector on the left with its neighbour on the right: [len(left), 1], one all-reduce."""
-    local = [space.local_dots([one], [other])[0] for one, other in zip(left, right, strict=True)]
-    return space.sum_over(torch.stack(local))
+    return space.sum_over(space.local_pairs(list(zip(left, right, strict=True)))[:, None])
 
 
 def draw_means(ax: Any, draws: Tensor, label: str) -> None:

@@ -98,7 +98,7 @@ def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
     if not asks:
         return {}
     pairs = [pair for ask in asks.values() for pair in ask.pairs]
-    total = A.space.sum_over(torch.cat([A.space.local_dots([one], [other]).view(1) for one, other in pairs]))
+    total = A.space.sum_over(A.space.local_pairs(pairs))
     if not bool(total.isfinite().all()):
         raise FloatingPointError(
             f"solve with {A.name}: a vector has entries that are not finite, or too large to square. "
