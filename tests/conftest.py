@@ -14,8 +14,10 @@ import pytest
 import torch
 from cover import WHOLE, chosen, examples, is_whole
 from hypothesis import HealthCheck, settings
+from nursery import ENVIRONMENT
 
 torch.set_num_threads(1)
+os.environ.update(ENVIRONMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("laws")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest orders what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# One thread; and no name server is asked for the name of each address that torch connects to: some answers come late.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "attempts:0"}
 POLL = 0.02  # seconds after which an end is seen
 
 
@@ -101,7 +102,7 @@ class Nursery:
     """
 
     def __init__(self, script: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._script, self._environment = script, {**ONE_THREAD, **(environment or {})}
+        self._script, self._environment = script, {**ENVIRONMENT, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._children: dict[int, Child] = {}
 

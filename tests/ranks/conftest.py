@@ -1,14 +1,11 @@
 """The crews: processes that are started when a test first asks for them, and serve all tests of the session."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# torch asks for the name of every address that it connects to; a name server that does not answer costs 5 s otherwise.
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "pipeline"))  # law_models.py and its like
 
 from crew import Crew  # noqa: E402 (its folder is on the path, as that of every conftest.py)

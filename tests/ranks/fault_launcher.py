@@ -54,8 +54,7 @@ class Launcher:
     """Starts ranks from a nursery. A context: it leaves no process behind."""
 
     def __init__(self) -> None:
-        # torch asks for the name of every address that it connects to; that may take long where nobody answers.
-        self._nursery = Nursery(HERE / "fault_script.py", {"PYTHONPATH": PATH, "RES_OPTIONS": "timeout:1"})
+        self._nursery = Nursery(HERE / "fault_script.py", {"PYTHONPATH": PATH})
         self._folder = Path(tempfile.mkdtemp(prefix="faults"))
         self._runs = 0
 
