@@ -6,8 +6,9 @@ READY := .venv/ready
 # One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in several processes. Each of
 # these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Three processes for two cores: tests over ranks wait for each other half of the time. Those of a file share their ranks.
-TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile
+# Three processes for two cores: tests over ranks, which one of them runs (tests/conftest.py), wait half of the time.
+DOCUMENTS := tests/test_docs.py tests/test_architecture.py
+TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(DOCUMENTS))
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
 # and beside torch's CPU build one breaks what imports it.
@@ -27,7 +28,7 @@ check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
 	$(BIN)/isort --check-only pipeline partition scheduler tests examples benchmarks docs
 	$(BIN)/mypy
-	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler tests/test_docs.py tests/test_architecture.py
+	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler $(DOCUMENTS)
 
 soak: $(READY)
 	$(ONE) $(TESTS) --whole -m "soak or not soak"

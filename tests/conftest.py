@@ -73,6 +73,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests over ranks go to one process, which starts their crews once; of others, those of a file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "crews" if "/ranks/" in file and not file.endswith(OWN_RANKS) else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+OWN_RANKS = "test_faults.py", "test_curvature_example.py"  # they start their ranks themselves
+
+
 def _values(item: pytest.Item) -> dict[Any, Any]:
     """The values of a case's parameters, and those within one that is a table's row."""
     found: dict[Any, Any] = {}
