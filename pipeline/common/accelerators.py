@@ -1,6 +1,8 @@
 """Accelerators as torch.accelerator knows them: one path for CUDA, ROCm, XPU, NPU and any other kind.
 
-    accelerators(), entered(device)      which there are; within: one is the current device
+    accelerators(), device_of_rank()     which there are; the one of a rank
+    identity(device)                     its name in all processes of a host
+    entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
     default_generators(devices)          what layers there draw from
 
@@ -10,10 +12,17 @@ one stream) are treated as the host is: plain copies, no streams.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+# The number of a process on its host, as torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, and srun set it. Slurm's
+# comes last: within an allocation the processes of mpirun inherit that of the shell.
+LOCAL_RANKS = (
+    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
+)  # fmt: skip
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -25,6 +34,30 @@ def accelerators() -> list[torch.device]:
     """All accelerators that this process sees."""
     kind = _kind()
     return [] if kind is None else [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def device_of_rank() -> torch.device:
+    """The device of this process, which is one of several: by its number on the host, or the current one."""
+    found = accelerators()
+    if not found:
+        return torch.device("cpu")
+    number = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), None)
+    index = torch.accelerator.current_device_index() if number is None else int(number)
+    return found[index % len(found)]  # a launcher may show each process one device
+
+
+def identity(device: torch.device) -> str:
+    """The name of an accelerator in all processes of a host; "" if it has none, and for the host itself.
+
+    Where there are no UUIDs the number is one, but not in a process that sees one device: others may see others.
+    """
+    if not is_accelerator(device):
+        return ""
+    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return str(device) if torch.accelerator.device_count() > 1 else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{uuid} {visible}" if "MIG" in visible else str(uuid)  # parts of one GPU, which CUDA may give its UUID
 
 
 def entered(device: torch.device) -> torch.accelerator.device_index:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import permutations
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.common.accelerators import accelerators, is_accelerator
+from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.connections import Connections, Pairs
@@ -57,7 +58,7 @@ class RankGroup:
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self.device = _device()
+        self.device = _device(group)
         self.calls = 0
         self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
         self.pipes = 0
@@ -136,6 +137,25 @@ class RankGroup:
         buffer[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
         rows = self._exchange(buffer)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def refuse_shared_devices(self) -> None:
+        """Raise on all ranks if two on one host compute on the same accelerator.
+
+        Raises:
+            ValueError: they do.
+        """
+        own = identity(self.device)
+        ranks_at: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.exchange_texts(own and f"{own} on host {socket.gethostname()}")):
+            ranks_at.setdefault(name, []).append(rank)
+        for name, ranks in ranks_at.items():
+            if name and len(ranks) > 1:
+                raise ValueError(
+                    f"ranks {ranks} all take device {name}. Start as many processes as the host has devices, with "
+                    "torchrun, srun or mpirun, which number them; or choose a device in each before its first Pipe: "
+                    "torch.accelerator.set_device_index(...). For ranks on the CPU begin with "
+                    'torch.distributed.init_process_group("cpu:gloo").'
+                )
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         self.monitor.at = "a meeting of all ranks"
@@ -266,10 +286,13 @@ def _control_pairs(size: int) -> list[tuple[int, int]]:
     return [pair for rank in range(1, size) for pair in ((0, rank), (rank, 0))]
 
 
-def _device() -> torch.device:
-    """The device of this rank."""
-    found = accelerators()
-    return found[int(os.environ.get("LOCAL_RANK", "0")) % len(found)] if found else torch.device("cpu")
+def _device(group: Any) -> torch.device:
+    """The device of this rank in a group: the one that the group is bound to; a group for the CPU alone runs there."""
+    bound: torch.device | None = group.bound_device_id
+    if bound is not None:
+        return bound
+    kinds = {entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")}
+    return torch.device("cpu") if kinds == {"cpu"} else device_of_rank()
 
 
 # ----------------------------------------------------------------------------------------------------------- the groups
@@ -312,7 +335,7 @@ def _is_world() -> bool:
 
 def _process_group(group: Any, timeout: float) -> Any:
     if not dist.is_initialized():
-        device = _device()
+        device = device_of_rank()
         backend = "gloo"
         if is_accelerator(device):
             torch.accelerator.set_device_index(device)

@@ -32,6 +32,7 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
     with DistributedCommunicator(topology, (), f"Pipe({count} layers)") as communicator:
         words = {SETTINGS: runtime.settings.words}
         seed = communicator.open(lambda values: words, draws=materialize is not None)
+        topology.ranks.refuse_shared_devices()
         topology.ranks.connections.connect(topology.pairs)
         settle(stages, topology.assignment.own, runtime.settings.layout.devices, materialize, lambda: seed)
         modules = runtime.module._modules

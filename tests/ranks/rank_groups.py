@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from rank_models import even, layered, rows, square
 from torch import Tensor
 
 from pipeline import Pipe
+from pipeline.distributed.group import _device
 
 
 def initialised_by_the_pipe() -> tuple[bool, str, list[str]]:
@@ -118,3 +120,35 @@ def many_chunks(make: Make, stages: int, schedule: str, chunks: int, each: int, 
     x = rows(chunks * each, width)
     step = pipe.step(x, x.flip(0), loss_fn=square)
     return {"loss": step.loss, **state_of(pipe)}
+
+
+def on_devices(names: list[str], hosts: list[str]) -> str:
+    """What building a Pipe says, and then a second one, where ranks have devices of these names."""
+    rank = dist.get_rank()
+    with patch("pipeline.distributed.group.identity", lambda device: names[rank]):
+        with patch("socket.gethostname", lambda: hosts[rank]):
+            try:
+                Pipe(layered(8), even(8, dist.get_world_size()), 3)
+            except ValueError as error:
+                said = str(error)
+            else:
+                said = ""
+    Pipe(layered(8), even(8, dist.get_world_size()), 3)(rows(7))  # after an error, too
+    return said
+
+
+def device_with_backend(backend: str) -> str:
+    """The device of a rank whose group has this backend, as if there were XPUs."""
+    group = dist.new_group(backend=backend)
+    with patch("pipeline.distributed.group.device_of_rank", lambda: torch.device("xpu", 3)):
+        return str(_device(group))
+
+
+def device_that_is_bound() -> str:
+    group = dist.new_group()
+    with patch("pipeline.distributed.group.device_of_rank", lambda: torch.device("xpu", 3)):
+        group.bound_device_id = torch.device("xpu", 1)
+        try:
+            return str(_device(group))
+        finally:
+            group.bound_device_id = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from crew import Crew
@@ -51,3 +53,25 @@ def test_many_chunks_and_large_ones_pass_under_every_schedule(crew2: Crew, crew4
         ((2 if name in (*LOOPS, *TWO_A_LANE) else 1) * size, name, 40, 1, 4) for name in names()
     ])  # fmt: skip
     agree_all(crew2, "rank_groups:many_chunks", [(2, "1f1b", 4, 128, 512), (4, "zb-v", 4, 128, 512)])
+
+
+@pytest.mark.parametrize(("names", "hosts", "shared"), [
+    (["GPU-a", "GPU-b", "GPU-a"], "xxx", r"ranks \[0, 2\] all take device GPU-a on host x\."),
+    (["xpu:0"] * 3, "xyx", r"ranks \[0, 2\] all take device xpu:0 on host x\."),
+    (["GPU-a", "GPU-b", "GPU-c"], "xxx", ""),
+    (["xpu:0"] * 3, "xyz", ""),
+    (["", "", ""], "xxx", ""),  # on the host, or unknown
+])
+def test_ranks_of_a_host_that_take_the_same_device_are_told_so(
+    crew3: Crew, names: list[str], hosts: str, shared: str
+) -> None:
+    """All ranks raise it, and build another Pipe afterwards."""
+    said = crew3.run("rank_groups:on_devices", names, list(hosts))
+    assert said == [said[0]] * 3 and bool(said[0]) == bool(shared)
+    assert re.match(shared, said[0])
+
+
+def test_a_group_for_the_cpu_alone_and_one_bound_to_a_device_run_there(crew2: Crew) -> None:
+    assert crew2.run("rank_groups:device_with_backend", "gloo") == ["xpu:3"] * 2
+    assert crew2.run("rank_groups:device_with_backend", "cpu:gloo") == ["cpu"] * 2
+    assert crew2.run("rank_groups:device_that_is_bound") == ["xpu:1"] * 2

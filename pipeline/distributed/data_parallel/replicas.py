@@ -73,6 +73,8 @@ class Replicas:
                     "the buffers": "\n".join(_in_words(module.named_buffers())),
                 },
             )
+            if self.pipeline is not None:  # else devices were given
+                ranks.refuse_shared_devices()
             self._share([*module.parameters(), *module.buffers()])
         except BaseException as error:
             ranks.fail(error, call)

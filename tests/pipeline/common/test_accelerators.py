@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Xpu:
         self.current = count - 1
         self.generators: tuple[str, ...] = ()
         self.count = count
+        self.get_device_properties: Callable[[torch.device], Any] = SimpleNamespace
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
         patch.setattr(torch.accelerator, "device_count", lambda: count)
         patch.setattr(torch.accelerator, "current_device_index", self.initialised)
@@ -99,3 +101,43 @@ def test_streams_are_current_within_and_those_before_afterwards(monkeypatch: pyt
         assert list(current.values()) == streams and chosen == [1]
         raise KeyError
     assert current == before and chosen == [1]
+
+
+NUMBERS = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"
+
+
+@pytest.mark.parametrize(("set_to", "seen", "index"), [
+    ({}, 4, 3),  # no launcher says: the current one
+    ({"LOCAL_RANK": "2"}, 4, 2),
+    ({"SLURM_LOCALID": "1"}, 4, 1),
+    ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 4, 1),
+    ({"MPI_LOCALRANKID": "1"}, 4, 1),
+    ({"MV2_COMM_WORLD_LOCAL_RANK": "1"}, 4, 1),
+    ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 4, 2),  # mpirun in a shell of Slurm's
+    ({"LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 4, 1),
+    ({"SLURM_LOCALID": "3"}, 1, 0),  # each process sees its own
+])
+def test_a_rank_takes_the_device_that_its_launcher_means(
+    set_to: dict[str, str], seen: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NUMBERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    assert accelerators.device_of_rank() == CPU
+    Xpu(seen, monkeypatch)
+    assert accelerators.device_of_rank() == torch.device("xpu", index)
+
+
+@pytest.mark.parametrize(("uuid", "seen", "visible", "name"), [
+    ("u", 4, "", "u"), ("u", 1, "", "u"), ("u", 1, "2", "u"), ("u", 1, "MIG-p", "u MIG-p"),
+    (None, 4, "", "xpu:0"), (None, 1, "", ""),
+])
+def test_the_name_of_a_device_is_one_in_all_processes_or_none(
+    uuid: str | None, seen: int, visible: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert accelerators.identity(CPU) == ""
+    machine = Xpu(seen, monkeypatch)
+    machine.get_device_properties = lambda device: SimpleNamespace(**{} if uuid is None else {"uuid": uuid})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert accelerators.identity(torch.device("xpu", 0)) == name
