@@ -5,6 +5,7 @@
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
     default_generators(devices)          what layers there draw from
+    is_capturing(devices)                whether a graph of their work is being made
 
 A process has accelerators of one kind. Those of a kind without default generators that can be seeded (MPS: one device,
 one stream) are treated as the host is: plain copies, no streams.
@@ -92,6 +93,15 @@ def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]
     torch.accelerator.current_device_index()  # initialises the devices, without which there are no generators
     generators = torch.get_device_module(kind).default_generators
     return [generators[index] for index in indices]
+
+
+def is_capturing(devices: Iterable[torch.device]) -> bool:
+    """Whether work of the current accelerator is being captured into a graph, if one of `devices` is an accelerator."""
+    kind = _kind()
+    if kind is None or kind not in {device.type for device in devices}:
+        return False
+    asks = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)  # CUDA and XPU have graphs
+    return asks is not None and asks()
 
 
 def _kind() -> str | None:

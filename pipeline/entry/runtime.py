@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import validates
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described, gather
@@ -188,6 +189,12 @@ class Runtime:
     ) -> Setup:
         settings, history = self.settings, self.history
         refuse_transforms(lambda: [*batch.tree.tensors, *self.module.parameters(), *self.module.buffers()])
+        if is_capturing(settings.layout.devices):
+            raise RuntimeError(
+                "a Pipe was called while a graph was being captured (torch.cuda.graph), which would hold none of what "
+                "the Pipe decides and waits for on the host. Capture the plain module, pipe.to_sequential(), or call "
+                "the Pipe outside."
+            )
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
         words = partial(self._words, request, given)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
+from pipeline import Pipe
 from pipeline.common import accelerators
 from pipeline.common.places import Place, place_of
+from pipeline.curvature import Hessian
 from pipeline.entry.validation import choose_balance, choose_places
 
 CPU = torch.device("cpu")
@@ -141,3 +144,30 @@ def test_the_name_of_a_device_is_one_in_all_processes_or_none(
     machine.get_device_properties = lambda device: SimpleNamespace(**{} if uuid is None else {"uuid": uuid})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert accelerators.identity(torch.device("xpu", 0)) == name
+
+
+@pytest.mark.parametrize("call", ["forward", "step", "evaluate", "product"])
+def test_a_call_within_a_graph_capture_is_refused(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And works again after it."""
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2, devices=["cpu", "cpu"])
+    x = torch.ones(4, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: pipe(x), "step": lambda: pipe.step(x, x, loss_fn=mse_loss),
+        "evaluate": lambda: pipe.evaluate(x, x, loss_fn=mse_loss),
+        "product": lambda: Hessian(pipe, (x, x), mse_loss) @ dict(pipe.named_parameters()),
+    }  # fmt: skip
+    calls[call]()
+    monkeypatch.setattr("pipeline.entry.runtime.is_capturing", lambda devices: devices == [CPU, CPU])
+    with pytest.raises(RuntimeError, match="a Pipe was called while a graph was being captured .*Pipe outside"):
+        calls[call]()
+    monkeypatch.undo()
+    calls[call]()
+
+
+def test_a_capture_is_asked_for_where_there_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu = torch.device("xpu", 0)
+    assert not accelerators.is_capturing([CPU])
+    machine = Xpu(1, monkeypatch)
+    assert not accelerators.is_capturing([xpu])  # it has no graphs
+    monkeypatch.setattr(machine, "is_current_stream_capturing", lambda: True, raising=False)
+    assert accelerators.is_capturing([CPU, xpu]) and not accelerators.is_capturing([CPU])
