@@ -14,7 +14,7 @@ TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(DO
 # and beside torch's CPU build one breaks what imports it.
 PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: demo test check soak bench test-gpu clean
+.PHONY: demo test test-accelerator check soak bench test-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(ONE) $(TESTS)
+
+# Pipes on a simulated accelerator, on which a missing wait is an error: tests/accelerator/simulated.py. Compiled once,
+# which takes a minute and a C++ compiler; without one the tests are skipped. Apart from the others, as the device is
+# what torch.accelerator finds in the whole process.
+test-accelerator: $(READY)
+	$(BIN)/python tests/accelerator/simulated.py
+	$(ONE) $(BIN)/python -m pytest -n 2 tests/accelerator
 
 check: $(READY)
 	$(BIN)/flake8 pipeline partition scheduler tests examples benchmarks docs
