@@ -4,8 +4,9 @@
     workers="threads"    threads.drive_threads, a thread a group of lanes     lanes with accelerators of their own
 
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
-workers="threads" every lane is a group. Groups hold what they share one at a time: a place, a layer that stands in
-two stages, and the default generators of the host, as long as a stage draws from one of them.
+workers="threads" every lane is a group. Groups hold what they share one at a time: a place, or all places on an
+accelerator, with its default generator; a layer that stands in two stages; and the default generators of the host, as
+long as a stage draws from one of them.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
 run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
@@ -144,7 +145,8 @@ def _groups(lanes: Sequence[int], places: Sequence[Place], apart: bool) -> list[
 
 def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> list[list[threading.Lock]]:
     """For each stage the locks that it holds while it computes, in one order for all stages."""
-    place_locks = {place: threading.Lock() for place in places}
+    shared_by = [place.device if place.is_accelerator else place for place in places]  # it has one generator
+    place_locks = {place: threading.Lock() for place in shared_by}
     modules = [{id(module) for layer in stage for module in layer.modules()} for stage in layers]
     shared: dict[frozenset[int], threading.Lock] = {}  # by the stages that have a module in common
     for module in set().union(*modules):
@@ -154,7 +156,7 @@ def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> li
     ordered = sorted(shared, key=sorted)
     return [
         [place_locks[place], *(shared[stages] for stages in ordered if stage in stages)]
-        for stage, place in enumerate(places)
+        for stage, place in enumerate(shared_by)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -73,6 +74,23 @@ def test_every_stage_computes_with_its_gpu_as_the_current_one(
             device = places[action.stage].device
             assert index == (device.index if device.type == "cuda" else 0), action
         seen.clear()
+
+
+@pytest.mark.parametrize("device", [META, CPU], ids=["an accelerator", "the host"])
+def test_named_parts_of_an_accelerator_which_has_one_generator_compute_one_at_a_time(device: torch.device) -> None:
+    inside, seen = [0], {0}
+
+    def perform(action: Action) -> None:
+        inside[0] += 1
+        seen.add(inside[0])
+        time.sleep(0.005)
+        inside[0] -= 1
+
+    places = [Place(device, name) for name in "abc"]
+    plan = plan_step(by_name("gpipe", 3, 4), places)
+    driver = Driver(places, [[nn.Tanh()] for _ in places], range(3), "threads")
+    driver.run(plan.phases[0], perform, False, Ambient.capture(["cpu"]), False)
+    assert (max(seen) == 1) is (device == META)
 
 
 def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
