@@ -1,7 +1,7 @@
-"""The switches that torch keeps per thread and that decide what a layer computes, as they were at the forward.
+"""The switches of torch, of a thread or of the process, that decide what a layer computes, as they were at the forward.
 
     F:  Ambient.capture()            autocast, default dtype, attention kernels, torch-function and dispatch modes
-    R:  with ambient.entered():      the same again, then back to what was found
+    R:  with ambient.entered(...):   the same again, then back to what was found
 
 A default device is a torch-function mode too (`torch.set_default_device`, `with torch.device(...)`), so it is covered.
 Training flags belong to modules and are kept by the stage.
@@ -28,7 +28,7 @@ class Ambient(NamedTuple):
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
-    switches: tuple[Any, ...]  # in the order of _SWITCHES
+    switches: tuple[Any, ...]  # of the whole process, in the order of _SWITCHES
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     saved_tensors_hooks: tuple[Any, Any] | None
@@ -51,15 +51,20 @@ class Ambient(NamedTuple):
         return Ambient.capture(kind for kind, _, _ in self.autocast)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Make every switch what it was at the capture; at the end, what it was found as."""
+    def entered(self, whole_process: bool) -> Iterator[None]:
+        """Make the thread's switches what they were at the capture; at the end, what they were found as.
+
+        Args:
+            whole_process: do the same with those of the process. Other threads must not compute meanwhile.
+        """
         now = self.now()
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache)
                 )
-            stack.enter_context(_switched(self.switches))
+            if whole_process:
+                stack.enter_context(_switched(self.switches))
             if now.saved_tensors_hooks != self.saved_tensors_hooks:
                 hooks = self.saved_tensors_hooks or (_as_it_is, _as_it_is)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
@@ -172,7 +177,7 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch._C._set_float32_matmul_precision(precision)
 
 
-# The other switches that change a layer's kernels or the dtype of its output: how to read and set each of them.
+# The switches of the process that change a layer's kernels or the dtype of its output: how to read and set each.
 # A precision that is not set for an operation is that of its backend, or of all; so those come first.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),

@@ -179,7 +179,7 @@ def _thread_like_this(
                 if any([enabled for _, enabled, _ in ambient.autocast]):
                     torch.autocast_increment_nesting()  # as in the caller: autocast's cache is emptied by the last exit
                     stack.callback(torch.autocast_decrement_nesting)
-                stack.enter_context(ambient.entered())
+                stack.enter_context(ambient.entered(whole_process=False))
             yield
 
     return enter

@@ -146,7 +146,7 @@ class ForwardSnapshot:
         """Begin a backward: find the switches and flags that differ from those of the forward."""
         self._differing = []
         if now != self._ambient:
-            self._differing.append(self._ambient.entered)
+            self._differing.append(partial(self._ambient.entered, now.switches != self._ambient.switches))
         _, flags = self.key
         if flags != tuple([module.training for module in self._modules]):
             self._differing.append(partial(training_flags, self._modules, flags))

@@ -1165,6 +1165,26 @@ def test_a_recomputation_under_other_switches_disturbs_no_other_thread() -> None
         torch.set_default_dtype(torch.float32)
 
 
+def test_a_thread_that_ends_leaves_the_switches_of_the_process_to_the_layers_that_still_compute() -> None:
+    """Stage 1 changes one for a moment, in which the thread of stage 0 comes to its end."""
+    seen: list[torch.dtype] = []
+    is_on = []
+
+    def compute() -> None:
+        if is_on:
+            with default_dtype(F64):
+                for thread in threading.enumerate():
+                    if thread.name.startswith("pipe group"):
+                        thread.join(1.0)  # with the last chunk
+                seen.append(torch.get_default_dtype())
+
+    pipe = learnt(piped(nn.Sequential(nn.Linear(4, 4), calling(compute)), [1, 1], 1), 4)
+    is_on.append(True)
+    with torch.no_grad():
+        in_time(lambda: pipe(torch.ones(2, 4)))
+    assert seen == [F64] and torch.get_default_dtype() is torch.float32
+
+
 def test_hooks_of_a_leaf_that_two_stages_captured_act_once() -> None:
     """Stage 1 puts the hooks to sleep, stage 0 finds none, stage 1 puts them back, stage 0 gets its gradient."""
     meeting, seen, counts = Meeting(), [], [0]
