@@ -11,11 +11,14 @@ whatever thread it runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar
 
 from pipeline.common.interrupts import held
+
+_T = TypeVar("_T")
 
 
 class Turn:
@@ -79,3 +82,13 @@ def _fresh() -> Iterator[Turn]:
         finally:
             fresh.is_on = False
             _current.reset(token)
+
+
+def run_in(context: Context, function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function in a copy of an earlier context, as a part of the call that runs now."""
+    return context.copy().run(_as_part_of, _current.get(), function, *args)
+
+
+def _as_part_of(now: Turn | None, function: Callable[..., _T], *args: Any) -> _T:
+    _current.set(now)
+    return function(*args)

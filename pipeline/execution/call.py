@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -364,9 +365,9 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
-        grad=setup.grad, ambient=execution.ambient, known=setup.known, compares=setup.compares, defer=setup.defer,
-        threads=execution.has_threads, external=threading.Lock(), keep=setup.keep, samples=samples,
-        seed=setup.seed, generators=execution.generators,
+        grad=setup.grad, ambient=execution.ambient, context=copy_context(), known=setup.known,
+        compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
+        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import Context
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import OF_SCRIPTS, Roots, holds, nodes_of, reached, refuse_tangents, run_backward
 from pipeline.common.torch_modes import Ambient, without_autocast
@@ -49,6 +51,7 @@ class StageSettings(NamedTuple):
     Attributes:
         grad: whether this call has gradients.
         ambient: torch's switches at the call.
+        context: the context variables at the call, for recomputations.
         known: the traits that earlier calls have observed.
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
@@ -63,6 +66,7 @@ class StageSettings(NamedTuple):
 
     grad: bool
     ambient: Ambient
+    context: Context
     known: StageTraits
     compares: bool
     defer: bool
@@ -344,7 +348,8 @@ class StageRun:
         """R: the forward of a chunk once more, with its graph kept."""
         self.check_unchanged(chunk)
         self._check_input(chunk, record)
-        inputs, _, made = self._run(chunk, record.read, record.needs_grad, self._around_recomputation(chunk))
+        around = self._around_recomputation(chunk)
+        inputs, _, made = run_in(self._settings.context, self._run, chunk, record.read, record.needs_grad, around)
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         if record.path is not None:
             self._check_path(chunk, roots, record.path)
@@ -397,6 +402,9 @@ class StageRun:
             read: what the stage reads, attached to the caller's graph.
             views: for each real parameter (by id) the tensor to compute with.
         """
+        return run_in(self._settings.context, self._composed, chunk, read, views)
+
+    def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         with self._around_recomputation(chunk), self.on_views(views):
             tensors = [tensor.clone() for tensor in read.tensors] if self.writes_input else read.tensors
             made = self.layers.run(chunk, read.build(tensors), self.seeder.seed)

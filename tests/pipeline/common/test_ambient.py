@@ -3,6 +3,7 @@
 import gc
 import threading
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from pipeline import Pipe, is_recomputing
+from pipeline.common.places import Place
 
 ROWS, WIDE, CHUNKS = 7, 6, 3
 
@@ -430,6 +432,28 @@ def test_backward_in_another_thread_gives_the_same_bits(checkpoint):
     thread.start()
     thread.join()
     assert_same_grads(pipe, theirs)
+
+
+SETTING = ContextVar("setting", default=0)
+
+
+@pytest.mark.parametrize("in_an_empty_one", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("workers", ["inline", "threads"])
+def test_a_recomputation_finds_the_context_variables_of_its_forward(workers, order, in_an_empty_one):
+    probes = [Probe(SETTING.get), Probe(SETTING.get)]
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), probes[0], nn.Linear(WIDE, WIDE), probes[1])
+    places = [Place(torch.device("cpu"), name) for name in "ab"]
+    pipe = Pipe(model, [2, 2], 2, checkpoint="always", workers=workers, devices=places)
+    x = torch.randn(4, WIDE)
+    for call in (1, 2, 3):
+        before = SETTING.set(call)
+        loss = loss_of(pipe(x))
+        SETTING.reset(before)
+        context = Context() if in_an_empty_one else copy_context()
+        context.run(torch.autograd.grad, loss, list(pipe.parameters()), create_graph=order == 2)
+        assert SETTING.get() == 0
+        assert [probe.recomputed[-2:] for probe in probes] == [[call] * 2] * 2
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
