@@ -4,6 +4,7 @@
     identity(device)                     its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
+    beside(streams)                      the same, in the order of the streams that were current
     default_generators(devices)          what layers there draw from
     is_capturing(devices)                whether a graph of their work is being made
 
@@ -14,10 +15,11 @@ one stream) are treated as the host is: plain copies, no streams.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 # The number of a process on its host, as torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, and srun set it. Slurm's
 # comes last: within an allocation the processes of mpirun inherit that of the shell.
@@ -82,6 +84,34 @@ def entered_streams(*streams: torch.Stream) -> Iterator[None]:
         for stream in found:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(device)
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The current streams of those of `devices` that are accelerators."""
+    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if is_accelerator(device)]
+
+
+@contextmanager
+def beside(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Within: these streams are current. They first wait for those that were, which wait for them at the end."""
+    found = current_streams([stream.device for stream in streams])
+    if found == streams:
+        yield
+        return
+    for stream, outer in zip(streams, found, strict=True):
+        stream.wait_stream(outer)
+    with entered_streams(*streams):
+        yield
+    for stream, outer in zip(streams, found, strict=True):
+        outer.wait_stream(stream)
+
+
+def use_here(tensors: Iterable[Tensor | None]) -> None:
+    """Tell the allocator that the current streams use tensors that were made on others."""
+    for tensor in tensors:
+        if tensor is not None and is_accelerator(tensor.device):
+            for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                part.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

@@ -35,16 +35,11 @@ _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 @contextmanager
-def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
+def turn(earlier: Turn | None = None) -> Iterator[Turn]:
     """Within: no other thread's call runs, and signals are held back (common/interrupts.py).
 
     Args:
         earlier: that of the forward whose backward this is; if it is still held, this is part of it.
-        may_wait: whether this thread may wait for others. A thread in which autograd works for a device may not: the
-            other call may itself be waiting for that thread.
-
-    Raises:
-        RuntimeError: another thread's call runs, and this one may not wait.
     """
     found = _current.get() or earlier
     if found is not None and found.is_on:
@@ -55,26 +50,7 @@ def turn(earlier: Turn | None = None, may_wait: bool = True) -> Iterator[Turn]:
             finally:
                 _current.reset(token)
         return
-    if may_wait:
-        with _lock, _fresh() as fresh:
-            yield fresh
-        return
-    with held():
-        if not _lock.acquire(blocking=False):
-            raise RuntimeError(
-                "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. "
-                "Take turns: hold one threading.Lock around forward, loss and backward in each of your threads."
-            )
-        try:
-            with _fresh() as fresh:
-                yield fresh
-        finally:
-            _lock.release()
-
-
-@contextmanager
-def _fresh() -> Iterator[Turn]:
-    with held():
+    with _lock, held():
         fresh = Turn()
         token = _current.set(fresh)
         try:

@@ -1,11 +1,16 @@
 """`out = pipe(x); loss(out).backward()`: a Pipe as a function that autograd differentiates, to any order.
 
-    Pipe.forward          F half, then PipeFunction.apply(x, parameters in use) -> out
-    loss.backward()       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
-                                                 [2] create_graph: a differentiable recomputation (Call.differentiate)
+    Pipe.forward      F half, then x, parameters in use --PipeFunction--> token --PipeOutput--> out
+    loss.backward()   PipeOutput.backward: keeps the gradients of out, and an event of the stream that computed them
+                      PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
+                                             [2] create_graph: a differentiable recomputation (Call.differentiate)
 
 The F half runs before `apply`, which shows the differentiable outputs and the parameters in use: the hooks of a
 parameter that no output depends on must not run.
+
+There are two nodes since autograd runs each in the thread of its output's device. A Pipe whose backward ran in the
+thread of an accelerator would wait there for lanes that wait for autograd's work in that thread. The token is on the
+host, so the backward runs in the thread that called `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.common.accelerators import beside, current_streams, is_accelerator, use_here
 from pipeline.common.call_lock import Turn, turn
 from pipeline.common.errors import CheckpointError
 from pipeline.data.microbatch import gather, row_dim
@@ -25,6 +31,7 @@ from pipeline.execution.call import Call
 from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
+from pipeline.transports.local import Parcel
 
 
 def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
@@ -69,8 +76,7 @@ def _attach(
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing)
-    outputs: Sequence[Tensor] = attach(backward, joined.tensors, needs_grad, *leaves)
-    return outputs
+    return _emit(joined.tensors, needs_grad, _work(backward, *leaves))
 
 
 class GiveAway(NamedTuple):
@@ -103,6 +109,7 @@ class Backward:
         self._sizes = sizes
         self._wanted = wanted
         self._input_versions = versions(call.batch.tree.tensors)
+        self._streams = current_streams(call.execution.devices)  # autograd, too, goes back on those of the forward
         self._everywhere = everywhere  # all ranks have the output
         self._is_spent = False  # a backward failed part-way
         self.give_away: GiveAway | None = None  # of the backward under way
@@ -112,14 +119,17 @@ class Backward:
         """Whether this process runs every stage."""
         return self._call.communicator.is_alone
 
-    def __call__(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs that need one, and of the owners."""
+    def __call__(self, given: Parcel, retain: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs that need one, and of the owners. `given`: those of the outputs."""
         execution = self._call.execution
-        with turn(self._then, may_wait=not execution.is_accelerated), execution.communicator.again() as communicator:
+        with turn(self._then), beside(self._streams), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
+            grads = execution.setup.layout.transport.receive(given)
             communicator.open(lambda values: {}, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
+        if self._streams != current_streams(execution.devices):
+            use_here(result)
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
@@ -232,26 +242,45 @@ def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, 
 
 
 class PipeFunction(torch.autograd.Function):
-    """The node that stands in autograd's graph for a whole pipe."""
+    """The node that stands in autograd's graph for all stages. Its output is a token on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, *inputs: Tensor) -> Tensor:
+        ctx.backward_call = backward
+        token = torch.empty(0, dtype=torch.float32, device="cpu")
+        ctx.save_for_backward(token.detach())  # so that a second backward raises autograd's own error
+        return token
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
+        ctx.saved_tensors
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, *ctx.backward_call(getattr(token, _GIVEN), retain)
+
+
+class PipeOutput(torch.autograd.Function):
+    """The node behind the outputs. Its backward runs in autograd's thread for their device, and waits for nothing."""
 
     @staticmethod
     def forward(
-        ctx: Any, backward: Backward, outputs: tuple[Tensor, ...], needs_grad: list[bool], *inputs: Tensor
+        ctx: Any, outputs: tuple[Tensor, ...], needs_grad: list[bool], token: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.backward_call = backward
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0, device="cpu"))  # so that a second backward raises autograd's own error
         ctx.mark_non_differentiable(*(out for out, needs in zip(outputs, needs_grad, strict=True) if not needs))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        ctx.saved_tensors
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, None, *ctx.backward_call(grads, retain)
+        on_host = not any([grad is not None and is_accelerator(grad.device) for grad in grads])
+        event = None if on_host else torch.accelerator.current_stream().record_event()
+        token = torch.empty(0, dtype=torch.float32, device="cpu")  # else autograd would hand on another one
+        setattr(token, _GIVEN, Parcel(grads, event))
+        return None, None, token
 
 
-attach: Callable[..., tuple[Tensor, ...]] = PipeFunction.apply
+_GIVEN = "_penstock_given"  # set on the gradient of a token
+_work: Callable[..., Tensor] = PipeFunction.apply
+_emit: Callable[..., tuple[Tensor, ...]] = PipeOutput.apply
 
 
 @contextmanager

@@ -6,7 +6,8 @@
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. Groups hold what they share one at a time: a place, or all places on an
 accelerator, with its default generator; a layer that stands in two stages; and the default generators of the host, as
-long as a stage draws from one of them.
+long as a stage draws from one of them. In a thread of autograd's own (a backward within a backward on an accelerator)
+that thread drives all lanes.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
 run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
@@ -22,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from pipeline.common.accelerators import entered, entered_streams, is_accelerator
+from pipeline.common.accelerators import current_streams, entered, entered_streams, is_accelerator
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
 from pipeline.execution.engine import Perform
@@ -96,7 +97,7 @@ class Driver:
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever `workers` is.
         """
-        if phase.needs is None or in_turns or not self.has_threads:
+        if phase.needs is None or in_turns or not self.has_threads or _is_foreign():
             on_device = self._on_device(perform)
             for action in phase.merged:
                 on_device(action)
@@ -121,6 +122,11 @@ class Driver:
                 perform(action)
 
         return on_device
+
+
+def _is_foreign() -> bool:
+    """Whether Python did not start this thread: it may be one in which autograd works, for which lanes would wait."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _holding(locks: Sequence[threading.Lock], perform: Perform, action: Action) -> None:
@@ -165,8 +171,7 @@ def _thread_like_this(
 ) -> Callable[[int], AbstractContextManager[object]]:
     """Give a group's thread the switches, grad mode and streams of this one. `own`: the group of this thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    devices = {place.device for place in places if is_accelerator(place.device)}
-    streams = [torch.accelerator.current_stream(device) for device in devices]
+    streams = current_streams([place.device for place in places])
 
     @contextmanager
     def enter(number: int) -> Iterator[None]:

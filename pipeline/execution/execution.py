@@ -100,11 +100,6 @@ class Execution:
         return self._driver.has_threads
 
     @property
-    def is_accelerated(self) -> bool:
-        """Whether a stage computes on an accelerator."""
-        return any(place.is_accelerator for place in self.setup.layout.places)
-
-    @property
     def _lane_of(self) -> Sequence[int]:
         return self.setup.plan.schedule.placement.lane_of
 

@@ -1,13 +1,10 @@
 """The threaded driver: a thread for each group of lanes, where lanes have accelerators of their own.
 
     group 0: lanes of cuda:0   a thread --performs what is ready--> done --wakes the others
-    group 1: lanes of cuda:1   the calling thread: it drives the group of the last stage
+    group 1: lanes of cuda:1   the calling thread: it drives the group of the last stage, and so computes the loss
 
 Within a group, lanes run as the inline driver runs them. A group that cannot go on waits until another one has done
 an action. When all wait, none ever will: that raises StuckError.
-
-The calling thread may be one in which autograd works for the last stage's device (the backward of `pipe(x)`). It must
-not wait while another thread asks for a backward on that device; so it drives that device's lanes itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from law_models import Apply, normal
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from pipeline.common.call_lock import Turn, turn
+from pipeline.common.call_lock import Turn, _lock, run_in, turn
 from pipeline.common.places import Place
 
 CPU = torch.device("cpu")
@@ -55,11 +55,10 @@ def in_thread(*functions: Callable[[], Any]) -> Any:
 
 def is_taken() -> bool:
     """Whether this thread would have to wait for its turn."""
-    try:
-        with turn(may_wait=False):
-            return False
-    except RuntimeError:
-        return True
+    is_free = _lock.acquire(blocking=False)
+    if is_free:
+        _lock.release()
+    return not is_free
 
 
 # ---------------------------------------------------------------------------------------------------------- the turn
@@ -73,7 +72,7 @@ def test_within_a_turn_others_wait_and_afterwards_they_do_not() -> None:
 
 def test_a_turn_within_a_turn_is_the_same_turn_and_ends_with_the_outer_one() -> None:
     with turn() as outer:
-        with turn() as inner, turn(may_wait=False) as innermost:
+        with turn() as inner, turn() as innermost:
             assert inner is outer and innermost is outer
         assert outer.is_on and in_thread(is_taken)
     assert not outer.is_on
@@ -92,11 +91,11 @@ def test_a_thread_that_works_for_a_turn_is_part_of_it() -> None:
 
 
 def test_a_backward_within_the_turn_of_its_forward_is_part_of_it_in_any_thread() -> None:
-    """autograd works for a device in a thread that knows no context."""
+    """autograd may work in a thread that knows no context."""
     with turn() as outer:
 
         def work() -> tuple[Turn, bool]:
-            with turn(outer, may_wait=False) as found:
+            with turn(outer) as found:
                 with turn() as inner:
                     return found, inner is outer
 
@@ -120,18 +119,22 @@ def test_a_backward_after_the_turn_of_its_forward_has_a_turn_of_its_own() -> Non
     assert context.run(work) is not old
 
 
-def test_who_may_not_wait_is_refused_in_words() -> None:
-    def refused() -> str:
-        with pytest.raises(RuntimeError) as caught:
-            with turn(may_wait=False):
-                raise AssertionError("not reached")
-        return str(caught.value)
+def test_what_runs_in_an_earlier_context_is_part_of_the_turn_that_runs_now_and_leaves_no_trace() -> None:
+    number: ContextVar[int] = ContextVar("number", default=0)
+
+    def work(more: int) -> tuple[int, Turn]:
+        number.set(number.get() + more)
+        with turn() as found:
+            return number.get(), found
 
     with turn():
-        assert in_thread(refused) == (
-            "a backward through a Pipe on an accelerator began while another thread's call of a Pipe was running. "
-            "Take turns: hold one threading.Lock around forward, loss and backward in each of your threads."
-        )
+        number.set(1)
+        context = copy_context()
+    number.set(5)
+    for _ in range(2):
+        with turn() as now:
+            assert run_in(context, work, 2) == (3, now)
+    assert number.get() == 5 and context[number] == 1
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -282,7 +282,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
     "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "PerParameterOptimizer.step": "eager",
     "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.execution": "evaluate",
-    "_fresh": "forward", "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
+    "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
     "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
     "checkpointing": "product", "StageRule.forward": "product",
 }  # fmt: skip

@@ -6,6 +6,7 @@
 Every comparison makes three calls: the first two hold the generator's lock and learn, in the third stages overlap.
 """
 
+import _thread
 import gc
 import os
 import random
@@ -860,6 +861,26 @@ def test_each_lane_has_a_thread_and_the_caller_drives_the_last_one_forward_and_b
             assert all(len(idents) == 1 for idents in seen.values())
             assert len(set().union(*seen.values())) == stages
             through(door, pipe, torch.ones(6, 4))
+
+
+def test_a_thread_that_python_did_not_start_drives_all_lanes_itself() -> None:
+    """It may be one in which autograd works for a device: other threads would wait for it."""
+    seen: set[int] = set()
+    note = partial(lambda: seen.add(threading.get_ident()))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), calling(note, note)) for _ in range(3)])
+    pipe = learnt(piped(model, [1] * 3, 3, checkpoint="always"), 4)
+    seen.clear()
+    ended = threading.Event()
+    idents: list[int] = []
+
+    def work() -> None:
+        through("forward", pipe, torch.ones(6, 4))
+        idents.append(threading.get_ident())
+        threading._active.pop(threading.get_ident(), None)  # type: ignore[attr-defined]  # Python lists it for ever
+        ended.set()
+
+    _thread.start_new_thread(work, ())
+    assert ended.wait(PATIENCE) and seen == set(idents)
 
 
 def test_without_being_told_threads_are_for_several_accelerators() -> None:
