@@ -308,22 +308,26 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
-    """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept.
+    """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept."""
+    return generators_among(value for module in modules for value in vars(module).values())
+
+
+def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
+    """The generators among some values, by id, with the interface of `torch.Generator`.
 
     They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
     generators of numpy.
     """
     adapters: dict[type, Callable[[Any], Generator] | None] = {}  # by class: each value would take milliseconds
     found: dict[int, Generator] = {}
-    for module in modules:
-        for value in vars(module).values():
-            kind = type(value)
-            if kind not in adapters:
-                adapters[kind] = _adapter(kind)
-            adapter = adapters[kind]
-            if adapter is not None:
-                own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
-                found[id(own)] = adapter(own)
+    for value in values:
+        kind = type(value)
+        if kind not in adapters:
+            adapters[kind] = _adapter(kind)
+        adapter = adapters[kind]
+        if adapter is not None:
+            own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+            found[id(own)] = adapter(own)
     return found
 
 
@@ -403,6 +407,7 @@ _ADAPTERS: tuple[tuple[type, Callable[[Any], Generator]], ...] = (
     (numpy.random.Generator, NumpyBits),
     (numpy.random.BitGenerator, NumpyBits),
 )
+GENERATORS = tuple([kind for kind, _ in _ADAPTERS])
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Only objects a few steps away, and no large tensor: this covers counters, caches
 
 from __future__ import annotations
 
-import random
 import sys
 import types
 from collections import deque
@@ -18,12 +17,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from pipeline.data.pytrees import same_values
-from pipeline.recompute.randomness import Generator, NumpyBits, NumpyGenerator, PythonGenerator, generators_at
+from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
 
 _DEPTH = 9
 _MOST = 200_000  # objects
@@ -33,6 +31,7 @@ _LONG = 1_000  # so many are searched
 _LARGEST = 1_000_000  # entries of a tensor
 _NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
 _CONTAINERS = (list, dict, set, deque)
+_NAMED = (*_CONTAINERS, *GENERATORS)  # what counts among the globals that a function names
 _EMPTY = object()
 
 Undo = Callable[[], None]
@@ -62,18 +61,15 @@ class Reachable:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._undo: list[Undo] = []
         self._seen: dict[int, Any] = {}  # referenced, so that ids are not reused
-        generators: list[Generator] = []
         under_way: list[tuple[Any, int]] = [(module, 0) for module in modules]
         while under_way and len(self._seen) < _MOST:
             value, depth = under_way.pop()
             if type(value) in _PLAIN or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            if _is_generator(value):
-                generators.append(_adapted(value))
-            elif depth < _DEPTH:
+            if depth < _DEPTH:
                 under_way += [(part, depth + 1) for part in self._note(value)]
-        self.generators = Generators(generators)
+        self.generators = Generators(generators_among(self._seen.values()).values())
 
     def put_back(self) -> None:
         """Restore everything."""
@@ -119,23 +115,8 @@ class Reachable:
         for cell in cells:
             self._undo.append(partial(_refill_cell, cell, _content(cell)))
         names = function.__globals__
-        own = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _CONTAINERS)]
-        own += [names[name] for name in function.__code__.co_names if _is_generator(names.get(name))]
+        own = [names[name] for name in function.__code__.co_names if isinstance(names.get(name), _NAMED)]
         return (*[_content(cell) for cell in cells], *own, *(function.__defaults__ or ()))
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.SystemRandom):  # it has no state
-        return False
-    return isinstance(value, (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState))
-
-
-def _adapted(value: Any) -> Generator:
-    if isinstance(value, random.Random):
-        return PythonGenerator(value)
-    if isinstance(value, numpy.random.Generator):
-        return NumpyBits(value.bit_generator)
-    return NumpyGenerator(value) if isinstance(value, numpy.random.RandomState) else value
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -292,7 +292,7 @@ def test_what_is_the_same_for_every_chunk_may_lie_anywhere() -> None:
 
 # ------------------------------------------------------------------------------------------------------ what is legal
 
-PYTHONS, NUMPYS, TORCHS = random.Random(0), numpy.random.default_rng(0), torch.Generator()
+PYTHONS, NUMPYS, BITS, TORCHS = random.Random(0), numpy.random.default_rng(0), numpy.random.PCG64(0), torch.Generator()
 WORD = {"scale": 2.0}
 
 
@@ -395,7 +395,8 @@ class Watches(nn.Module):
         self.count += 1
         self.last = x.detach()
         LOG.append(len(x))
-        return self.linear(x) + torch.rand(1, generator=TORCHS).double() * random.random() * numpy.random.rand()
+        factor = random.random() * numpy.random.rand() * (BITS.random_raw() % 7)
+        return self.linear(x) + torch.rand(1, generator=TORCHS).double() * factor
 
     def state(self) -> list[Any]:
         tensors = [self.plain.item(), self.count.item(), self.count._version]
@@ -411,6 +412,7 @@ def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         generator.manual_seed(5)
     random.seed(5)
     numpy.random.seed(5)
+    BITS.state = numpy.random.PCG64(5).state
     LOG.clear()
     layer, recorded = Watches(), []
     layer.register_forward_hook(lambda module, args, made: recorded.append(made.detach()))
@@ -422,7 +424,7 @@ def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         made = DOORS[door](pipe, x)
         yield [made if isinstance(made, Tensor) else getattr(made, "loss"), *recorded, layer.last]
         yield [param.grad for param in pipe.parameters()]
-        yield [*layer.state(), list(LOG), random.getstate(), repr(numpy.random.get_state())]
+        yield [*layer.state(), list(LOG), random.getstate(), repr(numpy.random.get_state()), BITS.state]
         yield [TORCHS.get_state(), torch.get_rng_state(), *pipe.buffers()]
         yield [module.training for module in pipe.modules()]
 
