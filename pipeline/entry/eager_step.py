@@ -176,7 +176,7 @@ class EagerRun:
                 name = later.get(_memory(tensor))
                 if name is not None and _memory(tensor) not in own:
                     raise RuntimeError(
-                        f"{stage.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
+                        f"{stage.layers.name} computes with parameter '{name}' of a later stage, past autograd (.data, "
                         "detach()). It is updated before this stage has gone backward, whose gradients would be "
                         "computed from the new values. Use a copy (.detach().clone()), pass the value on through the "
                         "stages, or step with the optimizer itself."
@@ -215,7 +215,7 @@ class EagerRun:
         while pairs:
             self._take(*pairs.pop(0))
         if is_all and call.stages:
-            call.execution.record_update(call.stages[-1].index, start)
+            call.execution.record_update(call.stages[-1].layers.index, start)
 
     def _rest(self, call: Call, sums: GradientFinalizer) -> list[Pair]:
         parts = [*call.parts_of_loss(), *sums.rest()]

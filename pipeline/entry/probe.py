@@ -184,7 +184,7 @@ class Probe:
 
     @staticmethod
     def _run_name(call: ProbeCall, stage: int) -> str:
-        return next(run.name for run in call.stages if run.index == stage)
+        return next(run.layers.name for run in call.stages if run.layers.index == stage)
 
 
 class Layer(NamedTuple):
@@ -208,7 +208,7 @@ class ProbeCall:
     def __init__(self, setup: Setup, batch: Batch, generators: Generators) -> None:
         self._execution = Execution(setup, batch)
         self.stages = stages_of(self._execution, ends_in_loss=False)
-        self._run = {stage.index: stage for stage in self.stages}
+        self._run = {stage.layers.index: stage for stage in self.stages}
         self.made: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
@@ -277,11 +277,11 @@ class ProbeCall:
 
         def descend() -> None:
             for run in reversed(self.stages):
-                given, first = in_order._inboxes[run.index], in_order.made[run.index]
+                given, first = in_order._inboxes[run.layers.index], in_order.made[run.layers.index]
                 made = self._again(run, *given)
                 if not _all_same(made, first):
                     if all([_all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
-                        found.append(run.index)
+                        found.append(run.layers.index)
                         return
 
         is_whole = None not in in_order.made.values()
@@ -300,7 +300,8 @@ class ProbeCall:
         self._inboxes[stage] = inbox, self._generators.states()
         self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
         if stage != execution.last:
-            nothing = [Activations(flatten(None, run.name), ())] * len(execution.setup.layout.values.made_by[stage])
+            values = execution.setup.layout.values.made_by[stage]
+            nothing = [Activations(flatten(None, run.layers.name), ())] * len(values)
             execution.mailbox.put(stage, chunk, nothing if made is None else made)
 
     @staticmethod

@@ -70,7 +70,7 @@ class Call:
         self.execution = execution
         self.stages = stages_of(execution, loss_end is not None)
         self.outputs: list[Activations] = []
-        self._run = {stage.index: stage for stage in self.stages}
+        self._run = {stage.layers.index: stage for stage in self.stages}
         self._last = execution.last
         self._live = [grad and tensor.requires_grad for tensor in execution.batch.tree.tensors]
         self._loss_end = loss_end
@@ -145,8 +145,9 @@ class Call:
         for stage in self.stages:
             if memory:
                 stage.aliases.check_memory()
-            self.communicator.topology.refuse_external(stage.external.leaves.values(), stage.name, stage.index)
-        self.execution.check_snapshots({stage.index: stage.snapshot for stage in self.stages})
+            external, layers = stage.external.leaves.values(), stage.layers
+            self.communicator.topology.refuse_external(external, layers.name, layers.index)
+        self.execution.check_snapshots({stage.layers.index: stage.snapshot for stage in self.stages})
 
     def _rewind(self) -> None:
         """Return to the state before the first action. From now on every stage holds the host's generators."""
@@ -321,9 +322,9 @@ class Call:
         """By id of the owner: (owner, whole gradient), stage sums added in the order of the stages."""
         settled, self._settled = self._settled, {}
         parts = [
-            (stage.index, owner, grad)
+            (stage.layers.index, owner, grad)
             for stage in self.stages
-            for owner, grad in settled.get(stage.index) or self._taken(stage)
+            for owner, grad in settled.get(stage.layers.index) or self._taken(stage)
         ]
         return self.communicator.gradients.join([*self.parts_of_loss(), *parts])
 
@@ -338,8 +339,9 @@ class Call:
         return {} if self._loss_end is None else self._loss_end.sums
 
     def _taken(self, stage: StageRun) -> list[Pair]:
-        setup, to_owner = self.execution.setup, self.execution.placement.to_owner
-        return [(owner, to_owner(owner, grad, setup.layout.places[stage.index])) for owner, grad in stage.take_sums()]
+        place = self.execution.setup.layout.places[stage.layers.index]
+        to_owner = self.execution.placement.to_owner
+        return [(owner, to_owner(owner, grad, place)) for owner, grad in stage.take_sums()]
 
     def owners(self) -> list[Tensor]:
         """The parameters and external leaves that an output depends on, each once."""

@@ -54,12 +54,12 @@ class GradientFinalizer:
             if not self._has_begun:
                 self._begin()
             for owner, grad in pairs:
-                self._parts.setdefault(id(owner), []).append((stage.index, owner, grad))
+                self._parts.setdefault(id(owner), []).append((stage.layers.index, owner, grad))
                 del grad
             pairs.clear()
             stage.aliases.check_memory()  # again: its recomputations are over, and updates will write its parameters
-            for key in [key for key, stages in self._open.items() if stage.index in stages]:
-                self._open[key].discard(stage.index)
+            for key in [key for key, stages in self._open.items() if stage.layers.index in stages]:
+                self._open[key].discard(stage.layers.index)
                 if not self._open[key]:
                     del self._open[key]
                     if not self._waits and key not in self._held:
@@ -70,7 +70,7 @@ class GradientFinalizer:
         for stage in self._stages:
             stage.aliases.check_memory()
             for key in stage.reads:
-                self._open.setdefault(key, set()).add(stage.index)
+                self._open.setdefault(key, set()).add(stage.layers.index)
         self._held = frozenset(self._late())
         self._ready()
 

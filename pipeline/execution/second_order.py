@@ -92,10 +92,10 @@ def _compose(
     under_way: dict[Key | str, Tree] = {"x": Tree(tuple(pieces), batch.tree.skeleton)}
     for stage, device in zip(stages, execution.devices, strict=True):
         stage.check_unchanged(chunk)
-        trees = [under_way.pop(row.name) for row in values.read_by[stage.index]]
+        trees = [under_way.pop(row.name) for row in values.read_by[stage.layers.index]]
         placed = [Tree(tuple([t.to(device) for t in tree.tensors]), tree.skeleton) for tree in trees]
         made = stage.compose(chunk, Bundle.of(tuple(placed)), views)
-        under_way.update(zip([row.name for row in values.made_by[stage.index]], made.trees, strict=True))
+        under_way.update(zip([row.name for row in values.made_by[stage.layers.index]], made.trees, strict=True))
     return pieces, under_way["y"]
 
 

@@ -120,16 +120,6 @@ class StageRun:
         self._saves_until_the_end = False  # a layer calls autograd within its forward
 
     @property
-    def index(self) -> int:
-        """Its number."""
-        return self.layers.index
-
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
-        return self.layers.name
-
-    @property
     def writes_input(self) -> bool:
         """Whether it writes its input, as far as is known."""
         return self._cut.writes
@@ -262,7 +252,7 @@ class StageRun:
         """Record the observed traits, and apply deferred updates. Called after all forwards."""
         self.snapshot.note()
         if self._deferred is not None:
-            self.snapshot.buffers.note_writes(self._deferred.commit(), self.name)
+            self.snapshot.buffers.note_writes(self._deferred.commit(), self.layers.name)
 
     # ------------------------------------------------------------------------------------------------------- B
 
@@ -323,7 +313,7 @@ class StageRun:
 
     def differentiating(self) -> AbstractContextManager[None]:
         """Within: a layer's own torch.utils.checkpoint may recompute, except for a deferred batch norm."""
-        return _NOTHING if self._deferred is None else self._deferred.refused(self.name)
+        return _NOTHING if self._deferred is None else self._deferred.refused(self.layers.name)
 
     def _modes_of_backward(self) -> AbstractContextManager[None]:
         """The backward of `pipe(x)` runs under whatever modes its caller sets; a step runs within its autocast."""
@@ -372,10 +362,10 @@ class StageRun:
                     differs = f"an autograd.Function kept {name} = {earlier} then, {value} now"
         if differs:
             raise CheckpointError(
-                f"the recomputation of {self.name}, chunk {chunk}, took another path than its forward: {differs}. A "
-                "layer depends on state that changed in between, such as a counter in its class, a global or a "
-                "closure. Make it an attribute or a buffer, test pipeline.is_recomputing() where a module counts, or "
-                "use checkpoint='never'."
+                f"the recomputation of {self.layers.name}, chunk {chunk}, took another path than its forward: "
+                f"{differs}. A layer depends on state that changed in between, such as a counter in its class, a "
+                "global or a closure. Make it an attribute or a buffer, test pipeline.is_recomputing() where a module "
+                "counts, or use checkpoint='never'."
             )
 
     def check_unchanged(self, chunk: int) -> None:
@@ -388,7 +378,7 @@ class StageRun:
         if versions(tensors) != record.versions:
             shapes = [list(tensor.shape) for tensor in tensors]
             raise CheckpointError(
-                f"the input of {self.name} (shapes {shapes}) was changed in place between the forward and the "
+                f"the input of {self.layers.name} (shapes {shapes}) was changed in place between the forward and the "
                 f"recomputation of chunk {chunk}. Change it after backward(), or give the pipe a clone."
             )
 

@@ -108,8 +108,8 @@ class ProductCall(ABC):
             stage.parameters.aliases.check_versions(execution.batch.chunks - 1)
             stage.parameters.aliases.check_memory()
             captured = stage.parameters.captured.values()
-            execution.communicator.topology.refuse_external(captured, stage.name, stage.index)
-        execution.check_snapshots({stage.index: stage.snapshot for stage in stages})
+            execution.communicator.topology.refuse_external(captured, stage.layers.name, stage.layers.index)
+        execution.check_snapshots({stage.layers.index: stage.snapshot for stage in stages})
         for stage in stages:
             stage.snapshot.note()
 
@@ -124,7 +124,7 @@ class ProductCall(ABC):
         try:
             work(stage, chunk)
         except BaseException as error:
-            said = explained(error, self._run[stage].name)
+            said = explained(error, self._run[stage].layers.name)
             if said is error:
                 raise
             raise said from error
@@ -166,7 +166,7 @@ class ProductCall(ABC):
             graph = run.run(chunk, inbox)
             if run.writes_input:
                 self._execution.check_alone(
-                    run.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
+                    run.layers.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
                 )
             return self.at_loss(run, chunk, graph, inbox).messages(inbox)
 

@@ -48,10 +48,10 @@ class RuleCheck:
         Raises:
             ValueError: an operation has a wrong second derivative, or looks at other rows.
         """
-        is_doubtful = refuse_nodes(stage.name, graph.roots, self._chunks)
-        is_confirmed = (self._task.rule, stage.index) in self._task.confirmed
+        is_doubtful = refuse_nodes(stage.layers.name, graph.roots, self._chunks)
+        is_confirmed = (self._task.rule, stage.layers.index) in self._task.confirmed
         if is_doubtful and self._task.verify and (self._compares or not is_confirmed):
-            self._doubtful.setdefault(stage.index, chunk)
+            self._doubtful.setdefault(stage.layers.index, chunk)
         return is_doubtful
 
     def is_asked(self, stage: int, chunk: int) -> bool:
@@ -61,21 +61,21 @@ class RuleCheck:
 
     def confirm(self, stage: StageRule, chunk: int, inbox: Inbox, at: At, derivative: Sequence[Tensor | None]) -> None:
         """Compare a derivative with finite differences if `is_asked`. The arguments are those of `error_along`."""
-        if not self.is_asked(stage.index, chunk) or not derivative:  # nothing depends on a parameter
+        if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
         error, most = error_along(stage, chunk, inbox, at, derivative)
         if self._task.on_result is not None:
-            self._task.on_result(stage.index, stage.name, error, most)
+            self._task.on_result(stage.layers.index, stage.layers.name, error, most)
         elif not error <= most:
             raise ValueError(
-                f"{stage.name} has an autograd.Function of its own, and its second derivative differs from finite "
-                f"differences by {error:.1e} of its size (at most {most:.0e} is rounding). Its backward forgets what "
-                "it depends on (a tensor kept on ctx instead of save_for_backward), or is not the derivative of its "
-                "forward (a straight-through estimator). Write it with differentiable operations; verify=False takes "
-                "what autograd says."
+                f"{stage.layers.name} has an autograd.Function of its own, and its second derivative differs from "
+                f"finite differences by {error:.1e} of its size (at most {most:.0e} is rounding). Its backward forgets "
+                "what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the derivative of "
+                "its forward (a straight-through estimator). Write it with differentiable operations; verify=False "
+                "takes what autograd says."
             )
         else:
-            self._task.confirmed.add((self._task.rule, stage.index))
+            self._task.confirmed.add((self._task.rule, stage.layers.index))
 
 
 def limit(dtype: torch.dtype) -> float:

@@ -101,16 +101,6 @@ class StageRule:
         self._is_doubtful = False  # see `inspect`
         self._records: dict[int, ProductRecord] = {}
 
-    @property
-    def index(self) -> int:
-        """Its number."""
-        return self.layers.index
-
-    @property
-    def name(self) -> str:
-        """The name of the stage in errors."""
-        return self.layers.name
-
     # ------------------------------------------------------------------------------------------------------- F
 
     def wait(self, chunk: int, inbox: Inbox) -> None:
@@ -128,14 +118,14 @@ class StageRule:
         if graph.roots:
             self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
         known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
-        memory = memory_of(graph.made.tensors, known, self.index, chunk)
+        memory = memory_of(graph.made.tensors, known, self.layers.index, chunk)
         return outbox(graph.made, tensors, tangents, memory)
 
     def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
         """The first forward of a chunk, whose graph is inspected."""
         self.snapshot.before_forward(chunk)
         looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
-        with RowsApart(self.name) if looks else nullcontext():
+        with RowsApart(self.layers.name) if looks else nullcontext():
             graph = self.computed(chunk, inbox)
         self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
         self._learn(chunk, graph)
@@ -147,7 +137,7 @@ class StageRule:
         given: list[Tensor] = []
         for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True):
             if needs:
-                leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.name}"))
+                leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.layers.name}"))
             given.append(leaves[-1].clone() if needs else tensor.clone())  # layers may write their input
         before = versions(given)
         made = self.layers.run(chunk, inbox.values.build(given), self._seeder.seed)
@@ -167,7 +157,7 @@ class StageRule:
             for key, leaf in explore(graph.roots).leaves.items():
                 if key in own or key in self.parameters.aliases or key in self.parameters.captured:
                     continue
-                refuse_marked(leaf, self.name, "part of the product")
+                refuse_marked(leaf, self.layers.name, "part of the product")
                 self.parameters.learn(leaf)
             self._is_doubtful = self._inspect(self, chunk, graph)
 
@@ -197,7 +187,7 @@ class StageRule:
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
         if self._is_doubtful:
-            refuse_once_differentiable(self.name, grads)
+            refuse_once_differentiable(self.layers.name, grads)
 
     def _paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that are differentiated once more, and the directions.
@@ -209,9 +199,9 @@ class StageRule:
         constant = [grad for grad, _ in pairs if not grad.requires_grad]
         if any([bool(grad.any()) for grad in constant]):  # zeros are what they seem: those of sign(), floor()
             raise RuntimeError(
-                f"{self.name} has a layer whose backward cannot be differentiated (an autograd.Function that computes "
-                "it with numpy, on detached tensors or under no_grad): its second derivative would be taken for zero. "
-                "Write its backward with differentiable torch operations."
+                f"{self.layers.name} has a layer whose backward cannot be differentiated (an autograd.Function that "
+                "computes it with numpy, on detached tensors or under no_grad): its second derivative would be taken "
+                "for zero. Write its backward with differentiable torch operations."
             )
         live = [(grad, part) for grad, part in pairs if grad.requires_grad]
         return [grad for grad, _ in live], [part for _, part in live]
@@ -228,15 +218,15 @@ class StageRule:
             return record.graph
         if versions(record.inbox.values.tensors) != record.versions:
             raise RuntimeError(
-                f"the input of {self.name}, chunk {chunk}, was written in place within the call that computes with "
-                "it. Let layers write copies."
+                f"the input of {self.layers.name}, chunk {chunk}, was written in place within the call that computes "
+                "with it. Let layers write copies."
             )
         graph = self.computed(chunk, record.inbox)
         self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
         if live_of(graph.made) != record.lives:
             raise RuntimeError(
-                f"{self.name}, chunk {chunk}, took another path when it was computed again: other outputs depend on "
-                "parameters. A layer depends on state that is no buffer."
+                f"{self.layers.name}, chunk {chunk}, took another path when it was computed again: other outputs "
+                "depend on parameters. A layer depends on state that is no buffer."
             )
         return graph
 
