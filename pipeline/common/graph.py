@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 _MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
@@ -218,9 +219,9 @@ def gradients(
 class StrayGradientGuard:
     """A guard against gradients that arrive while the stage's own backward is not running: they would be lost.
 
-    Such a gradient comes, for example, of an auxiliary loss that a layer keeps and the caller adds to the loss. It
-    costs one hook for each alias and call. Stages of torch's own layers, which expose no tensor, have these hooks only
-    in validating calls.
+    Such a gradient comes, for example, of an auxiliary loss that a layer keeps and the caller adds to the loss. As a
+    hook it costs too much for each alias in each backward, so aliases have it in validating calls, and when a graph
+    still holds one after the stage's own backward. A gradient that came before is found as that begins.
     """
 
     __slots__ = ("_stage", "_is_on")

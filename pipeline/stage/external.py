@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import REENTRANT, Roots, edge, gradients, holds, owned, refuse_marked, run_backward
+from pipeline.common.graph import REENTRANT, Roots, gradients, holds, owned, refuse_marked, run_backward
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.parameters import Aliases
 
@@ -28,12 +27,10 @@ class ExternalLeaves:
 
     Attributes:
         leaves: by id.
-        met: the ends of graphs, external leaves and parameters, that are noted: no later walk needs to go there.
     """
 
     def __init__(self, stage: str, lock: threading.Lock) -> None:
         self.leaves: dict[int, Tensor] = {}
-        self.met: set[Any] = set()
         self._versions: dict[int, int] = {}  # when a forward met it first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage = stage
@@ -45,24 +42,16 @@ class ExternalLeaves:
         Args:
             reached: the leaves, by id.
             own: the chunk's entry leaves, and what the layers got: of that a layer may make leaves.
-            aliases: the stage's parameters, which note those that are theirs.
+            aliases: the stage's parameters.
 
         Raises:
             RuntimeError: a leaf belongs to another stage or to an earlier call.
         """
         for key, leaf in reached.items():
-            if key in aliases:
-                aliases.use(key)
-            elif any([leaf is tensor for tensor in own]):
-                continue
-            else:
-                self._add(leaf)
-            self.met.add(edge(leaf).node)
-
-    def _add(self, leaf: Tensor) -> None:
-        refuse_marked(leaf, self._stage)
-        self.leaves[id(leaf)] = leaf
-        self._versions.setdefault(id(leaf), leaf._version)
+            if key not in aliases and not any([leaf is tensor for tensor in own]):
+                refuse_marked(leaf, self._stage)
+                self.leaves[key] = leaf
+                self._versions.setdefault(key, leaf._version)
 
     def check_versions(self, chunk: int) -> None:
         """Raise if one was written since F."""
@@ -109,7 +98,3 @@ class ExternalLeaves:
     def drop_sums(self) -> None:
         """Drop the sums after a failed backward."""
         self._sums.clear()
-
-    def release(self) -> None:
-        """Drop what holds the leaves' memory, and the parameters'."""
-        self.met.clear()

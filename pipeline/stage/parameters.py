@@ -55,8 +55,9 @@ class Aliases:
         modules: the modules of the stage.
         layers: its layers, by their index in the Sequential.
         stage: how errors name the stage.
-        guard: called when a gradient arrives. None: only the stage's own backward can bring one.
-        compares: whether to check for parameters that a forward wrote without their version counters.
+        guard: refuses gradients that another backward brings.
+        compares: whether to check for parameters that a forward wrote without their version counters, and to guard
+            every alias from the beginning.
         bring: from a parameter to its values at this place: itself, or a copy.
         grad: whether the call has gradients. Without, only parameters of other places need an alias.
         wanted: the ids of the parameters whose gradients are wanted, of those that require one. None: all.
@@ -67,7 +68,7 @@ class Aliases:
         modules: Sequence[nn.Module],
         layers: Sequence[tuple[int, nn.Module]],
         stage: str,
-        watch: StrayGradientGuard | None,
+        guard: StrayGradientGuard,
         compares: bool,
         bring: Callable[[Tensor], Tensor],
         grad: bool,
@@ -84,9 +85,7 @@ class Aliases:
                     continue
                 if id(real) not in found:
                     here = bring(real)
-                    found[id(real)] = here, _alias(
-                        real, here.detach(), stage, watch, wanted is None or id(real) in wanted
-                    )
+                    found[id(real)] = here, _alias(real, here.detach(), stage, wanted is None or id(real) in wanted)
                 here, alias = found[id(real)]
                 is_home = here is real
                 if grad or not is_home:
@@ -94,15 +93,20 @@ class Aliases:
                     self._slots.append(_Slot(module, table, name, real, alias, then, own, here, is_home))
         self._places = _by_table([(slot, slot.alias) for slot in self._slots])
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
-        self._used: set[int] = set()
+        self._unused = dict(self._trained)  # by no output, as far as is known
+        self._guard = guard
+        self._is_summing = False
+        if compares:
+            self._guard_aliases([slot.alias for slot in self._trained.values()])
         self._sums = checksums([slot.alias for slot in self._slots]) if compares else []
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
 
-    def use(self, leaf: int) -> None:
-        """Note that an output depends on the alias with this id."""
-        self._used.add(leaf)
+    def note_used(self) -> None:
+        """Note the aliases that a graph holds now, beside Python. Called while a chunk's outputs are there."""
+        for key in [key for key, slot in self._unused.items() if slot.alias._use_count() > 1]:
+            del self._unused[key]
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
@@ -116,12 +120,12 @@ class Aliases:
     @property
     def used(self) -> list[Tensor]:
         """The aliases that an output depends on."""
-        return [slot.alias for key, slot in self._trained.items() if key in self._used]
+        return [slot.alias for key, slot in self._trained.items() if key not in self._unused]
 
     @property
     def used_parameters(self) -> list[Tensor]:
         """The real parameters that an output depends on, in the order of the modules."""
-        return [slot.real for key, slot in self._trained.items() if key in self._used]
+        return [slot.real for key, slot in self._trained.items() if key not in self._unused]
 
     @property
     def trained(self) -> list[tuple[Tensor, Tensor]]:
@@ -142,12 +146,34 @@ class Aliases:
 
     # -------------------------------------------------------------------------------------------------------- sums
 
-    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (parameter, this stage's sum over chunks), and forget the sums."""
+    def begin_sums(self) -> None:
+        """Begin a backward of the stage, unless one is under way.
+
+        Raises:
+            RuntimeError: another backward has brought a gradient.
+        """
+        if not self._is_summing:
+            self._is_summing = True
+            if any([slot.alias.grad is not None for slot in self._trained.values()]):
+                self._guard()
+
+    def take_sums(self) -> list[tuple[Tensor, Tensor]]:
+        """(Parameter, this stage's sum over chunks) of all that have one; forgets the sums.
+
+        An alias that some graph still holds is guarded from now on.
+        """
+        self._is_summing = False
+        sums = []
         for slot in self._trained.values():
             if slot.alias.grad is not None:
-                grad, slot.alias.grad = slot.alias.grad, None
-                yield slot.real, grad
+                sums.append((slot.real, slot.alias.grad))
+                slot.alias.grad = None
+        self._guard_aliases([slot.alias for slot in self._trained.values() if slot.alias._use_count() > 1])
+        return sums
+
+    def _guard_aliases(self, aliases: Iterable[Tensor]) -> None:
+        for alias in aliases:  # as registering a hook does, in less time
+            alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
 
     @staticmethod
     def add(alias: Tensor, grad: Tensor) -> None:
@@ -157,14 +183,17 @@ class Aliases:
 
     def drop_sums(self) -> None:
         """Drop the sums."""
+        self._is_summing = False
         for slot in self._trained.values():
             slot.alias.grad = None
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
+        self._guard_aliases([slot.alias for slot in self._trained.values() if slot.alias._use_count() > 1])
         self._slots.clear()
         self._places.clear()
         self._trained.clear()
+        self._unused.clear()
 
     # ------------------------------------------------------------------------------------------------------ checks
 
@@ -277,13 +306,11 @@ def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Ta
     return list(tables.values())
 
 
-def _alias(real: Tensor, alias: Tensor, stage: str, watch: StrayGradientGuard | None, wanted: bool) -> Tensor:
+def _alias(real: Tensor, alias: Tensor, stage: str, wanted: bool) -> Tensor:
     if real.requires_grad and wanted:
         alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
         if real.dtype in HALF:
             alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
-        if watch is not None:
-            alias._post_accumulate_grad_hooks = OrderedDict({watch: watch})  # as registering does, in less time
     noted = vars(real)
     if noted:
         vars(alias).update(noted)  # attributes that layers have set on their parameter

@@ -26,7 +26,9 @@ from torch.autograd.graph import GradientEdge
 
 from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
-from pipeline.common.graph import OF_SCRIPTS, Roots, holds, nodes_of, reached, refuse_tangents, run_backward
+from pipeline.common.graph import (
+    OF_SCRIPTS, Roots, holds, nodes_of, reached, refuse_tangents, run_backward, sequence_number
+)
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
@@ -107,10 +109,9 @@ class StageRun:
         self._deferred = Deferred([layer for _, layer in layers.numbered]) if settings.defer else None
         self.snapshot = ForwardSnapshot(modules, settings.ambient, name, layers.index, known, compares, samples)
         # Without gradients no check finds a later chunk written through `.data`, which is the caller's own tensor.
-        is_of_caller = layers.index == 0 and not grad and not layers.is_quiet
+        is_of_caller = layers.index == 0 and not grad
         self._cut = InputCut(name, self.snapshot.key, known, compares or not grad, is_of_caller)
-        guard = None if layers.is_quiet and not compares else self._cut.guard  # torch's own layers expose no tensor
-        self.aliases = Aliases(modules, layers.numbered, name, guard, compares and grad, bring, grad)
+        self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
         self.external = ExternalLeaves(name, settings.external)
         learns = settings.threads and (compares or self.snapshot.key not in known.draws_nothing)
         kind = LearningSeeder if learns else AcceleratorSeeder if settings.threads else Seeder
@@ -118,6 +119,7 @@ class StageRun:
         self._records: dict[int, ChunkRecord] = {}
         self._split = SplitBackward(name, split)
         self._saves_until_the_end = False  # a layer calls autograd within its forward
+        self._walked: set[int] = set()  # the sizes of graphs that were walked
 
     @property
     def writes_input(self) -> bool:
@@ -145,6 +147,7 @@ class StageRun:
         self._cut.begin(read)
         if keep:
             self.snapshot.before_forward(chunk)
+        first = sequence_number()
         try:
             inputs, given, made = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
         except DroppedError:
@@ -162,7 +165,9 @@ class StageRun:
         grad = self._settings.grad
         need = tuple([grad and tensor.requires_grad for tensor in made.tensors])
         if True in need:
-            self._records[chunk] = self._record(chunk, read, needs_grad, before, inputs, given, made, recompute)
+            self.aliases.note_used()
+            size = sequence_number() - first
+            self._records[chunk] = self._record(chunk, read, needs_grad, before, inputs, given, made, recompute, size)
         return self._messages(chunk, inbox, given, made, tensors, need)
 
     def _run(
@@ -211,26 +216,22 @@ class StageRun:
         given: Sequence[Tensor],
         made: Bundle,
         recompute: bool,
+        size: int,
     ) -> ChunkRecord:
-        """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
+        """The record of a chunk, whose graph is walked unless one of `size` nodes has been, and had no external leaf."""
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         sites: Sequence[Site] = ()
         if chunk in self._split and not recompute:
             graph, sites = survey(roots, self.aliases.may_wait)
             self.external.learn(graph.leaves, (*inputs.leaves, *given), self.aliases)
-        elif not self._reaches_the_same(read):
-            graph = reached(nodes_of(roots, ends=(inputs.entry, *self.external.met)))
+        elif self._settings.compares or self.external.leaves or size not in self._walked:
+            self._walked.add(size)
+            graph = reached(nodes_of(roots, ends=(inputs.entry,)))
             self.external.learn(graph.leaves, given, self.aliases)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), sites))
-
-    def _reaches_the_same(self, read: Bundle) -> bool:
-        """Whether a chunk's graph has the leaves of an earlier one: torch's own layers capture nothing."""
-        if not self.layers.is_quiet or self._settings.compares or not self.external.met:
-            return False
-        return all([type(tensor) is Tensor for tensor in read.tensors])
 
     @property
     def may_draw(self) -> bool:
@@ -282,6 +283,7 @@ class StageRun:
         del record, graph  # and with them outputs that no root needs
         if roots.tensors:
             self._seed_backward(chunk)
+            self.aliases.begin_sums()
             with self._cut.guard, self._differentiating(), self._modes_of_backward():
                 if chunk in self._split:
                     self._differentiate_first(chunk, roots, inputs, sites, retain)
@@ -306,8 +308,6 @@ class StageRun:
 
     def _differentiating(self) -> AbstractContextManager[None]:
         """Within: autograd runs, and with it the recomputations of a layer's own torch.utils.checkpoint."""
-        if self.layers.is_quiet:  # torch's layers have none
-            return self.differentiating()
         standing = self.aliases.stand_in()
         return standing if self._deferred is None else _both(standing, self.differentiating())
 
@@ -432,7 +432,6 @@ class StageRun:
         self._split.clear()
         self.snapshot.release()
         self.aliases.release()
-        self.external.release()
 
 
 def _read(inbox: Sequence[Activations]) -> tuple[Bundle, Sequence[bool]]:
