@@ -218,16 +218,23 @@ class StageRun:
         recompute: bool,
         size: int,
     ) -> ChunkRecord:
-        """The record of a chunk, whose graph is walked unless one of `size` nodes has been, and had no external leaf."""
+        """The record of a chunk, whose graph is walked to find external leaves.
+
+        Not if one of `size` nodes was walked in this call, and no validating call has seen the stage capture a leaf:
+        one that a later chunk captures instead of a constant gets its gradient as parts, until such a call.
+        """
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         sites: Sequence[Site] = ()
+        captures, walks = self._settings.known.captures, self._settings.compares or size not in self._walked
         if chunk in self._split and not recompute:
             graph, sites = survey(roots, self.aliases.may_wait)
             self.external.learn(graph.leaves, (*inputs.leaves, *given), self.aliases)
-        elif self._settings.compares or self.external.leaves or size not in self._walked:
+        elif walks or self.index in captures:
             self._walked.add(size)
             graph = reached(nodes_of(roots, ends=(inputs.entry,)))
             self.external.learn(graph.leaves, given, self.aliases)
+            if self.external.leaves:
+                captures.add(self.index)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)
