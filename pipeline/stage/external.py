@@ -27,10 +27,12 @@ class ExternalLeaves:
 
     Attributes:
         leaves: by id.
+        walked: the numbers of nodes of the graphs that were walked.
     """
 
     def __init__(self, stage: str, lock: threading.Lock) -> None:
         self.leaves: dict[int, Tensor] = {}
+        self.walked: set[int] = set()
         self._versions: dict[int, int] = {}  # when a forward met it first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage = stage

@@ -21,7 +21,7 @@ rounded once, when they reach the parameter. Nothing is kept between calls, so `
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ class Aliases:
 
     def note_used(self) -> None:
         """Note the aliases that a graph holds now, beside Python. Called while a chunk's outputs are there."""
-        for key in [key for key, slot in self._unused.items() if slot.alias._use_count() > 1]:
+        for key in [key for key, slot in self._unused.items() if _is_held(slot.alias)]:
             del self._unused[key]
 
     def may_wait(self, leaf: Tensor) -> bool:
@@ -168,7 +168,7 @@ class Aliases:
             if slot.alias.grad is not None:
                 sums.append((slot.real, slot.alias.grad))
                 slot.alias.grad = None
-        self._guard_aliases([slot.alias for slot in self._trained.values() if slot.alias._use_count() > 1])
+        self._guard_aliases([slot.alias for slot in self._trained.values() if _is_held(slot.alias)])
         return sums
 
     def _guard_aliases(self, aliases: Iterable[Tensor]) -> None:
@@ -189,7 +189,7 @@ class Aliases:
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
-        self._guard_aliases([slot.alias for slot in self._trained.values() if slot.alias._use_count() > 1])
+        self._guard_aliases([slot.alias for slot in self._trained.values() if _is_held(slot.alias)])
         self._slots.clear()
         self._places.clear()
         self._trained.clear()
@@ -296,6 +296,11 @@ class Swap:
             table.update(found)
         if error is not None and kind is None:
             raise error
+
+
+def _is_held(alias: Tensor) -> bool:
+    """Whether something holds an alias besides Python: a graph, or a view of it."""
+    return alias._use_count() > 1  # type: ignore[attr-defined, no-any-return]  # torch's stub lacks it
 
 
 def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Table]]:

@@ -27,7 +27,14 @@ from torch.autograd.graph import GradientEdge
 from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import (
-    OF_SCRIPTS, Roots, holds, nodes_of, reached, refuse_tangents, run_backward, sequence_number
+    OF_SCRIPTS,
+    Roots,
+    holds,
+    nodes_of,
+    reached,
+    refuse_tangents,
+    run_backward,
+    sequence_number,
 )
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
@@ -119,7 +126,6 @@ class StageRun:
         self._records: dict[int, ChunkRecord] = {}
         self._split = SplitBackward(name, split)
         self._saves_until_the_end = False  # a layer calls autograd within its forward
-        self._walked: set[int] = set()  # the sizes of graphs that were walked
 
     @property
     def writes_input(self) -> bool:
@@ -225,16 +231,16 @@ class StageRun:
         """
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         sites: Sequence[Site] = ()
-        captures, walks = self._settings.known.captures, self._settings.compares or size not in self._walked
+        captures, walks = self._settings.known.captures, self._settings.compares or size not in self.external.walked
         if chunk in self._split and not recompute:
             graph, sites = survey(roots, self.aliases.may_wait)
             self.external.learn(graph.leaves, (*inputs.leaves, *given), self.aliases)
-        elif walks or self.index in captures:
-            self._walked.add(size)
+        elif walks or self.layers.index in captures:
+            self.external.walked.add(size)
             graph = reached(nodes_of(roots, ends=(inputs.entry,)))
             self.external.learn(graph.leaves, given, self.aliases)
             if self.external.leaves:
-                captures.add(self.index)
+                captures.add(self.layers.index)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)

@@ -484,6 +484,41 @@ def test_a_gradient_from_outside_is_refused_in_every_call(checkpoint: str, has_h
             aux.backward()
 
 
+class KeepsPenalty(nn.Linear):
+    """Keeps a penalty on its weight, attached."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.weight.square().sum()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("order", ["in one", "after", "before"])
+@pytest.mark.parametrize("entry", ["forward", "retained", "step"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_gradient_of_a_parameter_from_outside_is_refused_in_every_call(
+    checkpoint: str, entry: str, order: str
+) -> None:
+    """One that comes before the stage's own backward is found as that begins, but for a step, which is over then."""
+    for last in range(1, CALLS + 1):
+        layer = KeepsPenalty(3, 4)
+        pipe = Pipe(nn.Sequential(layer, linear()), [1, 1], 2, checkpoint=checkpoint)
+        for call in range(1, last + 1):
+            x = torch.randn(4, 3)
+            loss = pipe.step(x, loss_fn=lambda out, _: out.mean()).loss if entry == "step" else pipe(x).sum()
+            if call < last and entry != "step":
+                loss.backward(retain_graph=entry == "retained")
+        with pytest.raises(RuntimeError, match="a backward from outside reached stage 0|this forward keeps nothing"):
+            if entry == "step" or order == "after":
+                if entry != "step":
+                    loss.backward(retain_graph=entry == "retained")
+                layer.penalty.backward()
+            elif order == "before":
+                layer.penalty.backward()
+                loss.backward()
+            else:
+                (loss + layer.penalty).backward()
+
+
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_backward_within_a_forward_is_refused_in_every_call(checkpoint: str) -> None:
     state = {"call": 0, "from": 0}
