@@ -15,6 +15,7 @@ import pytest
 import torch
 from count_code import lines_by_room
 from torch import nn
+from torch.utils._device import _device_constructors
 
 from pipeline import Pipe, Place
 from pipeline.curvature import Hessian
@@ -263,6 +264,26 @@ def test_what_is_only_cudas_stands_in_named_modules() -> None:
         if any(map(_is_cudas, ast.walk(ast.parse(path.read_text()))))
     }
     assert found == CUDAS_OWN
+
+
+# ------------------------------------------------------------------------------------------ the caller's default device
+
+
+def _made_by_default(node: ast.AST) -> bool:
+    """Whether a call makes a tensor on the default device."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    factory = getattr(torch, node.func.attr, None) if ast.unparse(node.func.value) == "torch" else None
+    has_device = any(keyword.arg in ("device", None) for keyword in node.keywords)
+    return factory in _device_constructors() and not has_device
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """Or a script's torch.set_default_device would move what only the host reads."""
+    assert _made_by_default(ast.parse("torch.zeros(3, dtype=torch.int64)", mode="eval").body)
+    for path in set(MODULES) - {ROOT / "pipeline/transports/testing.py"}:  # tests of channels
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not _made_by_default(node), f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
 
 
 # ------------------------------------------------------------------------------------- first lines say what a module is

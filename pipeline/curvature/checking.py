@@ -21,7 +21,7 @@ import torch
 from pipeline.curvature.products.stage_check import least, limit
 from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
+from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 EXACT = {torch.float64: 1e-10}  # of what differs by rounding only
 NEARLY = 1e-3
@@ -148,9 +148,9 @@ def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
         largest[index] = max((error, most), largest.get(index, (0.0, most)), key=lambda pair: pair[0])
 
     op.compare_stages([v], note)
-    table = torch.zeros(op.stages, 3, dtype=torch.float64)
+    table = torch.zeros(op.stages, 3, **HOST)
     for index, (error, most) in largest.items():
-        table[index] = torch.tensor([1.0, error, most])
+        table[index] = torch.tensor([1.0, error, most], device="cpu")
     rows = op.space.sum_over(table).tolist()
     return [
         (f"finite differences of {op.stage_name(index)}", error, most)

@@ -30,7 +30,7 @@ from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of
-from pipeline.curvature.space import Vec
+from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.distributed.agreement import digest, values_in_words
 from pipeline.pipe import Pipe
@@ -90,7 +90,7 @@ class Operator(Analysis):
     def _shared_seed(self, seed: int | None) -> int:
         """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
         own = draw_seed() if seed is None else seed
-        halves = torch.tensor(divmod(own, 1 << 32), dtype=torch.float64)
+        halves = torch.tensor(divmod(own, 1 << 32), **HOST)
         high, low = self._space.sum_over(halves if self._space.rank == 0 else torch.zeros_like(halves)).tolist()
         return (int(high) << 32) + int(low)
 
@@ -235,7 +235,7 @@ class Operator(Analysis):
     @property
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
-        own = torch.tensor([float(self._passes.captures)], dtype=torch.float64)
+        own = torch.tensor([float(self._passes.captures)], **HOST)
         return bool(self._space.sum_over(own).item())
 
     @property
@@ -275,7 +275,7 @@ class Operator(Analysis):
         tensors = [*self._passes.parameters().values(), *self._pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
         text = f"{self.rule} {values_in_words(tensors)} {self._passes.settings} {flags}"
-        own = torch.zeros(self._space.ranks, dtype=torch.float64)
+        own = torch.zeros(self._space.ranks, **HOST)
         own[self._space.rank] = digest(text) % (1 << 48)
         return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self._space.sum_over(own))
 

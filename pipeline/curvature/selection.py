@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.common.call_lock import turn
 from pipeline.curvature.products.sharded import Member, ParameterSpace
+from pipeline.curvature.space import HOST
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.pipe import Pipe
 
@@ -107,7 +108,7 @@ def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:
     with turn(), runtime.communicator("curvature") as communicator:  # what is refused on one rank is refused on all
         communicator.open(lambda values: {"params": _in_words(params)}, draws=False)
         members, is_double = _members(pipe, prefix, params)
-        is_double = bool(communicator.exchange.sum_over(torch.tensor([float(is_double)], dtype=torch.float64)).item())
+        is_double = bool(communicator.exchange.sum_over(torch.tensor([float(is_double)], **HOST)).item())
     sum_over = _alone if runtime.topology is None else _summing(pipe)
     dtype = torch.float64 if is_double else torch.float32
     agree = partial(_check_ties, pipe, sum_over)
@@ -168,7 +169,7 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
     tied = runtime.tied()
     if not tied:
         return
-    table = torch.zeros(len(tied), runtime.ranks, dtype=torch.float64)
+    table = torch.zeros(len(tied), runtime.ranks, **HOST)
     here = {id(parameter): name for name, parameter in pipe.named_parameters()}
     for row, (_, copy) in zip(table, tied, strict=True):
         part = named.get(here.get(id(copy), ""))

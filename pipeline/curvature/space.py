@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Vec: TypeAlias = list[Tensor]  # this process's part of a vector: a flat tensor for each shard
+HOST: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # numbers about vectors, whatever the default device
 
 
 class Space(ABC):
@@ -99,7 +100,7 @@ class Space(ABC):
 
     def local_pairs(self, pairs: Sequence[tuple[Vec, Vec]]) -> Tensor:
         """Of each pair the inner product, of this process's entries alone: [len(pairs)]. One wait for each device."""
-        total = torch.zeros(len(pairs), dtype=torch.float64, device="cpu")
+        total = torch.zeros(len(pairs), **HOST)
         for shard, counts in enumerate(self.counted):
             if counts and pairs:
                 total += torch.stack([_dot(one[shard], other[shard]) for one, other in pairs]).to("cpu")

@@ -147,6 +147,7 @@ def _reduce_sparse(slot: GradientSum, column: Column, group: dist.ProcessGroup |
         torch.cat([all_indices[rank][:, :count] for rank, count in cut], 1),
         torch.cat([all_values[rank][:count] for rank, count in cut]),
         shape,
+        device=device,
         check_invariants=True,
     ).coalesce()
     slot.put(total / len(column) if op == "mean" else total)

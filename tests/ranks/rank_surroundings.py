@@ -14,6 +14,7 @@ from rank_models import rows, square
 from torch import Tensor, nn
 
 from pipeline import Pipe
+from pipeline.curvature import Hessian
 from pipeline.gradients.eager import EagerUpdate
 
 
@@ -58,6 +59,11 @@ def default_device(make: Make, stages: int, door: str) -> Found:
                 loss = square(pipe(x), target)
                 loss.backward()
                 found[f"norm {step}"] = pipe.clip_grad_norm_(1.0)
+            elif door == "curvature":
+                H = Hessian(pipe, (x, target), square, seed=3)
+                found[f"trace {step}"] = round(H.trace(3).value, 9)  # sums over ranks are added in another order
+                found[f"eigenvalues {step}"] = H.top_eigenpairs(2).values.round(decimals=9)
+                loss = H.loss()
             elif door == "evaluate":
                 loss = pipe.evaluate(x, target, loss_fn=square).loss
             elif door == "store":

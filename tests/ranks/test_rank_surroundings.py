@@ -17,7 +17,7 @@ def test_what_layers_draw_from_pythons_and_numpys_generators_is_the_same_on_rank
 
 def test_a_default_device_is_for_the_script_and_its_layers_alone(crew2: Crew, crew3: Crew) -> None:
     agree_on((crew2, crew3), "rank_surroundings:default_device", lambda size: product(
-        (size,), ("forward", "step", "store", "eager", "evaluate")
+        (size,), ("forward", "step", "store", "eager", "evaluate", "curvature")
     ))  # fmt: skip
 
 

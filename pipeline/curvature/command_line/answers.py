@@ -26,6 +26,7 @@ from pipeline.curvature.operators import Operator
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import with_error
+from pipeline.curvature.space import HOST
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.tables import show as show_table
 
@@ -103,7 +104,7 @@ class _Answers:
     def wait(self) -> None:
         """For rank 0 to have said all: a rank that ends with a status ends the others under torchrun."""
         if self._space.ranks > 1:
-            self._space.sum_over(torch.zeros(1, dtype=torch.float64))
+            self._space.sum_over(torch.zeros(1, **HOST))
 
     def _save(self, folder: Path, name: str, found: Result) -> None:
         if isinstance(found, Eigenpairs) and self._space.ranks > 1:  # each has its part of the vectors

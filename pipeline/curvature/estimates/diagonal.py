@@ -120,7 +120,7 @@ def _draw(sampling: Sampling, running: _Running, bar: Progress) -> str:
     for vectors, products in random_products(sampling, range(sampling.samples)):
         for vec, product in zip(vectors, products, strict=True):
             running.add(_times_(product, vec))
-        values, errors = running.sizes() if goal.asked else (torch.zeros(0), torch.zeros(0))
+        values, errors = running.sizes() if goal.asked else (torch.zeros(0, device="cpu"), torch.zeros(0, device="cpu"))
         bar.advance(len(vectors), note=f"{float(errors / values):.2g} of rms" if goal.asked and values > 0 else "")
         if goal.reached(values, errors, running.count):
             return "tolerance"
@@ -173,7 +173,7 @@ class _Running:
         values, errors = self.sizes()
         stderr = self.errors()
         if stopped == "exact":
-            stderr, errors = self.A.space.zeros(), torch.zeros(())
+            stderr, errors = self.A.space.zeros(), torch.zeros((), device="cpu")
         own, own_errors = _on_cpu(self.A, self.mean), _on_cpu(self.A, stderr)
         return Diagonal(own, own_errors, self.count, stopped, float(values), float(errors), self.A.name)
 

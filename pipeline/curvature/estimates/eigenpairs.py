@@ -23,7 +23,7 @@ from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
-from pipeline.curvature.space import Vec, add_
+from pipeline.curvature.space import HOST, Vec, add_
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,14 +223,14 @@ def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
         values += found
         squares += left
         advance(len(images))
-    order = wanted(torch.tensor(values, dtype=torch.float64), goal.k, goal.which)
+    order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)
     scale = max(run.at.largest, *(abs(value) for value in values))
-    residuals = torch.tensor(squares, dtype=torch.float64)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
+    residuals = torch.tensor(squares, **HOST)[order].sqrt() / max(scale, torch.finfo(A.space.dtype).tiny)
     why = _why(run, residuals)
     return Eigenpairs(
         matrix=A.name,
         which=goal.which,
-        values=torch.tensor(values, dtype=torch.float64)[order],
+        values=torch.tensor(values, **HOST)[order],
         vectors=[{name: part.cpu() for name, part in A.space.named(vecs[place]).items()} for place in order],
         residuals=residuals,
         scale=scale,

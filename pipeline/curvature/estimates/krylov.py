@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeline.common.torch_modes import in_full_precision
 from pipeline.curvature.linear import finite
-from pipeline.curvature.space import Space, Vec, add_, scale_
+from pipeline.curvature.space import HOST, Space, Vec, add_, scale_
 
 SLAB = 8  # rows: at most seven vectors' memory are held in vain
 STRIP = 1 << 16  # columns that `rotate_` turns at a time
@@ -80,7 +80,7 @@ class Basis:
     @in_full_precision()
     def local_inside(self, vec: Vec) -> Tensor:
         """This process's share of the inner products of all rows with a vector: [rows], float64, on the CPU."""
-        total = torch.zeros(self._rows, dtype=torch.float64)
+        total = torch.zeros(self._rows, **HOST)
         for place, (shard, counts) in enumerate(zip(vec, self.space.counted, strict=True)):
             if counts and self._rows:  # one wait for the device a shard
                 total += torch.cat([torch.mv(rows, shard) for rows in self._filled(place)]).to("cpu", torch.float64)
@@ -143,7 +143,7 @@ class Split(NamedTuple):
     @property
     def whole(self) -> float:
         """The norm before."""
-        return float(torch.linalg.vector_norm(self.inside).hypot(torch.tensor(self.norm, dtype=torch.float64)))
+        return float(torch.linalg.vector_norm(self.inside).hypot(torch.tensor(self.norm, **HOST)))
 
 
 def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> list[Split]:
@@ -157,7 +157,7 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> li
     """
     space = bases[0].space
     counts = [len(basis) for basis in bases]
-    inside = [torch.zeros(count, dtype=torch.float64) for count in counts]
+    inside = [torch.zeros(count, **HOST) for count in counts]
     for _ in range(2):
         shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
         for lane, found in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
@@ -186,7 +186,7 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
     Raises:
         FloatingPointError: `vec` has entries that are not finite.
     """
-    along, start = torch.zeros(len(basis), dtype=torch.float64), 0.0
+    along, start = torch.zeros(len(basis), **HOST), 0.0
     for turn in range(2):
         found = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
         start = start if turn else math.sqrt(max(float(found[-1]), 0.0))
@@ -196,7 +196,7 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
     if length <= 100 * torch.finfo(space.dtype).eps * start:
         return along
     basis.append(scale_(vec, 1.0 / length))
-    return torch.cat([along, torch.tensor([length], dtype=torch.float64)])
+    return torch.cat([along, torch.tensor([length], **HOST)])
 
 
 def subtract_(vec: Vec, basis: Sequence[Vec], factors: Tensor) -> Vec:

@@ -28,7 +28,7 @@ from torch import Tensor
 from pipeline.curvature.estimates.krylov import Basis, is_noise, orthogonalise_
 from pipeline.curvature.estimates.ritz import Chain, Ritz, limits, ritz, shortest, wanted
 from pipeline.curvature.linear import LinearMap, products_of
-from pipeline.curvature.space import Vec, scale_
+from pipeline.curvature.space import HOST, Vec, scale_
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Run:
     def __init__(self, A: LinearMap, goal: EigenpairGoal) -> None:
         self.map, self.goal = A, goal
         self.basis = Basis(A.space)
-        self.at = LanczosState(torch.zeros(0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64), None)
+        self.at = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
         self._found = ritz(self.at.projection)
         self._turning = False
 
@@ -135,7 +135,7 @@ class Run:
             if not is_noise(split.norm, split.whole, self.map.space):
                 self.basis.append(scale_(vec, 1 / split.norm))
         chain = Chain.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
-        empty = torch.zeros(starts, 0, dtype=torch.float64)
+        empty = torch.zeros(starts, 0, **HOST)
         self._found = ritz(empty)
         self.at = replace(self.at, projection=empty, chain=chain, starts=starts, drawn=drawn)
 
@@ -144,7 +144,7 @@ class Run:
         at, space = self.at, self.map.space
         known = len(at.locked)
         first, waiting = len(self.basis) - at.waiting, at.waiting
-        projection = torch.zeros(len(self.basis) - known + waiting, first - known + waiting, dtype=torch.float64)
+        projection = torch.zeros(len(self.basis) - known + waiting, first - known + waiting, **HOST)
         projection[: at.projection.shape[0], : at.projection.shape[1]] = at.projection
         column, image = first - known, at.image
         for _, images in products_of(self.map, [self.basis.row(row) for row in range(first, len(self.basis))]):
@@ -181,7 +181,8 @@ class Run:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
         found, known = self._found, len(self.at.locked)
         values = torch.cat([self.at.locked, found.values])
-        behind = torch.where(torch.arange(len(values)) < known, 0.0, self._slack() * (known == self.goal.k))
+        behind = torch.full((len(values),), self._slack() * (known == self.goal.k), **HOST)
+        behind[:known] = 0.0
         return found, wanted(values, self.goal.k, self.goal.which, behind)
 
     def _proved(self, found: Ritz) -> bool:
@@ -201,14 +202,14 @@ class Run:
     def _lock(self, found: Ritz, picks: list[int]) -> None:
         """Keep the k best, and forget the rest of the space."""
         values = torch.cat([self.at.locked, found.values])[picks]
-        empty = torch.zeros(0, 0, dtype=torch.float64)
+        empty = torch.zeros(0, 0, **HOST)
         place = replace(self.at, locked=values, projection=empty, chain=None, starts=0, judged=True)
         self._turn(self._factors(found, picks), place)
 
     def _factors(self, found: Ritz, picks: list[int]) -> Tensor:
         """The picks in terms of the rows: [rows, picks]."""
-        whole = torch.block_diag(torch.eye(len(self.at.locked), dtype=torch.float64), found.vectors)
-        factors = torch.zeros(len(self.basis), len(picks), dtype=torch.float64)
+        whole = torch.block_diag(torch.eye(len(self.at.locked), **HOST), found.vectors)
+        factors = torch.zeros(len(self.basis), len(picks), **HOST)
         factors[: len(whole)] = whole[:, picks]
         return factors
 
@@ -219,7 +220,7 @@ class Run:
         room = self.goal.most - known - 2 * waiting
         keep = wanted(found.values, min(room, max(fresh, room // 2)), self.goal.which)
         factors = torch.block_diag(
-            torch.eye(known, dtype=torch.float64), found.vectors[:, keep], torch.eye(waiting, dtype=torch.float64)
+            torch.eye(known, **HOST), found.vectors[:, keep], torch.eye(waiting, **HOST)
         )
         chain = None if self.at.chain is None else self.at.chain.followed(found, len(keep))
         projection = torch.cat([torch.diag(found.values[keep]), found.rest[:, keep]])

@@ -20,7 +20,7 @@ from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.sampling import Sampled, estimate
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.tables import plus_minus, table
-from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.space import HOST, Space, Vec
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def layer_traces(
         return A.space.sum_over(torch.stack(local))
 
     drawn = estimate(sampling, by_layer, "traces of layers")
-    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in found.values()], dtype=torch.float64))
+    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in found.values()], **HOST))
     return LayerTraces(
         dict(zip(found, drawn.mean.tolist(), strict=True)),
         dict(zip(found, drawn.stderr.tolist(), strict=True)),
@@ -132,7 +132,7 @@ def _local_sums(space: Space, groups: Mapping[str, Sequence[str]], vec: Vec, pro
     """z * A z summed over the entries of each group that count here: [groups]."""
     times = [one * other * counts for one, other, counts in zip(vec, product, space.counted, strict=True)]
     sums = {name: part.sum(dtype=torch.float64).cpu() for name, part in space.named(times).items()}
-    none = torch.zeros((), dtype=torch.float64)
+    none = torch.zeros((), **HOST)
     return torch.stack([sum((sums.get(name, none) for name in group), none) for group in groups.values()])
 
 
@@ -150,12 +150,12 @@ def _size(group: Sequence[str], here: Mapping[str, int]) -> int:
 
 def agreed_names(space: Space, names: Sequence[str]) -> list[str]:
     """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
-    own = torch.tensor(list("\n".join(names).encode()), dtype=torch.float64)
-    lengths = torch.zeros(space.ranks, dtype=torch.float64)
+    own = torch.tensor(list("\n".join(names).encode()), **HOST)
+    lengths = torch.zeros(space.ranks, **HOST)
     lengths[space.rank] = len(own)
     ends = space.sum_over(lengths).long().cumsum(0).tolist()
     starts = [0, *ends[:-1]]
-    text = torch.zeros(ends[-1], dtype=torch.float64)
+    text = torch.zeros(ends[-1], **HOST)
     text[starts[space.rank] : ends[space.rank]] = own
     whole = bytes(space.sum_over(text).long().tolist())
     parts = [whole[start:end].decode().split("\n") for start, end in zip(starts, ends, strict=True) if end > start]
@@ -176,7 +176,7 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
-    digests = torch.zeros(space.ranks, dtype=torch.float64)
+    digests = torch.zeros(space.ranks, **HOST)
     digests[space.rank] = crc32(repr([(layer, list(group)) for layer, group in groups.items()]).encode())
     if len(set(space.sum_over(digests).tolist())) > 1:
         raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")

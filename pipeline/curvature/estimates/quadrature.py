@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeline.curvature.space import HOST
+
 TAIL = 6.0  # the grid ends so many widths behind the last node: what is left of a Gaussian there is 1e-9
 
 
@@ -67,7 +69,7 @@ def edges(nodes: Tensor, sigma: float, points: int, margin: float) -> Tensor:
     resolved = 1e-9 * points * float(nodes.abs().max())  # cells must not be shorter than the rounding of their ends
     room = max(TAIL * sigma, margin * (high - low), resolved)
     cell = (high - low + 2.0 * room) / (points - 2)
-    return torch.linspace(low - room - cell, high + room + cell, points + 1, dtype=torch.float64)
+    return torch.linspace(low - room - cell, high + room + cell, points + 1, **HOST)
 
 
 def smoothed(nodes: Tensor, weights: Tensor, ends: Tensor, sigma: float) -> Tensor:

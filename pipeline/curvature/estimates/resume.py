@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.space import Space
+from pipeline.curvature.space import HOST, Space
 
 Plain: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
 
@@ -78,7 +78,7 @@ class Saves:
         """Whether it is time to save: rank 0's clock decides for all. All call it."""
         now = float(time.monotonic() - self._written >= self._every and self._space.rank == 0)
         if self._space.ranks > 1:
-            now = float(self._space.sum_over(torch.tensor([now], dtype=torch.float64)))
+            now = float(self._space.sum_over(torch.tensor([now], **HOST)))
         return now > 0
 
     def write(self, step: int, state: Plain) -> None:
@@ -128,8 +128,8 @@ class Saves:
 
     def _agreed(self, mine: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
-        table = torch.full((self._space.ranks, 3), 0.0, dtype=torch.float64)
-        table[self._space.rank] = torch.tensor([refusal is not None, *(step + 1 for step in mine), 0, 0][:3])
+        table = torch.full((self._space.ranks, 3), 0.0, **HOST)
+        table[self._space.rank] = torch.tensor([refusal is not None, *(step + 1 for step in mine), 0, 0][:3], **HOST)
         table = self._space.sum_over(table)
         if refusal is not None:
             raise refusal

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.curvature.space import HOST
+
 WHICH = {
     "LM": "of largest magnitude",
     "LA": "largest",
@@ -111,7 +113,7 @@ class Chain:
     @classmethod
     def begin(cls, points: Sequence[float], starts: int) -> Chain:
         """For a block of starts that are the first rows."""
-        return cls(tuple(points), 0, torch.eye(starts, dtype=torch.float64).expand(len(points), -1, -1).clone())
+        return cls(tuple(points), 0, torch.eye(starts, **HOST).expand(len(points), -1, -1).clone())
 
     def followed(self, found: Ritz, first: int) -> Chain:
         """The chain to the rows without products, which will be the rows from `first` on."""
@@ -130,7 +132,7 @@ class Chain:
         passage = found.passage(self.points[number])
         if not passage.shape[1]:
             return 0.0
-        grown = torch.linalg.cholesky(torch.eye(passage.shape[1], dtype=torch.float64) + passage.T @ passage)
+        grown = torch.linalg.cholesky(torch.eye(passage.shape[1], **HOST) + passage.T @ passage)
         scaled = torch.linalg.solve_triangular(grown, self._through(found, number).T, upper=False)
         return float(torch.linalg.matrix_norm(scaled, 2))
 

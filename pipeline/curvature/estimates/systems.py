@@ -27,7 +27,7 @@ from pipeline.curvature.estimates.recurrences import (
 )
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
-from pipeline.curvature.space import Space, Vec, add_, combined, copy, scale_
+from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
@@ -166,7 +166,7 @@ def _scales(A: LinearMap, preconditioner: Vec | Mapping[str, Tensor], damping: f
     diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
     wrong = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
     local = sum(count for count, counts in zip(wrong, A.space.counted, strict=True) if counts)
-    bad = int(A.space.sum_over(torch.tensor([local], dtype=torch.float64)))
+    bad = int(A.space.sum_over(torch.tensor([local], **HOST)))
     if bad:
         raise ValueError(
             f"{bad} of {A.space.size} entries of preconditioner + damping are not above 0 and finite "

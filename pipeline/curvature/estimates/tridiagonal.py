@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.krylov import Basis, Split, is_noise, orthogonalise_
 from pipeline.curvature.linear import LinearMap, blocks
-from pipeline.curvature.space import Space, Vec, copy, scale_
+from pipeline.curvature.space import HOST, Space, Vec, copy, scale_
 
 
 def tridiagonals(
@@ -96,4 +96,4 @@ class _Lane:
             self.basis.append(scale_(image, 1 / split.norm))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.alphas, dtype=torch.float64), torch.tensor(self.betas, dtype=torch.float64)
+        return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)

@@ -30,7 +30,7 @@ from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.tables import plus_minus
-from pipeline.curvature.space import Vec
+from pipeline.curvature.space import HOST, Vec
 
 
 def xtrace(sampling: Sampling, bar: Progress) -> Drawn:
@@ -60,7 +60,7 @@ class _Sketch:
         self.A, self.seed = A, seed
         self.basis: list[Vec] = []  # Q
         self.columns: list[Tensor] = []  # of R
-        self.within = torch.zeros(0, 0, dtype=torch.float64)  # H
+        self.within = torch.zeros(0, 0, **HOST)  # H
         self.alone: list[Tensor] = []  # w_i . A w_i
         self.spent = 0
 
@@ -83,7 +83,7 @@ class _Sketch:
     def _grow_within(self, known: int) -> None:
         if new := self.basis[known:]:
             found = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
-            old, self.within = self.within, torch.zeros(len(found), len(found), dtype=torch.float64)
+            old, self.within = self.within, torch.zeros(len(found), len(found), **HOST)
             self.within[:known, :known] = old
             self.within[:, known:] = found
             self.within[known:, :known] = found[:known].T
@@ -96,7 +96,7 @@ class _Sketch:
         return Drawn(values[:, None], values.mean()[None], stderr[None], self.spent, "samples")
 
     def _known(self) -> _Known:
-        R = torch.zeros(len(self.basis), self.count, dtype=torch.float64)
+        R = torch.zeros(len(self.basis), self.count, **HOST)
         for one, column in enumerate(self.columns):
             R[: len(column), one] = column
         along, squares = [], []
@@ -130,9 +130,9 @@ def leave_one_out(size: int, known: _Known) -> Tensor:
     """The t_i of a matrix of `size` rows: [k]."""
     R, W, H, alone, squares = known
     r, k = R.shape
-    S = torch.zeros(k, r, dtype=torch.float64)  # rows s_i; zero where leaving one out changes no span
+    S = torch.zeros(k, r, **HOST)  # rows s_i; zero where leaving one out changes no span
     if r == k:
-        inverse = torch.linalg.solve_triangular(R, torch.eye(k, dtype=torch.float64), upper=True)
+        inverse = torch.linalg.solve_triangular(R, torch.eye(k, **HOST), upper=True)
         S = inverse / inverse.norm(dim=1, keepdim=True)
     inside = W.T - S * (S * W.T).sum(1, keepdim=True)  # rows: the coordinates in Q of Q_i Q_i' w_i
     caught = H.trace() - ((S @ H) * S).sum(1)

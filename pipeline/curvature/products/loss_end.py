@@ -124,8 +124,8 @@ class LossProduct(ChunkLosses):
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
         share = self.share(1)
         for own, whole in zip(found, grads, strict=True):
-            one = torch.zeros(()) if own is None else own * share
-            other = torch.zeros(()) if whole is None else whole[:per_row]
+            one = torch.zeros((), device="cpu") if own is None else own * share
+            other = torch.zeros((), device="cpu") if whole is None else whole[:per_row]
             scale = float(other.abs().amax()) if other.numel() else 0.0
             if not torch.allclose(one.to(other), other, rtol=1e-3, atol=1e-3 * scale):
                 raise ValueError(

@@ -28,7 +28,7 @@ from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import OnResult, Task
-from pipeline.curvature.space import Vec
+from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
@@ -156,12 +156,12 @@ class Passes:
             sums.join(LocalCommunicator())
         if total:
             sums.divide_(total)
-        whole = torch.tensor(loss / (total or 1.0), dtype=torch.float64)
+        whole = torch.tensor(loss / (total or 1.0), **HOST)
         return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
     def _all(self, task: Task, sums: Sums, first: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(3, **HOST)
         batches = iter(self.data)
         number, first_rows = 0, 0
         while True:  # what fails on one rank, its data too, fails on all
@@ -210,7 +210,7 @@ class Passes:
         verdict = call.run()
         self._compares = self._compares or not loss_end.loss.is_proven
         self.captures = self.captures or call.captures
-        found = torch.zeros(3, dtype=torch.float64)
+        found = torch.zeros(3, **HOST)
         if call.weights is not None:  # the last stage is here
             assert verdict.loss is not None  # so is the loss
             found[0], weight = call.weights

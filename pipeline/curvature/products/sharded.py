@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.space import HOST, Space, Vec
 
 
 class VectorSlice(NamedTuple):
@@ -85,7 +85,7 @@ class ParameterSpace(Space):
             sizes[key] = sizes.get(key, 0) + member.shape.numel()
         self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
         own = sum(size for _, counts, size in self._shards if counts)
-        self._size = int(sum_over(torch.tensor([own], dtype=torch.float64)).item())
+        self._size = int(sum_over(torch.tensor([own], **HOST)).item())
 
     @property
     def size(self) -> int:
@@ -155,7 +155,7 @@ def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:
     digest = hashlib.sha256(f"{seed} {index} {member.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     if kind == "normal":
-        return torch.randn(member.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return torch.randn(member.shape, generator=generator, **HOST)
     return torch.randint(2, member.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
 
 

@@ -127,9 +127,9 @@ def _tensor(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Tensor:
             raise ValueError(f"array {value['array']} has {stored.dtype} where {dtype} is told")
         return stored.view(dtype)
     if not dtype.is_complex:
-        return torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype).reshape(value["shape"])
-    pairs = torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype.to_real()).reshape([*value["shape"], 2])
-    return torch.view_as_complex(pairs)
+        return torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype, device="cpu").reshape(value["shape"])
+    pairs = torch.tensor(_infinite_for_texts(value["data"]), dtype=dtype.to_real(), device="cpu")
+    return torch.view_as_complex(pairs.reshape([*value["shape"], 2]))
 
 
 def _texts_for_infinite(data: Any) -> Any:

@@ -22,6 +22,7 @@ from pipeline.curvature.results.measured import Eigenvalues, LayerEstimates, err
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
+from pipeline.curvature.space import HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,4 +136,4 @@ class LayerSpectra(Result):
 
 
 def _by_layer(layers: Iterable[str], numbers: Mapping[str, float]) -> Tensor:
-    return torch.tensor([numbers[name] for name in layers], dtype=torch.float64)
+    return torch.tensor([numbers[name] for name in layers], **HOST)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipeline.curvature.space import HOST
+
 
 class Eigenvalues(Protocol):
     """Eigenvalues, [k], whose residuals, [k], are relative to a scale, as those of `Eigenpairs`."""
@@ -55,7 +57,7 @@ def error_bounds(found: Eigenvalues) -> Tensor:
 
 def rows(of: Sequence[Tensor]) -> Tensor:
     """[entries, k], float64, of one tensor for each entry; nan at the end of the shorter ones."""
-    table = torch.full((len(of), max(map(len, of), default=0)), math.nan, dtype=torch.float64)
+    table = torch.full((len(of), max(map(len, of), default=0)), math.nan, **HOST)
     for row, found in zip(table, of, strict=True):
         row[: len(found)] = found
     return table

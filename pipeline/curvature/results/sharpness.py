@@ -22,10 +22,11 @@ from pipeline.curvature.results.measured import Eigenvalues, Estimate, error_bou
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
+from pipeline.curvature.space import HOST
 
 
 def _none() -> Tensor:
-    return torch.zeros(0, dtype=torch.float64)
+    return torch.zeros(0, **HOST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +57,9 @@ class SharpnessHistory(Result):
     """
 
     matrix: str
-    steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    values: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
-    value_errors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64))
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    values: Tensor = field(default_factory=lambda: torch.zeros(0, 0, **HOST))
+    value_errors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, **HOST))
     traces: Tensor = field(default_factory=_none)
     trace_errors: Tensor = field(default_factory=_none)
     losses: Tensor = field(default_factory=_none)
@@ -94,7 +95,7 @@ class SharpnessHistory(Result):
         errors = _none() if eigenpairs is None else error_bounds(eigenpairs)
         return SharpnessHistory(
             matrix=self.matrix,
-            steps=torch.cat([self.steps, torch.tensor([step])]),
+            steps=torch.cat([self.steps, torch.tensor([step], device="cpu")]),
             values=rows([*self.values, found]),
             value_errors=rows([*self.value_errors, errors]),
             traces=_more(self.traces, None if trace is None else trace.value),
@@ -111,7 +112,7 @@ class SharpnessHistory(Result):
 
     def lines(self) -> Iterator[str]:
         yield f"sharpness of {self.matrix} over training"
-        unknown = torch.full((len(self.steps),), math.inf, dtype=torch.float64)
+        unknown = torch.full((len(self.steps),), math.inf, **HOST)
         columns = [["step", *(str(step) for step in self.steps.tolist())]]
         for head, values, errors in ("loss", self.losses, unknown), *self._curves(), (_EDGE, self._edge, unknown):
             if not bool(values.isnan().all()):
@@ -151,4 +152,4 @@ _EDGE = "2 / lr"
 
 
 def _more(column: Tensor, value: float | None) -> Tensor:
-    return torch.cat([column, torch.tensor([math.nan if value is None else value], dtype=torch.float64)])
+    return torch.cat([column, torch.tensor([math.nan if value is None else value], **HOST)])

@@ -25,14 +25,14 @@ class DenseSpace(Space):
     ranks = property(lambda self: 1)
 
     def zeros(self) -> Vec:
-        return [torch.zeros(size, dtype=self.dtype) for size in self.sizes]
+        return [torch.zeros(size, dtype=self.dtype, device="cpu") for size in self.sizes]
 
     def random(self, kind: str, seed: int, index: int) -> Vec:
         generator = torch.Generator().manual_seed(1000 * seed + index)
         if kind == "normal":
-            whole = torch.randn(self.size, dtype=torch.float64, generator=generator)
+            whole = torch.randn(self.size, dtype=torch.float64, generator=generator, device="cpu")
         else:
-            whole = torch.randint(2, (self.size,), generator=generator).double() * 2 - 1
+            whole = torch.randint(2, (self.size,), generator=generator, device="cpu").double() * 2 - 1
         return self.cut(whole)
 
     def cut(self, whole: Tensor) -> Vec:

@@ -1,4 +1,4 @@
-"""Law: estimators compute with vectors in their own precision, whatever the caller has switched on for the layers.
+"""Laws: estimators compute in the vectors' own precision, where they are, whatever the caller has set for the layers.
 
 Autocast and TF32 (torch.set_float32_matmul_precision) make products of float32 matrices less exact. Layers get what
 the caller asks for; inner products and bases do not: their errors would be taken for the matrix's.
@@ -107,6 +107,14 @@ def test_no_estimator_multiplies_in_less_than_the_precision_of_its_vectors(what,
         assert repr(found[name]) == repr(value), name
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("what", ESTIMATES)
+def test_the_default_device_is_for_layers_alone(what):
+    expected, A = ESTIMATES[what](exact()), exact()
+    with torch.device("meta"):
+        found = ESTIMATES[what](A)
+    assert {name: repr(value) for name, value in found.items()} == {name: repr(expected[name]) for name in found}
 
 
 @settings(max_examples=examples(10))
