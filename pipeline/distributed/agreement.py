@@ -23,8 +23,6 @@ from pipeline.distributed.digests import parts_of
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
 VALUES = "the values of the mini-batches"
 
-FIRST = 12  # the number of numbers in a call's first exchange, whatever it is
-
 
 class Meeting(IntEnum):
     """The first number of an exchange: what ranks that do the same exchange numbers for."""

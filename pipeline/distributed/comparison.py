@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline.distributed.agreement import (
-    FIRST,
     MINI_BATCHES,
     OPTIONS,
     Meeting,
@@ -68,13 +67,11 @@ class Comparison:
         mine = self._described(values)
         digests = [digest(text) for text in mine.values()]
         here = self._mini_batch.number if self._mini_batch.is_here else 0
-        row = [Meeting.OPEN, seed, here, len(digests), *digests]
-        rows = self._topology.ranks.exchange([*row, *[0] * (FIRST - len(row))])
-        numbers = {number for _, _, number, *_ in rows}
-        if any(row[3:] != rows[0][3:] for row in rows) or len(numbers - {0}) > 1:
+        rows = self._topology.ranks.exchange([seed, here, Meeting.OPEN, *digests])
+        if any(row[2:] != rows[0][2:] for row in rows) or len({row[1] for row in rows} - {0}) > 1:
             self._refuse()
-        self._is_mini_batch_compared = 0 not in numbers
-        return rows[0][1], digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
+        self._is_mini_batch_compared = all(row[1] for row in rows)
+        return rows[0][0], digest(mine.get(OPTIONS, "") + mine.get(MINI_BATCHES, ""))
 
     def _described(self, values: bool) -> dict[str, str]:
         return {"the calls": self._calls, **self._words(values)}

@@ -1,7 +1,7 @@
 """The exchanges between the ranks of a call beside its phases: the output, norms, sums, states, events.
 
-    CallMessages    messages by themselves, from one rank to another or to all
-    RankExchange    broadcast, gather: from one rank to all, from all to rank 0, by CallMessages
+    CallMessages    messages by themselves: from one rank to another; over the tree from one to all, from all to rank 0
+    RankExchange    broadcast, gather: by CallMessages
                     any, sum_over, norms, events: a few numbers or a text from all to all, by RankGroup.exchange
 """
 
@@ -18,7 +18,7 @@ from pipeline.common.interrupts import Deferral
 from pipeline.common.places import Place
 from pipeline.data.pytrees import flatten
 from pipeline.data.values import Values
-from pipeline.distributed.agreement import FIRST, Meeting, MismatchError
+from pipeline.distributed.agreement import Meeting, MismatchError
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
@@ -58,11 +58,32 @@ class CallMessages:
         return self.ranks.receive_one(source, f"{self.series}/{what}", what)
 
     def broadcast(self, source: int, what: str, message: Message | None, waits: bool = True) -> Message:
-        """A message from one rank, on all. `message`: on that rank; else None."""
-        if message is None:
-            return self.receive(source, what)
-        self.send([rank for rank in range(self.ranks.size) if rank != self.ranks.rank], what, message, waits)
+        """A message from one rank, on all, passed on over the tree. `message`: on that rank; else None.
+
+        No rank waits until others have it, unless `waits`: then until its own neighbours have.
+        """
+        place = self.ranks.place
+        whence = place.towards(source)
+        if whence is not None:
+            message = self.receive(whence, what)
+        assert message is not None  # the source gives it
+        self.send([rank for rank in place.neighbours if rank != whence], what, message, waits)
         return message
+
+    def gather(self, what: str, message: Message) -> list[Message]:
+        """The messages of all ranks, on rank 0, by rank; on others nothing.
+
+        They come over the tree, one after the other: no rank but 0 holds more than one of another.
+        """
+        place, found = self.ranks.place, list[Message]()
+        for rank in place.ranks:
+            name, whence = f"{what} of rank {rank}", place.towards(rank)
+            theirs = message if whence is None else self.receive(whence, name)
+            if place.parent is None:
+                found.append(theirs)
+            else:
+                self.send([place.parent], name, theirs)
+        return found
 
     def finish(self) -> None:
         """Wait until the others have received all that was sent."""
@@ -92,38 +113,30 @@ class RankExchange(Exchange):
         return self._messages.broadcast(self._topology.assignment.rank_of[stage], what, message)
 
     def gather(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        what = "the state"
+        tree = flatten(dict(named), f"the state of rank {self._ranks.rank}")
+        tensors = tuple([tensor.detach() for tensor in tree.tensors])
+        found = self._messages.gather("the state", Message(tensors, tree.skeleton))
         if self._ranks.rank != 0:
-            tree = flatten(dict(named), f"the state of rank {self._ranks.rank}")
-            tensors = tuple([tensor.detach() for tensor in tree.tensors])
-            self._messages.send([0], what, Message(tensors, tree.skeleton))
             return None
         whole = dict(named)
-        for rank in range(1, self._ranks.size):
-            tree = self._messages.receive(rank, what).tree
-            whole.update(tree.build(tree.tensors))
+        for theirs in found[1:]:
+            whole.update(theirs.tree.build(theirs.tree.tensors))
         return whole
 
     def any(self, here: bool) -> bool:
         return any(there for (there,) in self._ranks.exchange([here]))
 
     def sum_over(self, numbers: Tensor) -> Tensor:
-        """One exchange for a few numbers, two for more: the first has the length of every call's first."""
-        mine: list[int] = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
-        few = mine[: FIRST - 2]
-        firsts = self._ranks.exchange([Meeting.SUM, len(mine), *few, *[0] * (FIRST - 2 - len(few))])
-        if any(first[:2] != firsts[0][:2] for first in firsts):
+        mine = numbers.cpu().contiguous().view(-1).view(torch.int64).tolist()
+        rows = self._ranks.exchange([len(mine), *mine, Meeting.SUM])
+        if any([len(row), row[0], row[-1]] != [len(mine) + 2, len(mine), Meeting.SUM] for row in rows):
             raise MismatchError(
                 f"rank {self._ranks.rank} adds {len(mine)} numbers up over the ranks while others do something else. "
                 "All ranks make the same calls in the same order: take none of them into an `if rank == 0:`."
             )
-        rows = [first[2 : 2 + len(few)] for first in firsts]
-        if len(mine) > len(few):
-            rests = self._ranks.exchange(mine[len(few) :])
-            rows = [[*row, *rest] for row, rest in zip(rows, rests, strict=True)]
         total = torch.zeros(len(mine), dtype=torch.float64, device="cpu")
         for row in rows:
-            total += torch.tensor(row, dtype=torch.int64, device="cpu").view(torch.float64)
+            total += torch.tensor(row[1:-1], dtype=torch.int64, device="cpu").view(torch.float64)
         return total.view(numbers.shape)
 
     def total_norm(self, named: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:

@@ -9,8 +9,7 @@ All Pipes of one process group share one. Control numbers travel on the same cha
 those of a phase.
 
 Each channel is a process group of torch for one ordered pair, so that no receive blocks a send. Control numbers go as
-messages, since a collective of gloo takes much longer than two of these: up to three ranks send to each other
-directly, more send to rank 0.
+messages over a tree (`pipeline.distributed.tree`), since a collective of gloo takes much longer than two of these.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import permutations
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
@@ -34,6 +32,7 @@ from pipeline.distributed.connections import Connections, Pairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.rendezvous import AbortableRendezvous
+from pipeline.distributed.tree import TreePlace, all_to_all, place_in_tree, tree_pairs
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
 from pipeline.transports.message import Message
@@ -42,7 +41,6 @@ from scheduler import Action
 
 _LATER = 60.0  # seconds after `timeout`, when the monitor has decided, until torch itself ends a wait
 _GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
-_DIRECT = 3  # up to so many ranks each sends to each; more send to rank 0, which sends to all
 
 
 class RankGroup:
@@ -75,7 +73,7 @@ class RankGroup:
             return Channels(store, "channels", self.rank, pairs, patience, carrier)
 
         self.connections = Connections(self.rank, self.device, rendezvous, self.monitor, new_channels)
-        self.connections.connect(_control_pairs(self.size))
+        self.connections.connect(tree_pairs(self.size))
         self.connections.agree()
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
@@ -98,6 +96,11 @@ class RankGroup:
     def generation(self) -> int:
         """The number of calls that have failed."""
         return self.connections.generation
+
+    @property
+    def place(self) -> TreePlace:
+        """The place in the tree over which the ranks exchange."""
+        return place_in_tree(self.rank, self.size)
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -124,19 +127,13 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------- numbers
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, by rank. All give equally many."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        rows = self._exchange(mine.view(torch.uint8))
-        return [row.view(torch.int64).tolist() for row in rows]
+        """The numbers of all ranks, by rank."""
+        rows = self._exchange(struct.pack(f"<{len(numbers)}q", *numbers))
+        return [list(struct.unpack(f"<{len(row) // 8}q", row)) for row in rows]
 
     def exchange_texts(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
-        data = text.encode()
-        sizes = [size for (size,) in self.exchange([len(data)])]
-        buffer = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
-        buffer[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
-        rows = self._exchange(buffer)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        return [row.decode() for row in self._exchange(text.encode())]
 
     def refuse_shared_devices(self) -> None:
         """Raise on all ranks if two on one host compute on the same accelerator.
@@ -157,37 +154,9 @@ class RankGroup:
                     'torch.distributed.init_process_group("cpu:gloo").'
                 )
 
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
+    def _exchange(self, data: bytes) -> list[bytes]:
         self.monitor.at = "a meeting of all ranks"
-        if self.size <= _DIRECT:
-            return self._tell_all(mine)
-        if self.rank == 0:
-            return self._as_hub(mine)
-        sent = self.connections.outgoing(0).send(mine)
-        everything = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
-        self.connections.incoming(0).post(everything).wait()
-        sent.wait()
-        return list(everything.view(self.size, -1))
-
-    def _tell_all(self, mine: Tensor) -> list[Tensor]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        rows = {rank: torch.empty_like(mine) for rank in others}
-        sent = [self.connections.outgoing(rank).send(mine) for rank in others]
-        posted = [self.connections.incoming(rank).post(rows[rank]) for rank in others]
-        for handle in [*posted, *sent]:
-            handle.wait()
-        rows[self.rank] = mine
-        return [rows[rank] for rank in range(self.size)]
-
-    def _as_hub(self, mine: Tensor) -> list[Tensor]:
-        others = range(1, self.size)
-        everything = torch.empty(self.size, mine.numel(), dtype=torch.uint8, device="cpu")
-        everything[0] = mine
-        for handle in [self.connections.incoming(rank).post(everything[rank]) for rank in others]:
-            handle.wait()
-        for handle in [self.connections.outgoing(rank).send(everything.view(-1)) for rank in others]:
-            handle.wait()
-        return list(everything)
+        return all_to_all(self.connections, self.rank, self.size, data)
 
     # ----------------------------------------------------------------------------------------------------- failure
 
@@ -278,12 +247,6 @@ class RankGroup:
 def in_words(at: object) -> str:
     """The text of `FailureMonitor.at`: a wait or an action."""
     return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
-
-
-def _control_pairs(size: int) -> list[tuple[int, int]]:
-    if size <= _DIRECT:
-        return list(permutations(range(size), 2))
-    return [pair for rank in range(1, size) for pair in ((0, rank), (rank, 0))]
 
 
 def _device(group: Any) -> torch.device:

@@ -1,7 +1,7 @@
 """The topology of a Pipe over ranks: its number, the assignment of its stages, and the connected pairs of ranks.
 
     module, balance, schedule  -->  StageAssignment: the rank of each stage, tied parameters
-                               -->  pairs of ranks that exchange: neighbours, skips, ties, the output, x.grad
+                               -->  pairs of ranks that exchange beside the tree: neighbours, skips, ties
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def topology_of(
     known: dict[int, tuple[str, ReferenceType[Tensor]]] = {
         key: (name, ref(parameter)) for key, (name, parameter) in named.items()
     }
-    pairs = frozenset(_pairs(assignment, values, ranks.size))
+    pairs = frozenset(_pairs(assignment, values))
     tied = {parameter.name for parameter in assignment.tied_parameters}
     own = frozenset(
         name
@@ -155,12 +155,10 @@ def _words(parameter: Tensor) -> str:
     return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
 
 
-def _pairs(assignment: StageAssignment, values: Values, size: int) -> Iterator[tuple[int, int]]:
+def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:
     rank_of = assignment.rank_of
     both = [(rank_of[row.producer], rank_of[row.reader]) for row in values.between_stages()]
     both += [(tied.owner, rank) for tied in assignment.tied_parameters for rank in tied.holders]
-    both += [(rank, 0) for rank in range(size)]  # to gather the whole state
-    both += [(end, rank) for end in (assignment.first, assignment.last) for rank in range(size)]
     for one, other in both:
         if one != other:
             yield one, other

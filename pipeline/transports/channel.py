@@ -7,9 +7,9 @@
 
 A channel is one ordered pair of ranks and two streams: the usual one and an extra one. On each stream the first buffer
 sent fills the first buffer posted, the second the second; what happens on one stream never waits for the other.
-Buffers are one-dimensional, contiguous, of dtype uint8 and on the host. A posted buffer has the size of the one that
-is sent into it: `pipeline.transports.link` sees to that, since not every channel could tell. `check_transport` of
-`pipeline.transports.testing` tries whether a channel keeps to this.
+Buffers are one-dimensional, contiguous, of dtype uint8 and on the host. A posted buffer is as long as the one that is
+sent into it, or longer, and what is sent fills its beginning: whoever posts sees to that, since not every channel could
+tell. `check_transport` of `pipeline.transports.testing` tries whether a channel keeps to this.
 
 A channel between two devices may have a third stream: payloads, which stay on the devices. The host waits for none of
 them. Nothing is posted ahead there: a receive is begun when the header has come that says how long the payload is.
@@ -132,7 +132,8 @@ class Incoming(ABC):
         """Say where the next buffer of a stream shall go that has no place yet, and return at once.
 
         Args:
-            buffer: [bytes] uint8, exactly as long as what will be sent. It is kept until its handle is waited for.
+            buffer: [bytes] uint8, at least as long as what will be sent, which fills its beginning. It is kept until
+                its handle is waited for.
             extra: on the extra stream.
 
         Raises:

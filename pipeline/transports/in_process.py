@@ -5,8 +5,9 @@
 
     apart_pair        a rendezvous_pair with payloads, which are matched in that way as well
 
-All match what is sent with what is posted strictly in order, and are errors where the sizes differ. Their ends may be
-used by one thread or by several. There is one device only: tensors of floating-point numbers stand for those on a GPU.
+All match what is sent with what is posted strictly in order, and are errors where more is sent than was posted, or
+another payload than was expected. Their ends may be used by one thread or by several. There is one device only: tensors
+of floating-point numbers stand for those on a GPU.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class _Channel:
                 raise ChannelError("the channel was given up.")
             queues[stream].append(transfer)
             if self._sent[stream] and self._posted[stream]:
-                _transfer(self._sent[stream].popleft(), self._posted[stream].popleft())
+                _transfer(self._sent[stream].popleft(), self._posted[stream].popleft(), stream == _PAYLOADS)
                 self.changed.notify_all()
 
 
@@ -164,11 +165,12 @@ class _Done(Handle):
         """It is done: what is sent is kept until it is received."""
 
 
-def _transfer(sent: _Transfer, posted: _Transfer) -> None:
+def _transfer(sent: _Transfer, posted: _Transfer, exactly: bool) -> None:
     source, target = sent.buffer, posted.buffer
     assert source is not None and target is not None  # neither has been matched before
-    if source.numel() != target.numel():
-        sent.wrong = posted.wrong = f"{source.numel()} bytes were sent where {target.numel()} were expected."
+    nbytes = source.numel()
+    if nbytes > target.numel() or exactly and nbytes < target.numel():
+        sent.wrong = posted.wrong = f"{nbytes} bytes were sent where {target.numel()} were expected."
         return
-    target.numpy()[:] = source.numpy()  # whatever inference mode either was made in
+    target.numpy()[:nbytes] = source.numpy()  # whatever inference mode either was made in
     sent.buffer = posted.buffer = None

@@ -95,6 +95,15 @@ def _buffers_of_nothing_to_4_megabytes_arrive_whole(pair: Pair) -> None:
         _assert_same([posted], [sent])
 
 
+def _what_is_sent_fills_the_beginning_of_a_longer_buffer(pair: Pair) -> None:
+    sent = [_bytes(size, size) for size in (0, 1, 64, 100_000)]
+    posted = [torch.full((200_000,), 9, dtype=torch.uint8) for _ in sent]
+    _wait([pair.incoming.post(buffer) for buffer in posted], [pair.outgoing.send(buffer) for buffer in sent])
+    _assert_same([buffer[: len(other)] for buffer, other in zip(posted, sent, strict=True)], sent)
+    untouched = [bool((buffer[len(other) :] == 9).all()) for buffer, other in zip(posted, sent, strict=True)]
+    assert all(untouched), "what lies beyond a shorter buffer has changed"
+
+
 def _handles_may_be_waited_for_in_any_order_and_again(pair: Pair) -> None:
     sent = [_bytes(100 + seed, seed) for seed in range(6)]
     posted = [torch.zeros_like(buffer) for buffer in sent]
@@ -330,6 +339,7 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     _buffers_arrive_in_the_order_in_which_they_were_sent,
     _receives_may_be_posted_before_anything_is_sent,
     _buffers_of_nothing_to_4_megabytes_arrive_whole,
+    _what_is_sent_fills_the_beginning_of_a_longer_buffer,
     _handles_may_be_waited_for_in_any_order_and_again,
     _the_two_streams_do_not_wait_for_each_other,
     _what_is_sent_need_not_be_kept_by_the_sender,

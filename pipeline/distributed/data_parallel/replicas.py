@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.distributed.agreement import MismatchError, difference, digest, encoded
+from pipeline.distributed.exchange import CallMessages
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.transports.message import Message
 
@@ -82,16 +83,13 @@ class Replicas:
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Write replica 0's values into the tensors of all replicas."""
-        series, what = f"{self.number}/values", "the initial values"
+        messages = CallMessages(self.ranks, f"{self.number}")
         for some in _in_messages(tensors):
-            if self.index == 0:
-                for rank in range(1, self.count):
-                    self.ranks.send_one(rank, series, what, Message(tuple([tensor.detach() for tensor in some])))
-                for rank in range(1, self.count):
-                    self.ranks.finish(rank)
-            else:
+            own = Message(tuple([tensor.detach() for tensor in some])) if self.index == 0 else None
+            values = messages.broadcast(0, "the initial values", own).tensors
+            if own is None:
                 with torch.no_grad():
-                    for tensor, value in zip(some, self.ranks.receive_one(0, series, what).tensors, strict=True):
+                    for tensor, value in zip(some, values, strict=True):
                         assert value is not None  # as it was sent
                         tensor.copy_(value)
 
