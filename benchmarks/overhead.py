@@ -2,6 +2,8 @@
 
     python benchmarks/overhead.py            tiny and big layers, entry points, torchgpipe where it is installed
     python benchmarks/overhead.py --quick    fewer rounds, one process
+    python benchmarks/overhead.py --blocks small [--table gpt ...]    models as users write them, launch-bound
+    python benchmarks/overhead.py --blocks large [--table gpt ...]    the same, compute-bound
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for `pipe(x)` one joined
 loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "in its order" is over a loop by
@@ -37,6 +39,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
+from models.blocks import FAMILIES, build
 from torch import Tensor, nn
 
 from pipeline import Pipe
@@ -53,17 +56,28 @@ WARM = 8  # calls 1, 2, 4, 8, ... of a Pipe compare more than others
 class Shape(NamedTuple):
     """What is measured, and for how long."""
 
-    width: int
+    width: int  # of Linear-ReLU pairs; 0: of the model's own blocks
     rows: int  # of a chunk
-    depth: int  # Linear-ReLU pairs in a stage
+    depth: int  # pairs, or blocks, in a stage
     rounds: int
     threads: int
+    family: str = ""  # of models/blocks.py
+    size: str = ""
+
+    @property
+    def described(self) -> str:
+        return f"{self.size} {self.family} blocks" if self.family else f"Linear({self.width})-ReLU"
 
 
-def layers(shape: Shape) -> nn.Sequential:
-    """Two stages of Linear-ReLU."""
+def built(shape: Shape) -> tuple[nn.Sequential, list[int], Tensor, Tensor]:
+    """Two stages, their numbers of layers, an input and a target."""
+    rows = shape.rows * CHUNKS
+    if shape.family:
+        model, x, y = build(shape.family, shape.size, STAGES * shape.depth, rows)
+        return model, [shape.depth] * STAGES, x, y
     pairs = range(STAGES * shape.depth)
-    return nn.Sequential(*(part for _ in pairs for part in (nn.Linear(shape.width, shape.width), nn.ReLU())))
+    model = nn.Sequential(*(part for _ in pairs for part in (nn.Linear(shape.width, shape.width), nn.ReLU())))
+    return model, [2 * shape.depth] * STAGES, torch.randn(rows, shape.width), torch.randn(rows, shape.width)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -72,8 +86,8 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
     """Each computes the gradients of one mini-batch."""
-    rows, balance = shape.rows * CHUNKS, [2 * shape.depth] * STAGES
-    model, x, y = layers(shape), torch.randn(rows, shape.width), torch.randn(rows, shape.width)
+    model, balance, x, y = built(shape)
+    rows = len(x)
     xs, ys = x.tensor_split(CHUNKS), y.tensor_split(CHUNKS)
 
     def joined(outputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -228,7 +242,7 @@ def report(title: str, shape: Shape, processes: int, rows: Sequence[str]) -> Non
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found.append(pool.submit(measure, shape, rows).result())
     actions = 2 * STAGES * CHUNKS
-    stages = f"{STAGES} stages of {shape.depth} x Linear({shape.width})-ReLU, {CHUNKS} chunks of {shape.rows} rows"
+    stages = f"{STAGES} stages of {shape.depth} x {shape.described}, {CHUNKS} chunks of {shape.rows} rows"
     print(f"\n{title}: {stages}; {processes} processes, each {shape.rounds} rounds of {BLOCK - 1} runs\n")
     print("| call | checkpoint | ms | over the loop by hand | in its order | us/action | torchgpipe's time over ours |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -254,7 +268,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=5, help="how many to take the median of (default: 5)")
     parser.add_argument("--malloc", choices=("keeps", "default"), default="keeps", help="free memory (default: keeps)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
-    parser.add_argument("--table", choices=("tiny", "one", "four"), action="append", help="only this table")
+    parser.add_argument("--blocks", choices=("small", "large"), help="models as users write them")
+    parser.add_argument("--table", choices=("tiny", "one", "four", *FAMILIES), action="append", help="only this table")
     parser.add_argument("--row", choices=ROWS, action="append", help="only this row of each")
     parser.add_argument("--rounds", type=int, help="how many, where the table's own number is too noisy")
     options = parser.parse_args()
@@ -270,6 +285,12 @@ def main() -> None:
         "one": ("big layers, one in a stage", Shape(1024, 128, 1, 4 if quick else 13, threads)),
         "four": ("big layers, four in a stage", Shape(1024, 128, 4, 2 if quick else 5, threads)),
     }
+    if options.blocks:
+        rows, depth, rounds = (2, 4, 20) if options.blocks == "small" else (2, 1, 5)
+        shapes = {
+            family: ("as users write them", Shape(0, rows, depth, rounds, threads, family, options.blocks))
+            for family in FAMILIES
+        }
     for name in options.table or shapes:
         title, shape = shapes[name]
         report(title, shape._replace(rounds=options.rounds or shape.rounds), processes, options.row or ROWS)
