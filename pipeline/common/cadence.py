@@ -1,6 +1,9 @@
 """Validating calls: those that run the checks which the others leave out."""
 
-__all__ = ["validates"]
+from collections import Counter
+from collections.abc import Hashable
+
+__all__ = ["Cadence", "validates"]
 
 
 def validates(number: int) -> bool:
@@ -12,3 +15,24 @@ def validates(number: int) -> bool:
     [1, 2, 4, 8, 16]
     """
     return number & (number - 1) == 0
+
+
+class Cadence:
+    """A count of calls by kind, which says which of them validate.
+
+    >>> cadence = Cadence()
+    >>> [cadence.next() for _ in range(5)], cadence.next("another kind")
+    ([True, True, False, True, False], True)
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+
+    def next(self, kind: Hashable = None) -> bool:
+        """Count a call. Returns whether it validates."""
+        self._counts[kind] += 1
+        return validates(self._counts[kind])
+
+    def take_back(self, kind: Hashable = None) -> None:
+        """Take the last call, which failed, out of the count."""
+        self._counts[kind] -= 1

@@ -131,7 +131,7 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
             "the loss depends on no parameter that this EagerUpdate holds: they are frozen, or another optimizer's, or "
             f"the loss is detached (it has {'a' if loss.requires_grad else 'no'} gradient)."
         )
-    if update.is_to_look():
+    if update.validates():
         refuse_reduced([leaf.tensor for leaf in leaves], "an EagerUpdate")
     held = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
     check_free([(f"a parameter of shape {list(param.shape)}", param) for param in held])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.accelerators import is_capturing
-from pipeline.common.cadence import validates
+from pipeline.common.cadence import Cadence
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described, gather
 from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
@@ -68,15 +68,15 @@ class History:
     Attributes:
         traits: of the stages.
         losses: the number of mini-batches of each loss_fn.
-        calls: the number of calls with gradients.
-        probed: the number of mini-batches by training flags and failures over ranks.
+        calls: those with gradients.
+        probed: the mini-batches, by training flags and failures over ranks.
         traces: the recorders of the calls under way.
     """
 
     traits: StageTraits = field(default_factory=StageTraits)
     losses: LossCounts = field(default_factory=LossCounts)
-    calls: int = 0
-    probed: dict[tuple[tuple[bool, ...], int], int] = field(default_factory=dict)
+    calls: Cadence = field(default_factory=Cadence)
+    probed: Cadence = field(default_factory=Cadence)
     traces: list[TraceRecorder] = field(default_factory=list)
 
 
@@ -204,7 +204,6 @@ class Runtime:
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
             )
         plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks)
-        history.calls += request.grad
         setup = Setup(
             stages=self.stages(),
             layout=settings.layout,
@@ -212,7 +211,7 @@ class Runtime:
             recompute=plan.recomputed(settings.checkpoint) if request.grad else frozenset(),
             grad=request.grad,
             keep=request.keep,
-            compares=request.grad and validates(history.calls),
+            compares=request.grad and history.calls.next(),
             known=history.traits,
             defer=settings.deferred_batch_norm,
             traces=[*history.traces, *([] if recorder is None else [recorder])],
@@ -229,15 +228,13 @@ class Runtime:
         A failure over ranks fails all of them, and restarts the count on all.
         """
         key = (self._flags(), 0 if self.topology is None else self.topology.ranks.generation)
-        number = self.history.probed.get(key, 0) + 1
-        self.history.probed[key] = number
-        if not validates(number):
+        if not self.history.probed.next(key):
             return
         try:
             plan = self.settings.plans.uncut(setup.plan.schedule.placement)
             Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
         except BaseException:
-            self.history.probed[key] = number - 1
+            self.history.probed.take_back(key)
             raise
 
     # -------------------------------------------------------------------------------------------------- descriptions

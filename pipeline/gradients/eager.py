@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.arguments import check_flag, check_limit, shown
-from pipeline.common.cadence import validates
+from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import firm
 from pipeline.gradients.clip import clip_factor, norm_of
 from pipeline.gradients.per_parameter import PerParameterOptimizer
@@ -87,7 +87,7 @@ class EagerUpdate:
             self._one_by_one = PerParameterOptimizer(update, separable)
         self._rule: Rule | None = None if isinstance(update, torch.optim.Optimizer) else update
         self._torn = ""
-        self._looks = 0
+        self._cadence = Cadence()  # of backwards outside a step
         self.without_gradient: list[Tensor] = []
         """The parameters of the optimizer that had no gradient in the last step and were not updated."""
         if self._one_by_one is not None:
@@ -166,10 +166,9 @@ class EagerUpdate:
         with torch.no_grad():
             self._rule(param, grad)
 
-    def is_to_look(self) -> bool:
-        """Whether to run the expensive checks: in each validating call of this method."""
-        self._looks += 1
-        return validates(self._looks)
+    def validates(self) -> bool:
+        """Count a backward outside a step. Returns whether it is to run the expensive checks."""
+        return self._cadence.next()
 
     def note_untouched(self, updated: set[int]) -> None:
         """Note the end of a step that updated these parameters."""

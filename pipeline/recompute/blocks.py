@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from pipeline.common.arguments import check_flag, shown
-from pipeline.common.cadence import validates
+from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import held
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
@@ -137,8 +137,7 @@ class _Patch:
         self._configs = configs
         self.is_owned = False  # by a CheckpointedBlocks, which can remove it
         self._known = StageTraits()
-        self._calls = 0
-        self._seen: set[tuple[bool, ...]] = set()  # training flags
+        self._cadence = Cadence()  # by training flags
 
     def __reduce__(self) -> tuple[type[_Patch], tuple[Any, ...]]:
         """For deepcopy and pickle: the patch is copied with the block, and refers to the copy."""
@@ -175,11 +174,8 @@ class _Patch:
         _refuse_own_checkpointing(block)
         _refuse_caches(words, (*args, *kwargs.values()))
         flags = tuple([module.training for module in block.modules()])
-        compares = flags not in self._seen or validates(self._calls + 1)
-        made = Replay(block, self.__wrapped__, args, kwargs, words, self._known, compares).run()
-        self._calls += 1
-        self._seen.add(flags)
-        return made
+        compares = self._cadence.next(flags)
+        return Replay(block, self.__wrapped__, args, kwargs, words, self._known, compares).run()
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:
