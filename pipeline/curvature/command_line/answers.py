@@ -84,21 +84,21 @@ class _Answers:
         if self._speaks:
             print(words, flush=True)
 
-    def give(self, name: str, found: Found, show: Callable[[Found], None] | None = None) -> Found:
+    def give(self, name: str, result: Found, show: Callable[[Found], None] | None = None) -> Found:
         """Show a result, and save it; the result."""
         self.say("")
         if self._speaks and show is not None:
-            show(found)
+            show(result)
             sys.stdout.flush()
         elif self._speaks:
-            print(found, flush=True)
+            print(result, flush=True)
         if self._folder is not None:
-            self._save(self._folder, name, found)
-        return found
+            self._save(self._folder, name, result)
+        return result
 
-    def picture(self, found: Result, path: str) -> None:
+    def picture(self, result: Result, path: str) -> None:
         if path and self._speaks:
-            found.plot(path)
+            result.plot(path)
             print(f"  picture in {path}", flush=True)
 
     def wait(self) -> None:
@@ -106,11 +106,11 @@ class _Answers:
         if self._space.ranks > 1:
             self._space.sum_over(torch.zeros(1, **HOST))
 
-    def _save(self, folder: Path, name: str, found: Result) -> None:
-        if isinstance(found, Eigenpairs) and self._space.ranks > 1:  # each has its part of the vectors
-            found.save(folder / f"{name}.rank{self._space.rank}.npz")
+    def _save(self, folder: Path, name: str, result: Result) -> None:
+        if isinstance(result, Eigenpairs) and self._space.ranks > 1:  # each has its part of the vectors
+            result.save(folder / f"{name}.rank{self._space.rank}.npz")
         elif self._speaks:
-            found.save(folder / f"{name}.npz")
+            result.save(folder / f"{name}.npz")
 
 
 def _check_files(request: Request) -> None:
@@ -141,29 +141,29 @@ def _about(A: Operator) -> str:
     )
 
 
-def _show_eigenvalues(found: Eigenpairs) -> None:
-    print(f"{len(found.values)} of the {found.matrix}'s eigenvalues, {WHICH[found.which]}; {found.products} products")
-    pairs = list(zip(found.values.tolist(), found.residuals.tolist(), strict=True))
+def _show_eigenvalues(pairs: Eigenpairs) -> None:
+    print(f"{len(pairs.values)} of the {pairs.matrix}'s eigenvalues, {WHICH[pairs.which]}; {pairs.products} products")
+    rows = list(zip(pairs.values.tolist(), pairs.residuals.tolist(), strict=True))
     cells = [
-        [str(place), f"{value:+.6g}", f"{residual * found.scale:.1e}", f"{residual:.1e}"]
-        for place, (value, residual) in enumerate(pairs, 1)
+        [str(place), f"{value:+.6g}", f"{residual * pairs.scale:.1e}", f"{residual:.1e}"]
+        for place, (value, residual) in enumerate(rows, 1)
     ]
     show_table(["", "eigenvalue", "error at most", "relative residual"], cells,
-               ["" if residual <= found.tol else "dim" for _, residual in pairs])
-    if not found.converged:
-        print(f"NOT CONVERGED: {found.why}")
+               ["" if residual <= pairs.tol else "dim" for _, residual in rows])
+    if not pairs.converged:
+        print(f"NOT CONVERGED: {pairs.why}")
 
 
-def _show_layers(found: LayerSpectra) -> None:
-    print(f"{found.matrix} by layers: each layer's own block")
-    heads = ["layer", "rows", *(f"eigenvalue {place + 1}" for place in range(found.values.shape[1]))]
-    columns = [*zip(found.values.T.tolist(), found.value_errors.T.tolist(), strict=True)]
-    if found.traces is not None and found.trace_errors is not None:
+def _show_layers(spectra: LayerSpectra) -> None:
+    print(f"{spectra.matrix} by layers: each layer's own block")
+    heads = ["layer", "rows", *(f"eigenvalue {place + 1}" for place in range(spectra.values.shape[1]))]
+    columns = [*zip(spectra.values.T.tolist(), spectra.value_errors.T.tolist(), strict=True)]
+    if spectra.traces is not None and spectra.trace_errors is not None:
         heads += ["trace", "mean eigenvalue"]
-        means = [value / size for value, size in zip(found.traces.tolist(), found.sizes, strict=True)]
-        columns += [(found.traces.tolist(), found.trace_errors.tolist()), (means, [math.inf] * len(means))]
+        means = [value / size for value, size in zip(spectra.traces.tolist(), spectra.sizes, strict=True)]
+        columns += [(spectra.traces.tolist(), spectra.trace_errors.tolist()), (means, [math.inf] * len(means))]
     cells = [
         [name, f"{size:,}", *(with_error(values[row], errors[row]) for values, errors in columns)]
-        for row, (name, size) in enumerate(zip(found.names, found.sizes, strict=True))
+        for row, (name, size) in enumerate(zip(spectra.names, spectra.sizes, strict=True))
     ]
     show_table(heads, cells)

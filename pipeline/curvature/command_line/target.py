@@ -34,10 +34,10 @@ def operator_of(request: Request) -> Operator:
         CommandError: there is no such file, module or name; or it is nothing to make an operator from.
     """
     of = request.of
-    found = _found(of.target)
-    if isinstance(found, Operator):
-        return _as_it_is(of, found)
-    words: dict[str, Any] = _words(of.target, found)
+    given = _value_at(of.target)
+    if isinstance(given, Operator):
+        return _as_it_is(of, given)
+    words: dict[str, Any] = _words(of.target, given)
     if of.params is not None:
         words["params"] = of.params
     if of.train_mode:
@@ -53,25 +53,25 @@ def operator_of(request: Request) -> Operator:
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
 
 
-def _as_it_is(of: Target, found: Operator) -> Operator:
+def _as_it_is(of: Target, operator: Operator) -> Operator:
     others = {"--matrix": of.matrix, "--params": of.params, "--train-mode": of.train_mode or None}
     given = [option for option, value in others.items() if value is not None]
     if given:
         raise CommandError(
-            f"{of.target} gives an operator, {found!r}, which leaves nothing to say for {', '.join(given)}. Drop "
+            f"{of.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. Drop "
             "them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(of.target, found.pipe)
-    return found
+    _refuse_whole_on_each(of.target, operator.pipe)
+    return operator
 
 
-def _words(target: str, found: Any) -> dict[str, Any]:
+def _words(target: str, given: Any) -> dict[str, Any]:
     """The arguments of an operator."""
-    if isinstance(found, dict):
-        return dict(found)
-    if isinstance(found, tuple) and len(found) == 3:
-        return dict(zip(("model", "data", "loss_fn"), found, strict=True))
-    what = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple) else "")
+    if isinstance(given, dict):
+        return dict(given)
+    if isinstance(given, tuple) and len(given) == 3:
+        return dict(zip(("model", "data", "loss_fn"), given, strict=True))
+    what = f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple) else "")
     raise CommandError(
         f"{target} gives {what}. Return (model, data, loss_fn), a dict of an operator's arguments, or an operator."
     )
@@ -87,7 +87,7 @@ def _refuse_whole_on_each(target: str, model: Any) -> None:
         )
 
 
-def _found(target: str) -> Any:
+def _value_at(target: str) -> Any:
     """The object that a target names; if it is a function, its result."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
@@ -95,8 +95,8 @@ def _found(target: str) -> Any:
     module = _script(Path(where)) if where.endswith(".py") else _module(where)
     if name not in vars(module):
         raise CommandError(f"{where} has no {name!r}. It has {_public(module)}.")
-    found = getattr(module, name)
-    return found() if callable(found) and not isinstance(found, Operator) else found
+    given = getattr(module, name)
+    return given() if callable(given) and not isinstance(given, Operator) else given
 
 
 def _script(path: Path) -> ModuleType:

@@ -62,7 +62,7 @@ class Eigenpairs(Result):
         what = f"{len(self.values)} eigenvalue{plural} of the {self.matrix}, {WHICH[self.which]}"
         yield f"{what}; {self.products} products"
         pairs = enumerate(zip(self.values.tolist(), self.residuals.tolist(), strict=True), 1)
-        yield from table([[f"{place:>3}", f"{value:+.7e}", f"residual {found:.1e}"] for place, (value, found) in pairs])
+        yield from table([[f"{place:>3}", f"{value:+.7e}", f"residual {rest:.1e}"] for place, (value, rest) in pairs])
         yield "  residuals: |A x - value x|, relative to the largest magnitude seen, " + f"{self.scale:.3e}"
         if not self.converged:
             yield f"  NOT CONVERGED: {self.why}"
@@ -146,7 +146,7 @@ def top_eigenpairs(
         with Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show)) as bar:
             bar.advance(run.at.products)
             _advance(run, max_products, saves, bar.advance)
-            found = _measured(run, bar.advance)
+            pairs = _measured(run, bar.advance)
     except BaseException as error:
         _rescue(run, saves, error)
         raise
@@ -154,7 +154,7 @@ def top_eigenpairs(
         saves.remove()
     elif saves is not None:
         saves.write(run.at.products, run.state())
-    return found
+    return pairs
 
 
 def _goal(
@@ -219,8 +219,8 @@ def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:
     vecs = run.best()
     values, squares = [], []
     for group, images in products_of(A, vecs):
-        found, left = _residuals(A, group, images)
-        values += found
+        norms, left = _residuals(A, group, images)
+        values += norms
         squares += left
         advance(len(images))
     order = wanted(torch.tensor(values, **HOST), goal.k, goal.which)

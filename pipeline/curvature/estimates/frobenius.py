@@ -48,8 +48,8 @@ class Norm(Sampled):
         return math.sqrt(self.value)
 
     def lines(self) -> Iterator[str]:
-        found = plus_minus(self.value, self.stderr)
-        yield f"squared Frobenius norm of {self.matrix}  {found}  (norm {self.norm:.6g})"
+        squared = plus_minus(self.value, self.stderr)
+        yield f"squared Frobenius norm of {self.matrix}  {squared}  (norm {self.norm:.6g})"
         yield f"  {self.cost}"
 
     def draw(self, ax: Any) -> None:

@@ -160,9 +160,9 @@ def orthogonalise_(bases: Sequence[Basis], vecs: Sequence[Vec], what: str) -> li
     inside = [torch.zeros(count, **HOST) for count in counts]
     for _ in range(2):
         shares = [basis.local_inside(vec) for basis, vec in zip(bases, vecs, strict=True)]
-        for lane, found in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
-            bases[lane].subtract_(vecs[lane], found)
-            inside[lane] += found
+        for lane, part in enumerate(finite(space.sum_over(torch.cat(shares)), what).split(counts)):
+            bases[lane].subtract_(vecs[lane], part)
+            inside[lane] += part
     norms = finite(space.sum_over(space.local_pairs([(vec, vec) for vec in vecs])), what).clamp(min=0.0).sqrt().tolist()
     return [Split(one, norm) for one, norm in zip(inside, norms, strict=True)]
 
@@ -188,11 +188,11 @@ def append_orthonormal(space: Space, basis: list[Vec], vec: Vec) -> Tensor:
     """
     along, start = torch.zeros(len(basis), **HOST), 0.0
     for turn in range(2):
-        found = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
-        start = start if turn else math.sqrt(max(float(found[-1]), 0.0))
-        along += found[:-1]
-        subtract_(vec, basis, found[:-1])
-    length = math.sqrt(max(float(found[-1] - found[:-1].square().sum()), 0.0))
+        dots = finite(space.dots([*basis, vec], [vec])[:, 0], "the matrix")
+        start = start if turn else math.sqrt(max(float(dots[-1]), 0.0))
+        along += dots[:-1]
+        subtract_(vec, basis, dots[:-1])
+    length = math.sqrt(max(float(dots[-1] - dots[:-1].square().sum()), 0.0))
     if length <= 100 * torch.finfo(space.dtype).eps * start:
         return along
     basis.append(scale_(vec, 1.0 / length))

@@ -75,7 +75,7 @@ class Run:
         self.map, self.goal = A, goal
         self.basis = Basis(A.space)
         self.at = LanczosState(torch.zeros(0, **HOST), torch.zeros(0, 0, **HOST), None)
-        self._found = ritz(self.at.projection)
+        self._ritz = ritz(self.at.projection)
         self._turning = False
 
     def step(self) -> None:
@@ -94,14 +94,14 @@ class Run:
 
     def best(self) -> list[Vec]:
         """New vectors: the k best approximations now, the most wanted first."""
-        found, picks = self._best()
-        return self.basis.combined(self._factors(found, picks))
+        pairs, picks = self._best()
+        return self.basis.combined(self._factors(pairs, picks))
 
     def converged(self) -> int:
         """The number of the k best that have converged, for the progress bar."""
-        found, picks = self._best()
+        pairs, picks = self._best()
         known = len(self.at.locked)
-        return sum(pick < known or float(found.residuals[pick - known]) <= self._enough() for pick in picks)
+        return sum(pick < known or float(pairs.residuals[pick - known]) <= self._enough() for pick in picks)
 
     def state(self) -> dict[str, Any] | None:
         """All that a run needs to go on; None in the moment in which rows are being overwritten."""
@@ -116,7 +116,7 @@ class Run:
         place["chain"] = None if place["chain"] is None else Chain(**place["chain"])
         self.basis = Basis(self.map.space).restored(state["slabs"], state["rows"])
         self.at = LanczosState(**place)
-        self._found = ritz(self.at.projection)
+        self._ritz = ritz(self.at.projection)
 
     # ------------------------------------------------------------------------------------------------- a round
 
@@ -136,7 +136,7 @@ class Run:
                 self.basis.append(scale_(vec, 1 / split.norm))
         chain = Chain.begin(limits(locked, goal.which, self._slack()), starts) if len(locked) == goal.k else None
         empty = torch.zeros(starts, 0, **HOST)
-        self._found = ritz(empty)
+        self._ritz = ritz(empty)
         self.at = replace(self.at, projection=empty, chain=chain, starts=starts, drawn=drawn)
 
     def _multiply(self) -> None:
@@ -162,74 +162,74 @@ class Run:
 
     def _judge(self) -> None:
         """Decide what comes after products."""
-        self._found = found = ritz(self.at.projection)
-        largest = max(self.at.largest, float(found.values.abs().max()))
+        self._ritz = pairs = ritz(self.at.projection)
+        largest = max(self.at.largest, float(pairs.values.abs().max()))
         self.at = replace(self.at, largest=largest)
         _, picks = self._best()
         fresh = [pick - len(self.at.locked) for pick in picks if pick >= len(self.at.locked)]
-        enough = len(picks) == self.goal.k and bool((found.residuals[fresh] <= self._enough()).all())
+        enough = len(picks) == self.goal.k and bool((pairs.residuals[fresh] <= self._enough()).all())
         if fresh and (enough or not self.at.waiting):
-            self._lock(found, picks)
-        elif not fresh and self._proved(found):
+            self._lock(pairs, picks)
+        elif not fresh and self._proved(pairs):
             self.at = replace(self.at, judged=True, done=True)
         elif self.goal.most is not None and len(self.basis) + self.at.waiting > self.goal.most:
-            self._restart(found, len(fresh))
+            self._restart(pairs, len(fresh))
         else:
             self.at = replace(self.at, judged=True)
 
     def _best(self) -> tuple[Ritz, list[int]]:
         """The k best of the locked, which come first, and the Ritz values, which must be better by more than noise."""
-        found, known = self._found, len(self.at.locked)
-        values = torch.cat([self.at.locked, found.values])
+        pairs, known = self._ritz, len(self.at.locked)
+        values = torch.cat([self.at.locked, pairs.values])
         behind = torch.full((len(values),), self._slack() * (known == self.goal.k), **HOST)
         behind[:known] = 0.0
-        return found, wanted(values, self.goal.k, self.goal.which, behind)
+        return pairs, wanted(values, self.goal.k, self.goal.which, behind)
 
-    def _proved(self, found: Ritz) -> bool:
+    def _proved(self, pairs: Ritz) -> bool:
         """Whether this round's start would have shown an eigenpair that is wanted more than the last of the locked."""
         at = self.at
         if not at.waiting:
             return True
         assert at.chain is not None  # k are locked when no Ritz pair is among the k best
         dimensions = self.map.space.size - len(at.locked)
-        if at.chain.longest(found) <= shortest(dimensions, at.starts, self.goal.miss):
+        if at.chain.longest(pairs) <= shortest(dimensions, at.starts, self.goal.miss):
             return True
         # A space that is cut down after every few steps may never prove it: what each cycle tells is lost but for the
         # chain. Then the round ends as other restarted methods do, when its own outermost pairs have converged.
-        ends = wanted(found.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
-        return at.chain.first > 0 and bool((found.residuals[ends] <= self._enough()).all())
+        ends = wanted(pairs.values, min(2, self.goal.k) if self.goal.which == "BE" else 1, self.goal.which)
+        return at.chain.first > 0 and bool((pairs.residuals[ends] <= self._enough()).all())
 
-    def _lock(self, found: Ritz, picks: list[int]) -> None:
+    def _lock(self, pairs: Ritz, picks: list[int]) -> None:
         """Keep the k best, and forget the rest of the space."""
-        values = torch.cat([self.at.locked, found.values])[picks]
+        values = torch.cat([self.at.locked, pairs.values])[picks]
         empty = torch.zeros(0, 0, **HOST)
         place = replace(self.at, locked=values, projection=empty, chain=None, starts=0, judged=True)
-        self._turn(self._factors(found, picks), place)
+        self._turn(self._factors(pairs, picks), place)
 
-    def _factors(self, found: Ritz, picks: list[int]) -> Tensor:
+    def _factors(self, pairs: Ritz, picks: list[int]) -> Tensor:
         """The picks in terms of the rows: [rows, picks]."""
-        whole = torch.block_diag(torch.eye(len(self.at.locked), **HOST), found.vectors)
+        whole = torch.block_diag(torch.eye(len(self.at.locked), **HOST), pairs.vectors)
         factors = torch.zeros(len(self.basis), len(picks), **HOST)
         factors[: len(whole)] = whole[:, picks]
         return factors
 
-    def _restart(self, found: Ritz, fresh: int) -> None:
+    def _restart(self, pairs: Ritz, fresh: int) -> None:
         """Cut the space down to its best Ritz vectors and the rows that wait, which still lead out of it alike."""
         assert self.goal.most is not None
         known, waiting = len(self.at.locked), self.at.waiting
         room = self.goal.most - known - 2 * waiting
-        keep = wanted(found.values, min(room, max(fresh, room // 2)), self.goal.which)
+        keep = wanted(pairs.values, min(room, max(fresh, room // 2)), self.goal.which)
         factors = torch.block_diag(
-            torch.eye(known, **HOST), found.vectors[:, keep], torch.eye(waiting, **HOST)
+            torch.eye(known, **HOST), pairs.vectors[:, keep], torch.eye(waiting, **HOST)
         )
-        chain = None if self.at.chain is None else self.at.chain.followed(found, len(keep))
-        projection = torch.cat([torch.diag(found.values[keep]), found.rest[:, keep]])
+        chain = None if self.at.chain is None else self.at.chain.followed(pairs, len(keep))
+        projection = torch.cat([torch.diag(pairs.values[keep]), pairs.rest[:, keep]])
         self._turn(factors, replace(self.at, projection=projection, chain=chain, judged=True))
 
     def _turn(self, factors: Tensor, place: LanczosState) -> None:
         self._turning = True
         self.basis.rotate_(factors)
-        self.at, self._found = place, ritz(place.projection)
+        self.at, self._ritz = place, ritz(place.projection)
         self._turning = False
 
     # ------------------------------------------------------------------------------------------------- tolerances

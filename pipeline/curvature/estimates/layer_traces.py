@@ -110,18 +110,18 @@ def layer_traces(
     sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show)
     here = _counted_entries(A.space)
     names = agreed_names(A.space, list(here))
-    found = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
+    names_of = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
-        local = [_local_sums(A.space, found, vec, product) for vec, product in zip(vectors, products, strict=True)]
+        local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
     drawn = estimate(sampling, by_layer, "traces of layers")
-    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in found.values()], **HOST))
+    sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in names_of.values()], **HOST))
     return LayerTraces(
-        dict(zip(found, drawn.mean.tolist(), strict=True)),
-        dict(zip(found, drawn.stderr.tolist(), strict=True)),
-        dict(zip(found, map(int, sizes.tolist()), strict=True)),
+        dict(zip(names_of, drawn.mean.tolist(), strict=True)),
+        dict(zip(names_of, drawn.stderr.tolist(), strict=True)),
+        dict(zip(names_of, map(int, sizes.tolist()), strict=True)),
         drawn.spent,
         drawn.stopped,
         A.name,

@@ -84,7 +84,7 @@ def conjugate_gradients(
     Raises:
         IndefiniteError: M is not positive definite.
     """
-    left, found = residual, [torch.zeros_like(part) for part in residual]
+    left, x = residual, [torch.zeros_like(part) for part in residual]
     scaled = system.scaled(left)
     along = copy(scaled)
     energy, square = yield Dots(((left, scaled), (left, left)))
@@ -96,13 +96,13 @@ def conjugate_gradients(
         # Below this not even the sign of p.Mp is known; for positive definite M p.Mp is never near it.
         if curvature <= system.eps * math.sqrt(length * reach):
             raise IndefiniteError(_indefinite(system, curvature / max(length, torch.finfo(torch.float64).tiny), step))
-        add_(found, along, energy / curvature)
+        add_(x, along, energy / curvature)
         add_(left, image, -energy / curvature)
         scaled = system.scaled(left)
         before = energy
         energy, square = yield Dots(((left, scaled), (left, left)))
         add_(scale_(along, energy / before), scaled)
-    return found, step, norm
+    return x, step, norm
 
 
 def minimal_residual(
@@ -112,7 +112,7 @@ def minimal_residual(
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
-    found, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
+    x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
     fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
     scaled = system.scaled(fresh)
     energy, square = yield Dots(((fresh, scaled), (fresh, fresh)))
@@ -138,7 +138,7 @@ def minimal_residual(
         cos, sin = gamma_bar / gamma, beta / gamma
         # The new direction, in the memory of the oldest: (along - epsilon_old * old - delta * last) / gamma.
         old, last = last, scale_(add_(add_(scale_(old, -epsilon_old), last, -delta), along), 1.0 / gamma)
-        add_(found, last, cos * phi_bar)
+        add_(x, last, cos * phi_bar)
         phi_bar *= sin
         if beta <= system.eps * norm:  # the space is complete
             break
@@ -147,7 +147,7 @@ def minimal_residual(
             max(sin * sin * rests - 2.0 * sin * cos * across / beta + cos * cos * square / beta**2, 0.0)
         )
         add_(scale_(rest, sin), here, -cos)
-    return found, step, norm
+    return x, step, norm
 
 
 def _unit(fresh: Vec, scaled: Vec, norm: float) -> tuple[Vec, Vec]:

@@ -65,14 +65,14 @@ class Saves:
         Raises:
             ResumeError: a file is of other settings or cannot be read, or no step is on all processes.
         """
-        found, refusal = {}, None
+        states, refusal = {}, None
         try:
             self._check_folder()
-            found = {kept["step"]: kept["state"] for kept in (self._read(self.before), self._read(self.path)) if kept}
+            states = {kept["step"]: kept["state"] for kept in (self._read(self.before), self._read(self.path)) if kept}
         except ResumeError as error:
             refusal = error
-        steps = self._agreed(sorted(found), refusal)
-        return found[max(steps)] if steps else None
+        steps = self._agreed(sorted(states), refusal)
+        return states[max(steps)] if steps else None
 
     def due(self) -> bool:
         """Whether it is time to save: rank 0's clock decides for all. All call it."""
@@ -140,11 +140,11 @@ class Saves:
         steps = [{int(step) - 1 for step in row if step} for row in table[:, 1:]]
         common = set.intersection(*steps)
         if any(steps) and not common:
-            each = "; ".join(
+            kept = "; ".join(
                 f"rank {rank} has {' and '.join(map(str, sorted(one))) or 'none'}" for rank, one in enumerate(steps)
             )
             raise ResumeError(
-                f"no step of the run is on all processes ({each}), files like {self.path}. Put back the file that is "
+                f"no step of the run is on all processes ({kept}), files like {self.path}. Put back the file that is "
                 "missing, or delete them all to begin anew."
             )
         return common

@@ -115,25 +115,25 @@ class Chain:
         """For a block of starts that are the first rows."""
         return cls(tuple(points), 0, torch.eye(starts, **HOST).expand(len(points), -1, -1).clone())
 
-    def followed(self, found: Ritz, first: int) -> Chain:
+    def followed(self, pairs: Ritz, first: int) -> Chain:
         """The chain to the rows without products, which will be the rows from `first` on."""
-        factors = [self._through(found, number) for number in range(len(self.points))]
+        factors = [self._through(pairs, number) for number in range(len(self.points))]
         return Chain(self.points, first, torch.stack(factors) if factors else self.factors[:, :, :0])
 
-    def longest(self, found: Ritz) -> float:
+    def longest(self, pairs: Ritz) -> float:
         """No eigenvector at one of the points, or farther out, has a longer part in the start block than this."""
-        return max([self._longest(found, number) for number in range(len(self.points))])
+        return max([self._longest(pairs, number) for number in range(len(self.points))])
 
-    def _through(self, found: Ritz, number: int) -> Tensor:
+    def _through(self, pairs: Ritz, number: int) -> Tensor:
         rows = slice(self.first, self.first + self.factors.shape[2])
-        return self.factors[number] @ found.passage(self.points[number])[rows]
+        return self.factors[number] @ pairs.passage(self.points[number])[rows]
 
-    def _longest(self, found: Ritz, number: int) -> float:
-        passage = found.passage(self.points[number])
+    def _longest(self, pairs: Ritz, number: int) -> float:
+        passage = pairs.passage(self.points[number])
         if not passage.shape[1]:
             return 0.0
         grown = torch.linalg.cholesky(torch.eye(passage.shape[1], **HOST) + passage.T @ passage)
-        scaled = torch.linalg.solve_triangular(grown, self._through(found, number).T, upper=False)
+        scaled = torch.linalg.solve_triangular(grown, self._through(pairs, number).T, upper=False)
         return float(torch.linalg.matrix_norm(scaled, 2))
 
 

@@ -133,8 +133,8 @@ def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tens
 def draw_means(ax: Any, draws: Tensor, label: str) -> None:
     """Into matplotlib axes: the mean after each draw, with its standard error."""
     counts = list(range(1, len(draws) + 1))
-    found = [mean_and_stderr(draws[:count]) for count in counts]
-    errors = [float(stderr) if count > 1 else 0.0 for count, (_, stderr) in zip(counts, found, strict=True)]
-    ax.errorbar(counts, [float(mean) for mean, _ in found], yerr=errors)
+    estimates = [mean_and_stderr(draws[:count]) for count in counts]
+    errors = [float(stderr) if count > 1 else 0.0 for count, (_, stderr) in zip(counts, estimates, strict=True)]
+    ax.errorbar(counts, [float(mean) for mean, _ in estimates], yerr=errors)
     ax.set_xlabel("draws")
     ax.set_ylabel(label)

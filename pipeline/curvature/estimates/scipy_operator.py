@@ -81,8 +81,8 @@ class _Flat:
     def products(self, columns: Tensor) -> Tensor:
         """A times [n, columns]."""
         block = self._map.block
-        found = [row for some in columns.T.split(block) for row in self._rows(some)]
-        return torch.stack(found, dim=1) if found else columns.clone()
+        rows = [row for some in columns.T.split(block) for row in self._rows(some)]
+        return torch.stack(rows, dim=1) if rows else columns.clone()
 
     def _rows(self, rows: Tensor) -> Sequence[Tensor]:
         return [self._row(image) for image in self._map.products([self._vec(row) for row in rows])]

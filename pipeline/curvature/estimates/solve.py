@@ -114,7 +114,7 @@ def solutions(
     space = A.space
     if starts is not None and len(starts) != len(bs):
         raise ValueError(f"{len(starts)} starts for {len(bs)} right-hand sides: give one each, or none")
-    found = solved(
+    ends = solved(
         A,
         plan,
         [fitting(space, b, "b") for b in bs],
@@ -132,5 +132,5 @@ def solutions(
             tol=plan.tol,
             method=plan.method,
         )
-        for end in found
+        for end in ends
     ]

@@ -61,13 +61,13 @@ def solved(
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
-    found: list[End] = []
+    ends: list[End] = []
     with Progress(None, f"solve with {A.name}", A.shows(show)) as bar:
         for first in range(0, len(bs), A.block):
             members = range(first, min(first + A.block, len(bs)))
             runs = [_refined(plan, bs[index], None if starts is None else starts[index]) for index in members]
-            found += _in_lockstep(A, plan.system.damping, runs, bar.advance)
-    return found
+            ends += _in_lockstep(A, plan.system.damping, runs, bar.advance)
+    return ends
 
 
 def _in_lockstep(

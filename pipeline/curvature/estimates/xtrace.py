@@ -82,11 +82,11 @@ class _Sketch:
 
     def _grow_within(self, known: int) -> None:
         if new := self.basis[known:]:
-            found = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
-            old, self.within = self.within, torch.zeros(len(found), len(found), **HOST)
+            dots = finite(self.A.space.dots(self.basis, self.A.products(new)), self.A.name)  # [all, new]
+            old, self.within = self.within, torch.zeros(len(dots), len(dots), **HOST)
             self.within[:known, :known] = old
-            self.within[:, known:] = found
-            self.within[known:, :known] = found[:known].T
+            self.within[:, known:] = dots
+            self.within[known:, :known] = dots[:known].T
 
     def drawn(self) -> Drawn:
         """The trace from the vectors so far."""

@@ -86,12 +86,12 @@ class LayerSpectra(Result):
             eigenpairs: layer -> anything with `values` and `residuals`, [k], and the residuals' `scale`: `Eigenpairs`.
             traces: anything with `values` and `stderr` by the layers' names: `LayerTraces`.
         """
-        found = [eigenpairs[name] for name in sizes]
+        of_layers = [eigenpairs[name] for name in sizes]
         return cls(
             names=list(sizes),
             sizes=list(sizes.values()),
-            values=rows([one.values for one in found]),
-            value_errors=rows([error_bounds(one) for one in found]),
+            values=rows([one.values for one in of_layers]),
+            value_errors=rows([error_bounds(one) for one in of_layers]),
             matrix=matrix,
             traces=None if traces is None else _by_layer(sizes, traces.values),
             trace_errors=None if traces is None else _by_layer(sizes, traces.stderr),

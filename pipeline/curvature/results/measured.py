@@ -50,14 +50,14 @@ class LayerEstimates(Protocol):
     def stderr(self) -> Mapping[str, float]: ...
 
 
-def error_bounds(found: Eigenvalues) -> Tensor:
+def error_bounds(eigenvalues: Eigenvalues) -> Tensor:
     """[k], in units of eigenvalue: some eigenvalue of the matrix is no further from each value."""
-    return found.residuals.double() * found.scale
+    return eigenvalues.residuals.double() * eigenvalues.scale
 
 
 def rows(of: Sequence[Tensor]) -> Tensor:
     """[entries, k], float64, of one tensor for each entry; nan at the end of the shorter ones."""
     table = torch.full((len(of), max(map(len, of), default=0)), math.nan, **HOST)
-    for row, found in zip(table, of, strict=True):
-        row[: len(found)] = found
+    for row, entries in zip(table, of, strict=True):
+        row[: len(entries)] = entries
     return table

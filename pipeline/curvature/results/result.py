@@ -95,11 +95,11 @@ class Result(ABC):
             FileNotFoundError: there is none.
         """
         name, module, named = resultfile.read(path)
-        found = _found(name, module, path)
-        if not issubclass(found, cls):
+        kind = _class_named(name, module, path)
+        if not issubclass(kind, cls):
             raise ResultError(f"{path} holds a {name}, no {cls.__name__}: use {name}.load, or Result.load for any.")
-        _check_fields(found, named, path)
-        return found(**named)
+        _check_fields(kind, named, path)
+        return kind(**named)
 
     def plot(self, path: Path | None = None, ax: Any = None) -> Any:
         """Draws the result with matplotlib.
@@ -120,24 +120,24 @@ class Result(ABC):
         return plots.drawn(self.draw, path, ax, self.inches())
 
 
-def _found(name: str, module: str, path: Path) -> type[Result]:
+def _class_named(name: str, module: str, path: Path) -> type[Result]:
     """The class of that name; if two have it, the one of that module."""
     if module.startswith("pipeline."):  # ours may not be imported yet; what else a file names is not imported for it
         try:
             importlib.import_module(module)
         except ImportError:
             pass  # the module may have another name today: the class's name counts
-    named = [found for found in _subclasses(Result) if found.__name__ == name]
-    of_module = [found for found in named if found.__module__ == module]
+    named = [kind for kind in _subclasses(Result) if kind.__name__ == name]
+    of_module = [kind for kind in named if kind.__module__ == module]
     if not (of_module or len(named) == 1):
         raise ResultError(f"{path} holds a {name} of {module}, which is not known here. Import {module} first.")
     return (of_module or named)[-1]
 
 
 def _subclasses(of: Any) -> Iterator[type[Result]]:
-    for found in of.__subclasses__():
-        yield found
-        yield from _subclasses(found)
+    for subclass in of.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _check_fields(of: type[Result], named: dict[str, Any], path: Path) -> None:

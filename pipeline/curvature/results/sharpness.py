@@ -91,12 +91,12 @@ class SharpnessHistory(Result):
                 f"step {step} is not after the last one, {int(self.steps[-1])}. If the training went back to an "
                 f"earlier step, go on from history.before({step})."
             )
-        found = _none() if eigenpairs is None else eigenpairs.values
+        values = _none() if eigenpairs is None else eigenpairs.values
         errors = _none() if eigenpairs is None else error_bounds(eigenpairs)
         return SharpnessHistory(
             matrix=self.matrix,
             steps=torch.cat([self.steps, torch.tensor([step], device="cpu")]),
-            values=rows([*self.values, found]),
+            values=rows([*self.values, values]),
             value_errors=rows([*self.value_errors, errors]),
             traces=_more(self.traces, None if trace is None else trace.value),
             trace_errors=_more(self.trace_errors, None if trace is None else trace.stderr),
