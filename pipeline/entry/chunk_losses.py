@@ -140,8 +140,8 @@ def check_joined(
         return
     wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
     with without_autocast():
-        found = iter(gradients([whole], wanted, [torch.ones_like(whole)], retain=True) if wanted else ())
-    expected = [tuple([next(found) if leaf.requires_grad else None for leaf in own]) for own in leaves]
+        whole_grads = iter(gradients([whole], wanted, [torch.ones_like(whole)], retain=True) if wanted else ())
+    expected = [tuple([next(whole_grads) if leaf.requires_grad else None for leaf in own]) for own in leaves]
     for index in range(len(joined.tensors)):
         pairs = [
             _pair(own[index], grads.get(chunk, (None,) * (index + 1))[index], expected[chunk][index], scale)

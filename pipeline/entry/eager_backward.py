@@ -66,8 +66,8 @@ def eager_backward(
 
 def _eager_backward(loss: Tensor, update: EagerUpdate) -> None:
     update.get_ready()
-    found, pipes = _explored(loss, update)
-    leaves = [leaf for leaf in found if update.holds(leaf.tensor)]
+    explored, pipes = _explored(loss, update)
+    leaves = [leaf for leaf in explored if update.holds(leaf.tensor)]
     _check(loss, leaves, update, is_alone=all(pipe.is_alone for pipe in pipes))
     with grads_kept([*[leaf.tensor for leaf in leaves], *update.params]):  # of a backward within the backward
         _backward(loss, leaves, update)
@@ -179,12 +179,12 @@ def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[
 
 def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
     """The parameters whose gradients come from one run of one Pipe and from nowhere else."""
-    found: dict[Backward, set[int]] = {}
+    by_pipe: dict[Backward, set[int]] = {}
     for leaf in leaves:
         first = getattr(leaf.parents[0], "backward_call", None)
         if len(leaf.parents) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
-            found.setdefault(first, set()).add(id(leaf.tensor))
-    return found
+            by_pipe.setdefault(first, set()).add(id(leaf.tensor))
+    return by_pipe
 
 
 def _taken(param: Tensor) -> Tensor:

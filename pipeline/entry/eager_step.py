@@ -100,8 +100,8 @@ def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str
     """The factor for all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
     names = {id(param): name for name, param in reversed(list(named.items()))}
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
-    found = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
-    norms = [(names.get(key, ""), norm) for key, (_, norm) in found]
+    in_order = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
+    norms = [(names.get(key, ""), norm) for key, (_, norm) in in_order]
     return factor_of(update, call.communicator.exchange.joined_norm(norms, 2.0))
 
 
@@ -138,7 +138,7 @@ class EagerRun:
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
-        inputs = [(each, divided(grad, own)) for each, grad in inputs]
+        inputs = [(tensor, divided(grad, own)) for tensor, grad in inputs]
         self._take_all(summed([*inputs, *pairs]), call, is_all=not finalizers)  # two inputs may share one gradient
         is_trial = self.step.only_norms
         verdict = Verdict(loss.value if call.execution.has_last else None, None, reached, is_trial, loss.metrics)

@@ -169,9 +169,9 @@ class Backward:
         sums = self._sums() if given is None else joined(given.rest())
         if not retain:
             self._call.release()
-        found = [sums.pop(id(owner), None) for owner in self.owners]
+        pairs = [sums.pop(id(owner), None) for owner in self.owners]
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
-        return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in found)
+        return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in pairs)
 
     def _compared(self, grads: Grads) -> Compared:
         """The gradients of the output, which must be the same on all ranks if all have it."""

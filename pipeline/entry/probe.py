@@ -74,7 +74,8 @@ class Probe:
         self._batch = batch
         self._rows = max(2, batch.rows[0])
         own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
-        self._modules = list({id(each): each for layers in own for top in layers for each in top.modules()}.values())
+        modules = [module for layers in own for top in layers for module in top.modules()]
+        self._modules = list({id(module): module for module in modules}.values())
         self._reachable = Reachable(self._modules)
         self._has_last = setup.communicator.topology.has(len(setup.stages) - 1)
         lanes = Counter(setup.plan.schedule.placement.lane_of)
@@ -168,12 +169,12 @@ class Probe:
     def _check_order(self, alone: Batch, others: Batch) -> None:
         """Raise if a stage gives other values after other rows have gone through all stages."""
         in_order, backwards = self._run(alone), self._new(others)
-        found = backwards.first_astray(in_order)
-        if not self._communicator.exchange.any(found is not None):
+        astray = backwards.first_astray(in_order)
+        if not self._communicator.exchange.any(astray is not None):
             return
         once_more = self._run(alone)
-        if found is not None and _all_same(once_more.made[found], in_order.made[found]):
-            name = self._run_name(in_order, found)
+        if astray is not None and _all_same(once_more.made[astray], in_order.made[astray]):
+            name = self._run_name(in_order, astray)
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
                 "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
@@ -235,7 +236,7 @@ class ProbeCall:
 
     def run_recorded(self) -> list[Layer]:
         """The same, with a record of each layer."""
-        found: list[Layer] = []
+        layers: list[Layer] = []
         numbers = {id(layer): number for run in reversed(self.stages) for number, layer in run.layers.numbered}
         modules = [module for run in self.stages for module in run.layers.modules]
         before = [_buffers_of(module) for module in modules]
@@ -248,7 +249,7 @@ class ProbeCall:
 
         def record(module: nn.Module, args: Any, made: Any) -> None:
             if id(module) in numbers:
-                found.append(Layer(numbers[id(module)], module, came.pop(id(module)), _tensors(made)))
+                layers.append(Layer(numbers[id(module)], module, came.pop(id(module)), _tensors(made)))
 
         def look() -> None:
             pairs = zip(modules, before, strict=True)
@@ -262,7 +263,7 @@ class ProbeCall:
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return layers
 
     def gathers(self, layer: nn.Module) -> bool:
         """Whether a layer gathers statistics of its rows: it writes its buffers, or is a BatchNorm that has none."""
@@ -273,7 +274,7 @@ class ProbeCall:
 
     def first_astray(self, in_order: ProbeCall) -> int | None:
         """Run, then the stages of another call from the last to the first; the first stage that differs, every time."""
-        found: list[int] = []
+        astray: list[int] = []
 
         def descend() -> None:
             for run in reversed(self.stages):
@@ -281,12 +282,12 @@ class ProbeCall:
                 made = self._again(run, *given)
                 if not _all_same(made, first):
                     if all([_all_same(self._again(run, *given), made) for _ in range(_REPEATS)]):
-                        found.append(run.layers.index)
+                        astray.append(run.layers.index)
                         return
 
         is_whole = None not in in_order.made.values()
         self.run(descend if is_whole else None)
-        return found[0] if found else None
+        return astray[0] if astray else None
 
     def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
         """Run a stage as before, but after others."""
@@ -415,16 +416,16 @@ def _tensors(value: Any) -> list[Tensor]:
 @contextmanager
 def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Within: buffers are copies. Written back to, they would seem written to a graph that has saved them."""
-    found = [(place, place.copy()) for place in map(buffers_of, modules)]
+    tables = [(place, place.copy()) for place in map(buffers_of, modules)]
     copies: dict[int, Tensor] = {}
     try:
-        for place, buffers in found:
+        for place, buffers in tables:
             for name, buffer in buffers.items():
                 if buffer is not None:
                     place[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
     finally:
-        for place, buffers in found:
+        for place, buffers in tables:
             place.clear()
             place.update(buffers)
 
@@ -441,9 +442,9 @@ def _uncompiled() -> AbstractContextManager[None]:
 def _without_cached_weights() -> Iterator[None]:
     """Within: `parametrize.cached()` keeps nothing. Values computed here have no graph, and must not be reused."""
     module: Any = parametrize
-    found = module._cache_enabled, module._cache
+    cache = module._cache_enabled, module._cache
     module._cache_enabled, module._cache = 0, {}
     try:
         yield
     finally:
-        module._cache_enabled, module._cache = found
+        module._cache_enabled, module._cache = cache

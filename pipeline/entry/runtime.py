@@ -196,7 +196,7 @@ class Runtime:
                 "the Pipe outside."
             )
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
-        tensors = [tensor for each in given.values() for tensor in each.tree.tensors]
+        tensors = [tensor for cut in given.values() for tensor in cut.tree.tensors]
         words = partial(self._words, request, given)
         seed = communicator.open(words, request.draws, Compared(mini_batch=tensors))
         if request.grad and not torch.is_grad_enabled():
@@ -247,10 +247,10 @@ class Runtime:
             SETTINGS: self.settings.words,
             MODES: self._modes(),
             OPTIONS: "\n".join([f"{name}={value}" for name, value in options.items()]),
-            MINI_BATCHES: ", ".join([f"{name} {described(each)}" for name, each in given.items()]),
+            MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in given.items()]),
         }
         if values:
-            words[VALUES] = values_in_words([tensor for each in given.values() for tensor in each.tree.tensors])
+            words[VALUES] = values_in_words([tensor for cut in given.values() for tensor in cut.tree.tensors])
         return words
 
     def _flags(self) -> tuple[bool, ...]:

@@ -145,11 +145,11 @@ def stages_of(layers: Iterable[nn.Module], balance: Sequence[int]) -> list[list[
     Raises:
         ValueError: there are more or fewer than the balance says.
     """
-    found = list(layers)
-    if len(found) != sum(balance):
+    all_layers = list(layers)
+    if len(all_layers) != sum(balance):
         raise ValueError(
-            f"the Pipe has {len(found)} layers but its balance is {list(balance)}: one was added or removed "
+            f"the Pipe has {len(all_layers)} layers but its balance is {list(balance)}: one was added or removed "
             "since. Change the nn.Sequential first and wrap it anew: Pipe(module, balance, chunks)."
         )
     ends = [sum(balance[: stage + 1]) for stage in range(len(balance))]
-    return [found[end - size : end] for size, end in zip(balance, ends, strict=True)]
+    return [all_layers[end - size : end] for size, end in zip(balance, ends, strict=True)]

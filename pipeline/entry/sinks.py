@@ -176,14 +176,14 @@ class OptimizerSink(GradSink):
         scaler = self.scaler
         states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
         key = id(self._optimizer)
-        found = dict(states[key]) if key in states else None
+        state = dict(states[key]) if key in states else None
         try:
             with grads_kept([*[owner for owner, _ in pairs], *self._stepped()]):
                 yield
         except BaseException:
             states.pop(key, None)  # else the next step would take gradients for unscaled ones
-            if found is not None:
-                states[key] = found
+            if state is not None:
+                states[key] = state
             raise
 
     def _stepped(self) -> list[Tensor]:
@@ -237,18 +237,18 @@ def collect(call: Call, loss: Loss) -> Collected:
     for _, grad in pairs if averager is None else []:  # means are of divided ones
         divide_(grad, divisor)
     inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
-    found = summed([*inputs, *pairs])
+    whole = summed([*inputs, *pairs])
     if hooks:
-        if any(owner._backward_hooks for owner, _ in found):
-            found = hooked(found)
+        if any(owner._backward_hooks for owner, _ in whole):
+            whole = hooked(whole)
         call.communicator.agree(Verdict(None, None, True))
-    return Collected(found, value, hooks, metrics)
+    return Collected(whole, value, hooks, metrics)
 
 
 def input_pairs(call: Call) -> list[Pair]:
     """The gradients of the input's tensors, with these; only such as need one."""
-    found = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
-    return [(tensor, grad) for tensor, grad in found if grad is not None and tensor.requires_grad]
+    pairs = zip(call.batch.tree.tensors, call.input_grads(), strict=True)
+    return [(tensor, grad) for tensor, grad in pairs if grad is not None and tensor.requires_grad]
 
 
 def check_reached(reached: bool) -> None:
@@ -262,11 +262,11 @@ def check_reached(reached: bool) -> None:
 
 def summed(pairs: list[Pair]) -> list[Pair]:
     """Each owner once: a parameter may be given as input too."""
-    found: dict[int, Pair] = {}
+    sums: dict[int, Pair] = {}
     for owner, grad in pairs:
-        earlier = found.get(id(owner))
-        found[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
-    return list(found.values())
+        earlier = sums.get(id(owner))
+        sums[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
+    return list(sums.values())
 
 
 def clip_grads(
@@ -281,13 +281,13 @@ def clip_grads(
     Raises:
         RuntimeError: with `finite`, where the norm is not.
     """
-    each = dict.fromkeys(param for _, param in named)
+    params = dict.fromkeys(param for _, param in named)
     names = {param: name for name, param in reversed(named)}
-    grads = [(names[param], param.grad) for param in each if param.grad is not None]
+    grads = [(names[param], param.grad) for param in params if param.grad is not None]
     total = communicator.exchange.total_norm(grads, norm_type)
     if finite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
-    torch.nn.utils.clip_grads_with_norm_(list(each), max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(list(params), max_norm, total)
     return total
 
 
@@ -296,9 +296,9 @@ def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, com
     scaler.unscale_(optimizer)
     if communicator.is_alone or not scaler.is_enabled():
         return
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    overflowed = communicator.exchange.any(any(bool(each.item()) for each in found.values()))
-    if not found:  # no gradient here: all is frozen, or there are no parameters
-        found[torch.device("cpu")] = torch.zeros((), device="cpu")
-    for each in found.values():
-        each.fill_(float(overflowed))
+    overflows = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    overflowed = communicator.exchange.any(any(bool(overflow.item()) for overflow in overflows.values()))
+    if not overflows:  # no gradient here: all is frozen, or there are no parameters
+        overflows[torch.device("cpu")] = torch.zeros((), device="cpu")
+    for overflow in overflows.values():
+        overflow.fill_(float(overflowed))

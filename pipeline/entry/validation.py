@@ -64,15 +64,15 @@ def check_batch_dim(batch_dim: object) -> int:
         TypeError: no whole number.
         ValueError: negative.
     """
-    found = whole(batch_dim)
-    if found is None:
+    dim = whole(batch_dim)
+    if dim is None:
         raise TypeError(f"batch_dim is {batch_dim!r}. Give a whole number: 0, or 1 for time-first data.")
-    if found < 0:
+    if dim < 0:
         raise ValueError(
-            f"batch_dim is {found}. Count dims from the front: 0, or 1 for time-first data. (From the back, tensors "
+            f"batch_dim is {dim}. Count dims from the front: 0, or 1 for time-first data. (From the back, tensors "
             "of different dims would be cut along different ones.)"
         )
-    return found
+    return dim
 
 
 def check_plain(module: nn.Sequential) -> None:
@@ -90,14 +90,14 @@ def check_plain(module: nn.Sequential) -> None:
             f"layers {elsewhere} are on other ranks: the nn.Sequential was taken from a Pipe over ranks. Build the "
             "Pipe from the module itself (on the meta device, if it is large)."
         )
-    pipes = [(name, each) for name, each in module.named_modules() if isinstance(each, Enclosed)]
+    pipes = [(name, child) for name, child in module.named_modules() if isinstance(child, Enclosed)]
     inner = [name for name, pipe in pipes if getattr(pipe, "runtime").topology is not None]
     if inner:
         raise ValueError(
             f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "
             "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
         )
-    lazy = [name for name, each in [*module.named_parameters(), *module.named_buffers()] if is_lazy(each)]
+    lazy = [name for name, child in [*module.named_parameters(), *module.named_buffers()] if is_lazy(child)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
 
@@ -178,13 +178,14 @@ def check_shared(stages: Sequence[nn.Sequential]) -> None:
 def schedule_named(name: str, stages: int, chunks: int) -> Schedule:
     """The schedule of this name for so many stages, on as many lanes as that makes."""
     schedule = by_name(name, stages, chunks)
-    each = schedule.stages // stages
-    if stages % each:
+    per_lane = schedule.stages // stages
+    if stages % per_lane:
         raise ScheduleError(
-            f"schedule {name} has {each} stages a lane but the balance has {stages}, no multiple of that. Use a "
-            f"balance of {stages - stages % each + each} stages, or a schedule with one stage a lane, such as 1f1b."
+            f"schedule {name} has {per_lane} stages a lane but the balance has {stages}, no multiple of that. Use a "
+            f"balance of {stages - stages % per_lane + per_lane} stages, or a schedule with one stage a lane, such as "
+            "1f1b."
         )
-    return schedule if each == 1 else by_name(name, stages // each, chunks)
+    return schedule if per_lane == 1 else by_name(name, stages // per_lane, chunks)
 
 
 def check_schedule(schedule: Schedule, stages: int) -> None:
@@ -206,11 +207,11 @@ def check_schedule(schedule: Schedule, stages: int) -> None:
 
 def check_placement(schedule: Schedule, rank_of: Sequence[int]) -> None:
     """Refuse a schedule that puts stages on other ranks than those which have their layers."""
-    found = schedule.placement.lane_of
-    if found != tuple(rank_of):
-        stage = next(index for index, rank in enumerate(rank_of) if found[index] != rank)
+    lane_of = schedule.placement.lane_of
+    if lane_of != tuple(rank_of):
+        stage = next(index for index, rank in enumerate(rank_of) if lane_of[index] != rank)
         raise ScheduleError(
-            f"schedule {schedule.name} runs stage {stage} on rank {found[stage]}, but its layers are on rank "
+            f"schedule {schedule.name} runs stage {stage} on rank {lane_of[stage]}, but its layers are on rank "
             f"{rank_of[stage]}. Build another Pipe with this schedule, or choose one that has stages where these are: "
             f"{list(rank_of)}."
         )
@@ -232,15 +233,15 @@ def settle(
         how: where values come from, see entry/state/meta_init.py.
         seed: draws a seed, if one is needed.
     """
-    index, found, places = 0, [], []
+    index, to_fill, places = 0, [], []
     for stage, layers in enumerate(stages):
         table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
         for name, layer in table.items():
             if stage in own:
-                found.append((index, name, layer))
+                to_fill.append((index, name, layer))
                 places.append(devices[stage])
             index += 1
-    materialize(found, how, places, seed() if how is not None else 0)
+    materialize(to_fill, how, places, seed() if how is not None else 0)
     for stage in sorted(own, reverse=True):
         stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
 

@@ -49,9 +49,9 @@ class Saved(Mapping[str, Any]):
         self._reader = _Reader(path)
         self._name = f"Saved({str(path)!r}{'' if part is None else f', {part!r}'})"
         self._entries: dict[str, list[_Entry]] = {}
-        found = self._reader.found
-        for flat in found.state_dict_metadata:
-            way = (found.planner_data or {}).get(flat, (flat,))
+        metadata = self._reader.found
+        for flat in metadata.state_dict_metadata:
+            way = (metadata.planner_data or {}).get(flat, (flat,))
             if part is not None and way[0] == part and len(way) > 1:
                 way = way[1:]
             elif part is not None:

@@ -75,18 +75,18 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
     memory = MetaMemory()
-    for each in empty.values():
-        memory.give(each, marked=init is not None)
+    for meta in empty.values():
+        memory.give(meta, marked=init is not None)
     if init is not None:
         with torch.no_grad(), generators_kept(devices):
-            for position in sorted({each.at for each in empty.values()}):
+            for position in sorted({meta.at for meta in empty.values()}):
                 _initialise(init, *layers[position], empty, position, devices, seed)
     if saved is not None:
         with torch.no_grad():
-            for each in empty.values():
-                _fill(each, saved)
-        _set_extra_state([layers[position] for position in {each.at for each in empty.values()}], saved)
-    _check_filled([each for each in empty.values() if saved is None or not _has(saved, each)])
+            for meta in empty.values():
+                _fill(meta, saved)
+        _set_extra_state([layers[position] for position in {meta.at for meta in empty.values()}], saved)
+    _check_filled([meta for meta in empty.values() if saved is None or not _has(saved, meta)])
 
 
 def reset_parameters(layer: nn.Module) -> None:
@@ -123,8 +123,8 @@ def reset_parameters(layer: nn.Module) -> None:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return found if callable(found) else None
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -156,18 +156,18 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
     """Refuse, by name, tensors that would get no value."""
     if saved is None:
         if not init:
-            names = [each.names[0] for each in empty]
+            names = [meta.names[0] for meta in empty]
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(f"on the meta device, so without values: {', '.join(names[:5])}{more}. {_REMEDY}")
         return
-    lacking = [each for each in empty if not _has(saved, each)]
-    unsaved = [each.names[0] for each in lacking if not each.saved]
+    lacking = [meta for meta in empty if not _has(saved, meta)]
+    unsaved = [meta.names[0] for meta in lacking if not meta.saved]
     if unsaved and not init:
         raise ValueError(
             f"buffers on the meta device that no state_dict has (persistent=False): {unsaved}. Give "
             "materialize=(callable, state), where the callable fills them, or a callable alone."
         )
-    missing = [each.names[0] for each in lacking if each.saved]
+    missing = [meta.names[0] for meta in lacking if meta.saved]
     if missing:
         raise ValueError(
             f"the state in materialize= has no values for {missing}. It has {len(saved)} entries, which should have "
@@ -175,8 +175,8 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
         )
 
 
-def _has(saved: Mapping[str, Any], each: Empty) -> bool:
-    return any(name in saved for name in each.names)
+def _has(saved: Mapping[str, Any], meta: Empty) -> bool:
+    return any(name in saved for name in meta.names)
 
 
 def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
@@ -184,7 +184,7 @@ def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
     if isinstance(state, Mapping):
         return state
     whole = Saved(fspath(state))
-    plain = any(_has(whole, each) for each in empty)
+    plain = any(_has(whole, meta) for meta in empty)
     return whole if plain or "model" not in whole else Saved(fspath(state), "model")
 
 
@@ -217,19 +217,19 @@ def _initialise(
         tensor.copy_(value)
 
 
-def _fill(each: Empty, saved: Mapping[str, Any]) -> None:
+def _fill(empty: Empty, saved: Mapping[str, Any]) -> None:
     """Give a tensor its value, which may stand under any of its names, if it is the same under all."""
     first: Tensor | None = None
-    for name in each.names:
+    for name in empty.names:
         if name in saved:
             value = saved[name]
-            _check_fits(name, each.tensor, value)
+            _check_fits(name, empty.tensor, value)
             if first is None:
-                each.tensor.copy_(value)
+                empty.tensor.copy_(value)
                 first = value
             elif value is not first and not torch.equal(value, first):
                 raise ValueError(
-                    f"{' and '.join(map(repr, each.names))} are one tensor, but the state in materialize= has "
+                    f"{' and '.join(map(repr, empty.names))} are one tensor, but the state in materialize= has "
                     "different values for them. Give them one value, or let the module have two parameters."
                 )
 
@@ -254,7 +254,7 @@ def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mappin
 
 def _check_filled(empty: Iterable[Empty]) -> None:
     """Refuse, by name, tensors that the callable left without values."""
-    left = [each.names[0] for each in empty if is_marked(each)]
+    left = [meta.names[0] for meta in empty if is_marked(meta)]
     if left:
         raise ValueError(
             f"the callable in materialize= left {left} without values, or with some nan. Where a module is "

@@ -59,15 +59,15 @@ def survey(layers: Layers, devices: Sequence[torch.device]) -> dict[int, Empty]:
     Raises:
         ValueError: one is no plain tensor.
     """
-    found: dict[int, Empty] = {}
+    by_id: dict[int, Empty] = {}
     for at, ((_, name, layer), device) in enumerate(zip(layers, devices, strict=True)):
         for place, tensor, saved in places(name, layer):
             if tensor.is_meta:
                 _check_plain(place, tensor)
-                each = found.setdefault(id(tensor), Empty(tensor, at, device))
-                each.names.append(place)
-                each.saved = each.saved or saved
-    return found
+                empty = by_id.setdefault(id(tensor), Empty(tensor, at, device))
+                empty.names.append(place)
+                empty.saved = empty.saved or saved
+    return by_id
 
 
 def _check_plain(name: str, tensor: Tensor) -> None:
@@ -137,11 +137,11 @@ def _mark(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def is_marked(each: Empty) -> bool:
+def is_marked(empty: Empty) -> bool:
     """Whether a tensor, or part of it, is as `_mark` left it."""
-    tensor = each.tensor.detach()
+    tensor = empty.tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
         return bool((tensor != tensor).any())
-    if each.tensor._version != each.version or not tensor.numel():
+    if empty.tensor._version != empty.version or not tensor.numel():
         return False
     return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).all())

@@ -239,15 +239,15 @@ class _Entry:
 
     def nested(self) -> dict[str, Any]:
         """The state as the optimizer had it."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key, value in self.state.items():
             if self.keys is None or key in self.keys:
                 *outer, last = key.split(".")
-                inner = found
-                for each in outer:
-                    inner = inner.setdefault(each, {})
+                inner = state
+                for part in outer:
+                    inner = inner.setdefault(part, {})
                 inner[last] = value
-        return found
+        return state
 
 
 def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable[str] | None) -> dict[str, _Entry]:
@@ -295,13 +295,13 @@ def _chosen(
         if own == [""]:
             chosen[id(param)] = _Entry()
             continue
-        found = [(name, entries[name]) for name in own if name in entries and entries[name].options]
-        if not found:
+        candidates = [(name, entries[name]) for name in own if name in entries and entries[name].options]
+        if not candidates:
             missing.append(own[0] if own else f"one of shape {list(param.shape)} without a name")
             continue
-        for name, entry in found:
+        for name, entry in candidates:
             _check_complete(name, entry)
-        chosen[id(param)] = _one_of(found)
+        chosen[id(param)] = _one_of(candidates)
     if missing:
         raise ValueError(
             f"the state knows nothing of parameters that the optimizer holds: {missing}. Was it saved by an optimizer "
@@ -325,9 +325,9 @@ def _check_complete(name: str, entry: _Entry) -> None:
         )
 
 
-def _one_of(found: Sequence[tuple[str, _Entry]]) -> _Entry:
+def _one_of(candidates: Sequence[tuple[str, _Entry]]) -> _Entry:
     """The entry of a parameter that was saved under several names: one that was stepped, as all that were agree."""
-    stepped = [(name, entry) for name, entry in found if entry.nested()] or list(found)
+    stepped = [(name, entry) for name, entry in candidates if entry.nested()] or list(candidates)
     first, chosen = stepped[0]
     for name, entry in stepped[1:]:
         if not same(chosen.nested(), entry.nested()) or not same(chosen.options, entry.options):

@@ -52,13 +52,13 @@ class Stateful(Enclosed, ABC):
         with turn(), self.runtime.communicator("full_state_dict") as communicator:
             communicator.open(lambda values: {}, draws=False)
             state = self.state_dict()
-            found = communicator.exchange.gather(state)
+            gathered = communicator.exchange.gather(state)
             communicator.agree(Verdict(None, None, True))
-        if found is None:
+        if gathered is None:
             return None
         places = {name: index for index, name in enumerate(self._modules)}
-        names = sorted(found, key=lambda name: places.get(name.partition(".")[0], -1))
-        whole = OrderedDict((name, _on_cpu(found[name])) for name in names)
+        names = sorted(gathered, key=lambda name: places.get(name.partition(".")[0], -1))
+        whole = OrderedDict((name, _on_cpu(gathered[name])) for name in names)
         setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
         return whole
 
@@ -142,13 +142,13 @@ class Stateful(Enclosed, ABC):
         if topology is None or not topology.assignment.tied_parameters or not recurse:
             return super().named_parameters(prefix, recurse, remove_duplicate)
         dot = f"{prefix}." if prefix else ""
-        return ((dot + name, each) for name, each in topology.named(super().named_parameters(), remove_duplicate))
+        return ((dot + name, param) for name, param in topology.named(super().named_parameters(), remove_duplicate))
 
     def _all_places(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters by the names of its own layers: no two ranks save under one key."""
-        found = list(super().named_parameters(remove_duplicate=False))
-        nothing = [] if found or self.runtime.topology is None else [("", each) for each in self.parameters()]
-        return iter([*found, *nothing])
+        named = list(super().named_parameters(remove_duplicate=False))
+        nothing = [] if named or self.runtime.topology is None else [("", param) for param in self.parameters()]
+        return iter([*named, *nothing])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""

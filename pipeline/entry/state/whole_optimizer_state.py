@@ -91,8 +91,8 @@ def whole_state(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
         kept = {number: entries[_PARAMETER + name]["kept"] for number, name in zip(numbers, members, strict=True)}
         packed["state"].update({number: state for number, state in kept.items() if state})
         number += len(members)
-    found: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), packed)
-    return found
+    on_host: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), packed)
+    return on_host
 
 
 def is_packed(state: Mapping[str, Any]) -> bool:
