@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 # The number of a process on its host, as torchrun, Open MPI, MPICH and Intel MPI, MVAPICH, and srun set it. Slurm's
 # comes last: within an allocation the processes of mpirun inherit that of the shell.
@@ -109,7 +110,7 @@ def beside(streams: Sequence[torch.Stream]) -> Iterator[None]:
 def use_here(tensors: Iterable[Tensor | None]) -> None:
     """Tell the allocator that the current streams use tensors that were made on others."""
     for tensor in tensors:
-        if tensor is not None and is_accelerator(tensor.device):
+        if tensor is not None and is_accelerator(tensor.device) and not is_legacy_batchedtensor(tensor):
             for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
 

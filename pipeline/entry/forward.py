@@ -1,7 +1,7 @@
 """`out = pipe(x); loss(out).backward()`: a Pipe as a function that autograd differentiates, to any order.
 
     Pipe.forward      F half, then x, parameters in use --PipeFunction--> token --PipeOutput--> out
-    loss.backward()   PipeOutput.backward: keeps the gradients of out, and an event of the stream that computed them
+    loss.backward()   PipeOutput.backward: hands on the gradients of out, and the stream in which they are computed
                       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
                                              [2] create_graph: a differentiable recomputation (Call.differentiate)
 
@@ -31,7 +31,6 @@ from pipeline.execution.call import Call
 from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
-from pipeline.transports.local import Parcel
 
 
 def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
@@ -119,12 +118,12 @@ class Backward:
         """Whether this process runs every stage."""
         return self._call.communicator.is_alone
 
-    def __call__(self, given: Parcel, retain: bool) -> tuple[Tensor | None, ...]:
+    def __call__(self, given: Given, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners. `given`: those of the outputs."""
         execution = self._call.execution
         with turn(self._then), beside(self._streams), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
-            grads = execution.setup.layout.transport.receive(given)
+            grads = given.received()
             communicator.open(lambda values: {}, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
@@ -241,6 +240,23 @@ def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, 
     return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, batch_dim))
 
 
+class Given(NamedTuple):
+    """The gradients of the outputs, and the stream in which they are computed (None: on the host)."""
+
+    grads: Grads
+    stream: torch.Stream | None
+
+    def received(self) -> Grads:
+        """The gradients, for use in the streams that are current now on their devices."""
+        for grad in self.grads:
+            if self.stream is not None and grad is not None and is_accelerator(grad.device):
+                reader = torch.accelerator.current_stream(grad.device)
+                if reader != self.stream:  # of several devices, autograd has seen to one
+                    reader.wait_stream(self.stream)
+                    use_here([grad])
+        return self.grads
+
+
 class PipeFunction(torch.autograd.Function):
     """The node that stands in autograd's graph for all stages. Its output is a token on the host."""
 
@@ -272,9 +288,8 @@ class PipeOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
         on_host = not any([grad is not None and is_accelerator(grad.device) for grad in grads])
-        event = None if on_host else torch.accelerator.current_stream().record_event()
         token = torch.empty(0, dtype=torch.float32, device="cpu")  # else autograd would hand on another one
-        setattr(token, _GIVEN, Parcel(grads, event))
+        setattr(token, _GIVEN, Given(grads, None if on_host else torch.accelerator.current_stream()))
         return None, None, token
 
 

@@ -95,7 +95,7 @@ class LocalMailbox(Mailbox):
         return inbox
 
     def put_grads(self, stage: int, chunk: int, grads: Sequence[Grads]) -> None:
-        stays = self._is_one_place and stage != CALLER
+        stays = self._is_one_place or stage == CALLER  # an output's gradient is where the output is
         for row, of_row in zip(self._read_by[stage], grads):
             parcel = None if stays else self._transport.send(of_row, self._place(stage), self._place(row.producer))
             self._gradients[row.name, chunk] = of_row if parcel is None else parcel.tensors, parcel
