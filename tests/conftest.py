@@ -1,5 +1,8 @@
 """What all tests share: one thread (bitwise laws hold at equal thread counts), seeded hypothesis, a clean slate.
 
+All run on the host, but those of `make test-gpu`: a Pipe that does not say where would take the GPUs of the machine.
+Processes that tests start inherit that.
+
 `make test` runs of each parametrized test some cases in which every value of every parameter occurs, `make soak` all
 (`--whole`): see cover.py.
 """
@@ -38,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported and collected, none of which is ever garbage
     if config.getoption("--whole"):
         os.environ[WHOLE] = "1"
+    if "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     settings.register_profile(
         "laws",
         max_examples=examples(100),

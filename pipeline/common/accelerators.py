@@ -57,7 +57,8 @@ def identity(device: torch.device) -> str:
     """
     if not is_accelerator(device):
         return ""
-    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    read = getattr(torch.get_device_module(device), "get_device_properties", lambda device: None)
+    uuid = getattr(read(device), "uuid", None)
     if uuid is None:
         return str(device) if torch.accelerator.device_count() > 1 else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
