@@ -76,8 +76,8 @@ def by_hand(model: nn.Sequential, x: Tensor, y: Tensor, chunks: int) -> tuple[fl
 @pytest.mark.parametrize("workers", ["inline", "threads"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_loss_gradients_and_buffers_equal_the_plain_module(door: str, where: str, mode: str, workers: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_loss_gradients_and_buffers_equal_the_plain_module(entry: str, where: str, mode: str, workers: str) -> None:
     plain, model = network().cuda(), network()
     pipe = Pipe(model, [2, 2, 3], 3, devices=PLACES[where](), checkpoint=mode, workers=workers)
     for seed in range(3):
@@ -85,7 +85,7 @@ def test_loss_gradients_and_buffers_equal_the_plain_module(door: str, where: str
         x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
         expected, grads = by_hand(plain, x.cuda(), y.cuda(), 3)
         pipe.zero_grad()
-        if door == "step":
+        if entry == "step":
             loss = pipe.step(x, y, loss_fn=mean_square).loss
         else:
             loss = mean_square(pipe(x), y.to(pipe.devices[-1]))

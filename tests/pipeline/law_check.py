@@ -1,4 +1,4 @@
-"""Does a Pipe give what the plain module gives? One configuration, run through a door and compared bit for bit.
+"""Does a Pipe give what the plain module gives? One configuration, run through an entry point and compared bit for bit.
 
     config --observe--> Result of the pipe    config --expect--> Result of the plain module    differences(ours, theirs)
 """
@@ -38,7 +38,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 2, 5, 7, 8, 16),
     "checkpoint": tuple(CHECKPOINTS),
     "train": (True, False),
-    "door": ("forward", "step mean", "step sum"),
+    "entry": ("forward", "step mean", "step sum"),
     "schedule": ("gpipe", "1f1b"),
     "drive": tuple(DRIVES),
     "input_grad": (True, False),
@@ -89,9 +89,9 @@ def expect(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] =
     case = models[config["model"]]()
     x = ready(case, config["train"], config["input_grad"], config["rows"])
     seed = call_seed(SEED)
-    if config["door"] == "forward":
+    if config["entry"] == "forward":
         return reference(case.model, x, config["chunks"], seed, case.loss, case.extras)
-    reduction = config["door"].split()[1]
+    reduction = config["entry"].split()[1]
     target = target_of(config["rows"])
     return reference_step(
         case.model, x, target, config["chunks"], seed, row_loss(reduction), reduction, extras=case.extras
@@ -115,21 +115,21 @@ def observe(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] 
         **DRIVES[config["drive"]](len(balance)),
     )
     torch.manual_seed(SEED)
-    outputs, loss = through_the_door(config, case, pipe, x)
+    outputs, loss = through_the_entry_point(config, case, pipe, x)
     for tensor, (value, version) in zip(tensors, before, strict=True):
         assert torch.equal(tensor, value) and tensor._version == version, "x was written"
     return observed(case, x, outputs, loss)
 
 
-def through_the_door(config: Mapping[str, Any], case: Case, pipe: Pipe, x: Any) -> tuple[Any, Tensor]:
+def through_the_entry_point(config: Mapping[str, Any], case: Case, pipe: Pipe, x: Any) -> tuple[Any, Tensor]:
     """Forward, loss and backward; the outputs and the loss."""
-    if config["door"] == "forward":
+    if config["entry"] == "forward":
         outputs = pipe(x)
         loss = case.loss(outputs)
         if loss.requires_grad:
             loss.backward()
         return outputs, loss
-    reduction = config["door"].split()[1]
+    reduction = config["entry"].split()[1]
     target = target_of(config["rows"])
     step = pipe.step(x, target, loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
     return step.outputs, step.loss

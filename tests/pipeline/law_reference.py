@@ -1,7 +1,7 @@
 """What would the plain module compute, chunk by chunk? The numbers that a Pipe has to give, bit for bit.
 
     x --tensor_split--> x_i --layers, each seeded by layer_seed--> out_i --cat--> out (a leaf) --loss--> g = dloss/dout
-    out_i.backward(g_i), i ascending, into empty `.grad`, of float32 for halves     reference(...): the forward door
+    out_i.backward(g_i), i ascending, into empty `.grad`, of float32 for halves     reference(...): as by `pipe(x)`
     part_i = loss_fn(out_i, target_i) * weight;  part_i.backward(), i ascending     reference_step(...): pipe.step
 
 Nothing is imported from pipeline but `layer_seed`, the public rule for random numbers.
@@ -57,7 +57,7 @@ def call_seed(manual_seed: int) -> int:
 def reference(
     model: nn.Sequential, x: Any, chunks: int, seed: int, loss: Callable[[Any], Tensor], extras: Sequence[Tensor] = ()
 ) -> Result:
-    """The forward door: a loss of the joined output. Writes the model's `.grad` and buffers, never x."""
+    """The forward entry point: a loss of the joined output. Writes the model's `.grad` and buffers, never x."""
     sum_in_float32(model)
     parts = _Parts(x, chunks)
     with torch.random.fork_rng(devices=()):

@@ -84,9 +84,9 @@ def sum_of(out: Tensor, target: Any = None) -> Tensor:
     return out.sum()
 
 
-def run(pipe: nn.Module, x: Tensor, door: str) -> None:
-    """Forward and backward of `x` through a door."""
-    if door == "step":
+def run(pipe: nn.Module, x: Tensor, entry: str) -> None:
+    """Forward and backward of `x` through an entry point."""
+    if entry == "step":
         pipe.step(x, loss_fn=sum_of, loss_reduction="sum")
     else:
         pipe(x).sum().backward()

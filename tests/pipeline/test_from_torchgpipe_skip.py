@@ -329,8 +329,8 @@ class Backward(torch.autograd.Function):
 
 
 @every_mode
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_a_skip_is_dead_when_its_stash_goes_backward(door: str, checkpoint: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_a_skip_is_dead_when_its_stash_goes_backward(entry: str, checkpoint: str) -> None:
     life, log = Life(), []
 
     class Note(nn.Module):
@@ -341,7 +341,7 @@ def test_a_skip_is_dead_when_its_stash_goes_backward(door: str, checkpoint: str)
     pipe = Pipe(model, [2, 1], 3, checkpoint=checkpoint)
     x = numbered(3).requires_grad_()
     with no_collector():
-        if door == "forward":
+        if entry == "forward":
             pipe(x).norm().backward()
         else:
             pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")

@@ -42,14 +42,14 @@ def assert_same_state(ours, theirs):
     assert not wrong, f"state differs: {wrong}"
 
 
-def train_both(pipe, theirs, ours_optimizer, theirs_optimizer, steps=2, door="forward"):
+def train_both(pipe, theirs, ours_optimizer, theirs_optimizer, steps=2, entry="forward"):
     """A few steps on both; everything of the two must stay equal, bit for bit."""
     for number in range(steps):
         x, y = batch()
         seed = call_seed(100 + number)
         ours_optimizer.zero_grad()
         theirs_optimizer.zero_grad()
-        if door == "forward":
+        if entry == "forward":
             mse(pipe(x), y).backward()
             reference = ByChunks(theirs, x, CHUNKS, seed)
             reference.backward(mse(reference.output, y))
@@ -136,16 +136,16 @@ def test_a_layer_replaced_by_name_is_the_one_that_computes():
     assert_same_grads(pipe, theirs)
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
-def test_a_module_added_to_a_pipe_runs_or_is_refused(door):
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate"])
+def test_a_module_added_to_a_pipe_runs_or_is_refused(entry):
     # On a Sequential it would be one more layer.
     pipe = Pipe(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)).double(), [1, 1], CHUNKS)
     x, _ = batch()
     with pytest.raises((TypeError, ValueError, RuntimeError), match="layers|balance"):
         pipe.extra = nn.Linear(WIDE, 9, dtype=F64)
-        if door == "forward":
+        if entry == "forward":
             pipe(x)
-        elif door == "step":
+        elif entry == "step":
             pipe.step(x, loss_fn=lambda output, _: output.mean())
         else:
             pipe.evaluate(x, loss_fn=lambda output, _: output.mean())
@@ -270,15 +270,15 @@ def test_strict_errors_still_name_what_is_unknown_and_what_is_missing():
     assert result.missing_keys == ["0.bias"] and set(result.unexpected_keys) == {"9.weight", "other.bias"}
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_weights_assigned_between_two_calls_are_the_ones_that_compute(door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_weights_assigned_between_two_calls_are_the_ones_that_compute(entry):
     ours, theirs = twins(net())
     pipe = Pipe(ours, [2, 3], CHUNKS, checkpoint="always")
-    train_both(pipe, theirs, *(torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs)), 1, door)
+    train_both(pipe, theirs, *(torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs)), 1, entry)
     other = net().state_dict()
     pipe.load_state_dict(copy.deepcopy(other), assign=True)
     theirs.load_state_dict(copy.deepcopy(other), assign=True)
-    train_both(pipe, theirs, *(torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs)), 2, door)
+    train_both(pipe, theirs, *(torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs)), 2, entry)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -414,8 +414,8 @@ def test_a_copy_runs_the_schedule_it_is_given_later():
 
 
 @pytest.mark.parametrize("wrapped", ["before", "after"])
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_optimizers_built_before_or_after_wrapping_train_alike(wrapped, door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_optimizers_built_before_or_after_wrapping_train_alike(wrapped, entry):
     ours, theirs = twins(net())
     if wrapped == "before":
         optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05)
@@ -423,7 +423,7 @@ def test_optimizers_built_before_or_after_wrapping_train_alike(wrapped, door):
     else:
         pipe = Pipe(ours, [2, 3], CHUNKS)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    train_both(pipe, theirs, optimizer, torch.optim.AdamW(theirs.parameters(), lr=0.05), 3, door)
+    train_both(pipe, theirs, optimizer, torch.optim.AdamW(theirs.parameters(), lr=0.05), 3, entry)
 
 
 def test_learning_rate_schedulers_and_param_groups_work():
@@ -441,17 +441,17 @@ def test_learning_rate_schedulers_and_param_groups_work():
             schedule.step()
 
 
-@pytest.mark.parametrize("doors", [("forward", "forward"), ("step", "step"), ("forward", "step", "forward")])
+@pytest.mark.parametrize("entries", [("forward", "forward"), ("step", "step"), ("forward", "step", "forward")])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_gradients_accumulate_over_calls_without_rescaling(doors, checkpoint):
+def test_gradients_accumulate_over_calls_without_rescaling(entries, checkpoint):
     ours, theirs = twins(net())
     pipe = Pipe(ours, [2, 3], CHUNKS, checkpoint=checkpoint)
     expected = [torch.zeros_like(param) for param in theirs.parameters()]
-    for number, door in enumerate(doors):
+    for number, entry in enumerate(entries):
         x, y = batch()
         seed = call_seed(number)
         theirs.zero_grad()
-        if door == "forward":
+        if entry == "forward":
             mse(pipe(x), y).backward()
             reference = ByChunks(theirs, x, CHUNKS, seed)
             reference.backward(mse(reference.output, y))
@@ -465,9 +465,9 @@ def test_gradients_accumulate_over_calls_without_rescaling(doors, checkpoint):
     assert all(param.grad is None for param in pipe.parameters())
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_two_optimizers_each_step_their_own(door, calls):
+def test_two_optimizers_each_step_their_own(entry, calls):
     ours, theirs = twins(net())
     pipe = Pipe(ours, [2, 3], CHUNKS)
     x, y = batch()
@@ -475,7 +475,7 @@ def test_two_optimizers_each_step_their_own(door, calls):
     theirs_each = [torch.optim.SGD(list(model.parameters()), lr=0.1) for model in (theirs[:2], theirs[2:])]
     for number in range(calls):
         seed = call_seed(number)
-        if door == "forward":
+        if entry == "forward":
             mse(pipe(x), y).backward()
             reference = ByChunks(theirs, x, CHUNKS, seed)
             reference.backward(mse(reference.output, y))
@@ -488,9 +488,9 @@ def test_two_optimizers_each_step_their_own(door, calls):
     assert_same_state(pipe, theirs)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_layers_frozen_and_thawed_between_calls(door, checkpoint):
+def test_layers_frozen_and_thawed_between_calls(entry, checkpoint):
     ours, theirs = twins(net())
     pipe = Pipe(ours, [2, 3], CHUNKS, checkpoint=checkpoint)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs)]
@@ -498,7 +498,7 @@ def test_layers_frozen_and_thawed_between_calls(door, checkpoint):
         for model in (pipe, theirs):
             for index in range(5):
                 model[index].requires_grad_(index not in frozen)
-        train_both(pipe, theirs, *optimizers, 1, door)
+        train_both(pipe, theirs, *optimizers, 1, entry)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -567,17 +567,17 @@ def scaler_pair():
     return [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "step with clip"])
-def test_a_grad_scaler_scales_steps_and_grows_alike(door):
+@pytest.mark.parametrize("entry", ["forward", "step", "step with clip"])
+def test_a_grad_scaler_scales_steps_and_grows_alike(entry):
     ours, theirs = twins(net())
     pipe = Pipe(ours, [2, 3], CHUNKS)
     one, other = scaler_pair()
     ours_optimizer, theirs_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, theirs))
-    clip = 0.05 if door == "step with clip" else None
+    clip = 0.05 if entry == "step with clip" else None
     for number in range(4):
         x, y = batch()
         seed = call_seed(number)
-        if door == "forward":
+        if entry == "forward":
             one.scale(mse(pipe(x), y)).backward()
             one.step(ours_optimizer)
             one.update()
@@ -591,21 +591,21 @@ def test_a_grad_scaler_scales_steps_and_grows_alike(door):
         torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "step with clip"])
-def test_a_grad_scaler_skips_the_step_of_a_gradient_that_is_not_finite(door):
+@pytest.mark.parametrize("entry", ["forward", "step", "step with clip"])
+def test_a_grad_scaler_skips_the_step_of_a_gradient_that_is_not_finite(entry):
     pipe = Pipe(net(), [2, 3], CHUNKS)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     scaler, _ = scaler_pair()
     before = [param.detach().clone() for param in pipe.parameters()]
     x, y = batch()
     y[2, 0] = float("inf")
-    if door == "forward":
+    if entry == "forward":
         scaler.scale(mse(pipe(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
     else:
-        clip = 0.05 if door == "step with clip" else None
+        clip = 0.05 if entry == "step with clip" else None
         pipe.step(x, y, loss_fn=mse, optimizer=optimizer, scaler=scaler, clip_grad_norm=clip)
     assert scaler.get_scale() == 2.0**9
     assert all(same(param.detach(), old) for param, old in zip(pipe.parameters(), before, strict=True))

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from pipeline import Pipe, is_recomputing
 from pipeline.skip import pop, skippable
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 SKIP_AXES = {**AXES, "model": tuple(SKIPS), "rows": (1, 2, 5, 7, 8)}
 
 
@@ -109,7 +109,7 @@ def test_skips_equal_the_plain_module_bit_for_bit_in_the_full_product(model: str
 def test_calls_after_the_first_are_as_exact(model: str) -> None:
     """The first call computes chunk 0 on copies; later ones know what is only read."""
     config = {"model": model, "balance": "each alone", "chunks": 3, "rows": 7, "checkpoint": "always", "train": False}
-    config |= {"door": "forward", "schedule": "1f1b", "drive": "inline", "input_grad": True}
+    config |= {"entry": "forward", "schedule": "1f1b", "drive": "inline", "input_grad": True}
     case = SKIPS[model]()
     pipe = piped(case.model.eval(), config)
     for _ in range(3):
@@ -126,14 +126,14 @@ def test_calls_after_the_first_are_as_exact(model: str) -> None:
 @pytest.mark.parametrize("model", SKIPS)
 @pytest.mark.parametrize("kind", ["halves", "each alone"])
 def test_without_gradients_outputs_equal_the_plain_modules(model: str, kind: str) -> None:
-    for door, (chunks, rows) in some(product(("no_grad", "inference", "evaluate"), ((1, 5), (3, 4)))):
+    for entry, (chunks, rows) in some(product(("no_grad", "inference", "evaluate"), ((1, 5), (3, 4)))):
         ours, plain = SKIPS[model](), SKIPS[model]()
         x = ours.make_input(rows)
         pipe = Pipe(ours.model, balance_of(kind, len(ours.model)), chunks, mixes_rows=not ours.rowwise)
-        plain.model.train(door != "evaluate")
-        with torch.inference_mode(door == "inference"), torch.no_grad():
+        plain.model.train(entry != "evaluate")
+        with torch.inference_mode(entry == "inference"), torch.no_grad():
             want = forward_only(plain.model, x, chunks, call_seed(SEED))
-            if door == "evaluate":
+            if entry == "evaluate":
                 step = pipe.evaluate(x, loss_fn=_sum, loss_reduction="sum")
                 found = step.outputs
             else:
@@ -270,9 +270,9 @@ class Fused(nn.Module):
 )
 @pytest.mark.parametrize("drive", ["inline", "apart, threads"])
 @pytest.mark.parametrize("schedule", AXES["schedule"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_a_layer_that_fails_when_it_pops_is_named_and_leaves_nothing_behind(
-    where: str, count: int, note: str, drive: str, schedule: str, door: str
+    where: str, count: int, note: str, drive: str, schedule: str, entry: str
 ) -> None:
     fuse, life = Fuse(), []
 
@@ -289,7 +289,7 @@ def test_a_layer_that_fails_when_it_pops_is_named_and_leaves_nothing_behind(
     x = normal(7, 4)
 
     def run(net: Pipe) -> None:
-        if door == "forward":
+        if entry == "forward":
             net(x).square().sum().backward()
         else:
             net.step(x, loss_fn=lambda out, _: out.square().sum(), loss_reduction="sum")
@@ -311,8 +311,8 @@ def test_a_layer_that_fails_when_it_pops_is_named_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("drive", DRIVES)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_call_that_failed_dies_without_the_collector(drive: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_call_that_failed_dies_without_the_collector(drive: str, entry: str) -> None:
     fuse = Fuse()
     fuse.where, fuse.count = "forward", 2
     pipe = Pipe(nn.Sequential(Stash(), nn.Linear(4, 4), Fused(fuse)).double(), [1, 1, 1], 3, **DRIVES[drive](3))
@@ -320,7 +320,7 @@ def test_a_call_that_failed_dies_without_the_collector(drive: str, door: str) ->
     life = StorageWeakRef(x.untyped_storage())
     with no_collector():
         try:
-            pipe(x) if door == "forward" else pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
+            pipe(x) if entry == "forward" else pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
         except Trouble as error:
             error.with_traceback(None)
             error.__context__ = None
@@ -398,14 +398,14 @@ def numbered(chunks: int) -> Tensor:
     return torch.arange(chunks, dtype=torch.float64)[:, None].repeat(1, 2)
 
 
-def run_watched(life: Life, pipe: Pipe, chunks: int, door: str) -> None:
-    x = numbered(chunks).requires_grad_(door != "no_grad")
-    if door == "no_grad":
+def run_watched(life: Life, pipe: Pipe, chunks: int, entry: str) -> None:
+    x = numbered(chunks).requires_grad_(entry != "no_grad")
+    if entry == "no_grad":
         with torch.no_grad():
             pipe(x)
-    elif door == "evaluate":
+    elif entry == "evaluate":
         pipe.evaluate(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
-    elif door == "forward":
+    elif entry == "forward":
         pipe(x).sum().backward()
     else:
         pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
@@ -413,23 +413,23 @@ def run_watched(life: Life, pipe: Pipe, chunks: int, door: str) -> None:
 
 @pytest.mark.inline
 @pytest.mark.parametrize("schedule", AXES["schedule"])
-@pytest.mark.parametrize("door", ["no_grad", "evaluate", "forward", "step"])
+@pytest.mark.parametrize("entry", ["no_grad", "evaluate", "forward", "step"])
 @pytest.mark.parametrize("policy", ["always", "never"])
-def test_a_skip_is_held_from_its_stash_to_its_pop_and_no_longer(policy: str, door: str, schedule: str) -> None:
+def test_a_skip_is_held_from_its_stash_to_its_pop_and_no_longer(policy: str, entry: str, schedule: str) -> None:
     """Seen at each forward and backward: to the F of the stage that pops it, whose graph does not need it; where that
     is recomputed to its B. It is dead while the backwards of the stages between, and its own stash's, are to come."""
     for between, chunks in product((0, 1, 3), (1, 2, 4)):
         life = Life()
-        life.until = "B" if policy == "always" and door in DOORS else "F"
+        life.until = "B" if policy == "always" and entry in ENTRIES else "F"
         model = watched(life, between)
         pipe = Pipe(model, [1] * len(model), chunks, schedule=schedule, checkpoint=policy)
         with no_collector():
             for _ in range(3):  # in the third call no stage computes on copies of its input
                 life.skips, life.ran, life.seen = {}, [], []
-                run_watched(life, pipe, chunks, door)
+                run_watched(life, pipe, chunks, entry)
             assert len(life.skips) == chunks and all(storage.expired() for storage in life.skips.values())
         kinds = {kind for kind, _, _ in life.ran}
-        assert kinds == ({"F", "B"} if door in DOORS else {"F"})
+        assert kinds == ({"F", "B"} if entry in ENTRIES else {"F"})
         _check_seen(life)
 
 
@@ -444,9 +444,9 @@ def _sum(output: Any, target: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])
-@pytest.mark.parametrize("door", ["no_grad", "evaluate", "forward", "step", "dropped", "create_graph"])
+@pytest.mark.parametrize("entry", ["no_grad", "evaluate", "forward", "step", "dropped", "create_graph"])
 @pytest.mark.parametrize("name", ["residual", "containers", "namespaces", "only_by_the_skip", "unet"])
-def test_nothing_of_a_skip_is_alive_after_a_call(name: str, door: str, policy: str) -> None:
+def test_nothing_of_a_skip_is_alive_after_a_call(name: str, entry: str, policy: str) -> None:
     """With the garbage collector off: not even a cycle."""
     case = SKIPS[name]()
     pipe = Pipe(case.model, balance_of("each alone", len(case.model)), 2, checkpoint=policy)
@@ -472,16 +472,16 @@ def test_nothing_of_a_skip_is_alive_after_a_call(name: str, door: str, policy: s
         layer.register_forward_hook(hook)
     x = case.make_input(5)
     with no_collector():
-        if door in ("no_grad", "evaluate"):
+        if entry in ("no_grad", "evaluate"):
             with torch.no_grad():
-                pipe(x) if door == "no_grad" else pipe.evaluate(x, loss_fn=_sum, loss_reduction="sum")
-        elif door == "step":
+                pipe(x) if entry == "no_grad" else pipe.evaluate(x, loss_fn=_sum, loss_reduction="sum")
+        elif entry == "step":
             pipe.step(x, loss_fn=_sum, loss_reduction="sum")
         else:
             loss = case.loss(pipe(x))
-            if door == "forward":
+            if entry == "forward":
                 loss.backward()
-            elif door == "create_graph":
+            elif entry == "create_graph":
                 torch.autograd.grad(loss, list(pipe.parameters()), create_graph=True, allow_unused=True)
             del loss
         del x
@@ -541,18 +541,18 @@ def _write_first(pair: tuple[Tensor, Tensor]) -> Tensor:
     return one.mul_(2)[:, :2] + 10 * other
 
 
-def outcome(kind: str, chunks: int, drive: str, door: str, stages: str, policy: str) -> str:
+def outcome(kind: str, chunks: int, drive: str, entry: str, stages: str, policy: str) -> str:
     """What becomes of it: "error", "equal" to the plain module, or "wrong"."""
     first = [] if kind == "from the caller" else [nn.Identity(), nn.Hardtanh(-99.0, 99.0)]
     plain = nn.Sequential(*first, *SHARED[kind]())
     plain.train(kind != "in eval mode")
     rows = torch.arange(1, chunks + 1, dtype=torch.float64)[:, None].repeat(1, 3)
-    x = rows.requires_grad_() if first and door == "grad" else rows
+    x = rows.requires_grad_() if first and entry == "grad" else rows
     want = torch.cat([plain(piece.clone()) for piece in x.split(1)])
     sizes = balance_of(stages, len(plain))
     pipe = Pipe(plain, sizes, chunks, checkpoint=policy, mixes_rows=True, **DRIVES[drive](len(sizes)))
     try:
-        with torch.set_grad_enabled(door != "no_grad"):
+        with torch.set_grad_enabled(entry != "no_grad"):
             found = pipe(x)
     except RuntimeError as error:
         assert "in place" in str(error) and ("share" in str(error) or "did not do before" in str(error))
@@ -566,11 +566,11 @@ def outcome(kind: str, chunks: int, drive: str, door: str, stages: str, policy: 
 def test_a_write_into_memory_that_a_skip_shares_is_an_error_and_never_another_number(
     kind: str, chunks: int, drive: str
 ) -> None:
-    for door, policy in product(("grad", "no_grad"), ("always", "never")):
-        alone = outcome(kind, chunks, drive, door, "each alone", policy)
+    for entry, policy in product(("grad", "no_grad"), ("always", "never")):
+        alone = outcome(kind, chunks, drive, entry, "each alone", policy)
         assert alone == ("equal" if (kind, chunks) == ("in the second chunk", 1) else "error")
-        assert outcome(kind, chunks, drive, door, "whole", policy) == "equal"
-        assert outcome(kind, chunks, drive, door, "halves", policy) in ("error", "equal")
+        assert outcome(kind, chunks, drive, entry, "whole", policy) == "equal"
+        assert outcome(kind, chunks, drive, entry, "halves", policy) in ("error", "equal")
 
 
 def test_the_error_names_the_stage_that_writes_and_says_what_to_do() -> None:

@@ -48,7 +48,7 @@ def test_pipe_equals_the_plain_module_bit_for_bit_at_any_balance(config):
 @pytest.mark.parametrize("model", AXES["model"])
 def test_pipe_equals_the_plain_module_bit_for_bit_in_the_full_product(model, chunks, rows):
     """One reference serves all settings that may not matter."""
-    inputs = ("train", "door", "input_grad")
+    inputs = ("train", "entry", "input_grad")
     settings_ = ("balance", "checkpoint", "schedule")
     for values in product(*(AXES[name] for name in inputs)):
         config = {"model": model, "chunks": chunks, "rows": rows, **dict(zip(inputs, values, strict=True))}
@@ -60,9 +60,9 @@ def test_pipe_equals_the_plain_module_bit_for_bit_in_the_full_product(model, chu
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("door", AXES["door"])
-def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode_nor_driver(model, door):
-    config = {"model": model, "chunks": 3, "rows": 7, "train": True, "door": door, "input_grad": True}
+@pytest.mark.parametrize("entry", AXES["entry"])
+def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode_nor_driver(model, entry):
+    config = {"model": model, "chunks": 3, "rows": 7, "train": True, "entry": entry, "input_grad": True}
     first, *others = (
         observe({**config, "balance": balance, "schedule": schedule, "checkpoint": checkpoint, "drive": drive})
         for balance, schedule, checkpoint, drive in some(
@@ -76,7 +76,7 @@ def test_results_depend_on_neither_schedule_nor_balance_nor_checkpoint_mode_nor_
 def test_the_reference_tells_what_is_wrong():
     """The comparison itself: other dropout masks, another chunking, a missing gradient are all seen."""
     config = {"model": "mlp", "balance": "halves", "chunks": 2, "rows": 5, "checkpoint": "always", "train": True}
-    config |= {"door": "forward", "schedule": "gpipe", "drive": "inline", "input_grad": True}
+    config |= {"entry": "forward", "schedule": "gpipe", "drive": "inline", "input_grad": True}
     right = expect(config)
     assert differences(expect({**config, "chunks": 3}), right)
     assert differences(expect({**config, "train": False}), right)

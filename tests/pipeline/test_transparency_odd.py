@@ -361,9 +361,9 @@ def the_input_is_written_in_a_later_chunk_only() -> Odd:
 
 # ------------------------------------------------------------------------------------------------------------- the law
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 MODES = {
-    "door": DOORS, "checkpoint": ("always", "never"), "balance": ("each alone", "whole"), "chunks": (3, 1),
+    "entry": ENTRIES, "checkpoint": ("always", "never"), "balance": ("each alone", "whole"), "chunks": (3, 1),
     "train": (True, False),
 }
 SETTINGS = either([tuple(row.values()) for row in pairwise(MODES)], list(product(*MODES.values())))
@@ -383,21 +383,21 @@ def _tensors(x: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _plain(build: Callable[[], Odd], door: str, chunks: int, train: bool) -> Result:
+def _plain(build: Callable[[], Odd], entry: str, chunks: int, train: bool) -> Result:
     case, x = _built(build, train)
-    if door == "forward":
+    if entry == "forward":
         return reference(case.model, x, chunks, call_seed(3), case.loss, case.extras)
     return reference_step(case.model, x, target_of(ROWS), chunks, call_seed(3), row_loss("mean"), extras=case.extras)
 
 
-def _piped(build: Callable[[], Odd], door: str, checkpoint: str, balance: str, chunks: int, train: bool) -> Result:
+def _piped(build: Callable[[], Odd], entry: str, checkpoint: str, balance: str, chunks: int, train: bool) -> Result:
     case, x = _built(build, train)
     before = [tensor.detach().clone() for tensor in _tensors(x)]
     cuts = [1] * len(case.model) if balance == "each alone" else [len(case.model)]
     pipe = Pipe(case.model, cuts, chunks, checkpoint=checkpoint, mixes_rows=True)  # some decide by the whole chunk
     given = pytree.tree_map(lambda leaf: NoChunk(leaf.value) if isinstance(leaf, Whole) else leaf, x)
     torch.manual_seed(3)
-    if door == "forward":
+    if entry == "forward":
         outputs = pipe(given)
         loss = case.loss(outputs)
         loss.backward()
@@ -411,23 +411,23 @@ def _piped(build: Callable[[], Odd], door: str, checkpoint: str, balance: str, c
 @pytest.mark.parametrize("name", EXACT)
 def test_odd_models_and_inputs_equal_the_plain_module_bit_for_bit(name):
     wrong = []
-    for door, checkpoint, balance, chunks, train in SETTINGS:
-        theirs = _plain(EXACT[name], door, chunks, train)
-        ours = _piped(EXACT[name], door, checkpoint, balance, chunks, train)
-        wrong += [(door, checkpoint, balance, chunks, train, each) for each in differences(ours, theirs)]
+    for entry, checkpoint, balance, chunks, train in SETTINGS:
+        theirs = _plain(EXACT[name], entry, chunks, train)
+        ours = _piped(EXACT[name], entry, checkpoint, balance, chunks, train)
+        wrong += [(entry, checkpoint, balance, chunks, train, each) for each in differences(ours, theirs)]
     assert not wrong, wrong[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_an_error_and_never_another_number(name):
     wrong = []
-    for door, checkpoint, balance, chunks, train in SETTINGS:
+    for entry, checkpoint, balance, chunks, train in SETTINGS:
         try:
-            ours = _piped(REFUSED[name], door, checkpoint, balance, chunks, train)
+            ours = _piped(REFUSED[name], entry, checkpoint, balance, chunks, train)
         except (RuntimeError, ValueError):
             continue
-        theirs = _plain(REFUSED[name], door, chunks, train)
-        wrong += [(door, checkpoint, balance, chunks, train, each) for each in differences(ours, theirs)]
+        theirs = _plain(REFUSED[name], entry, chunks, train)
+        wrong += [(entry, checkpoint, balance, chunks, train, each) for each in differences(ours, theirs)]
     assert not wrong, wrong[0]
 
 
@@ -475,8 +475,8 @@ def test_sum_and_count_divides_each_gradient_once_although_two_leaves_share_it(c
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("door", DOORS)
-def test_an_input_that_is_no_leaf_hands_one_whole_gradient_on(door, checkpoint):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_input_that_is_no_leaf_hands_one_whole_gradient_on(entry, checkpoint):
     model, leaf, calls = nn.Sequential(linear(), nn.Tanh(), linear()), normal(ROWS, 4).requires_grad_(), []
 
     def inner() -> Tensor:
@@ -485,7 +485,7 @@ def test_an_input_that_is_no_leaf_hands_one_whole_gradient_on(door, checkpoint):
         return x
 
     pipe = Pipe(model, [1, 2], 3, checkpoint=checkpoint)
-    if door == "forward":
+    if entry == "forward":
         square_sum(pipe(inner())).backward()
     else:
         pipe.step(inner(), loss_fn=square_sum, loss_reduction="sum")
@@ -511,8 +511,8 @@ def test_a_parameter_that_is_also_an_input_gets_both_gradients_in_one_place(grad
 
 
 @pytest.mark.parametrize("use", ["tied over stages", "by name and by list", "tied, and in the loss"])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_parameter_with_several_ways_in_gets_the_sum_to_rounding(door, use):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_parameter_with_several_ways_in_gets_the_sum_to_rounding(entry, use):
     layer = linear()
     middle = With(lambda self, x: (x @ self.own.weight) @ self.ways[0], own=layer, ways=[layer.weight])
     model = nn.Sequential(linear(), middle) if use == "by name and by list" else nn.Sequential(layer, nn.Tanh(), layer)
@@ -523,19 +523,19 @@ def test_a_parameter_with_several_ways_in_gets_the_sum_to_rounding(door, use):
 
     x, pipe = x4(), Pipe(model, [1] * len(model), 3)
     theirs = torch.autograd.grad(loss_fn(model(x)), layer.weight)[0]
-    if door == "forward":
+    if entry == "forward":
         loss_fn(pipe(x)).backward()
     else:
         pipe.step(x, loss_fn=loss_fn)
     assert_near(layer.weight.grad, theirs)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_sparse_gradients_stay_sparse_and_right(door):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_sparse_gradients_stay_sparse_and_right(entry):
     model = nn.Sequential(nn.Embedding(7, 4, sparse=True, dtype=torch.float64), linear(), nn.Tanh())
     x, pipe = torch.arange(ROWS), Pipe(model, [1, 2], 3)
     theirs = torch.autograd.grad(square_sum(model(x)), model[0].weight)[0]
-    if door == "forward":
+    if entry == "forward":
         square_sum(pipe(x)).backward()
     else:
         pipe.step(x, loss_fn=square_sum, loss_reduction="sum")

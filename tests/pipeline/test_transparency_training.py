@@ -38,9 +38,9 @@ def same_tensors(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("door", ["step", "step and own optimizer", "store", "forward"])
+@pytest.mark.parametrize("entry", ["step", "step and own optimizer", "store", "forward"])
 @pytest.mark.parametrize("model", MODELS)
-def test_three_training_steps_give_the_reference_loops_parameters(model, door, optimizer):
+def test_three_training_steps_give_the_reference_loops_parameters(model, entry, optimizer):
     """The optimizer's own state must see the same history; parameters without a gradient are left alone."""
     plain, (case, pipe) = MODELS[model](), pipe_of(model)
     loss_fn, y = row_loss("mean"), target_of(7)
@@ -49,7 +49,7 @@ def test_three_training_steps_give_the_reference_loops_parameters(model, door, o
     x = case.make_input(7)
     for call in range(3):
         seed = call_seed(seed_of(call))
-        if door == "forward":
+        if entry == "forward":
             reference(plain.model, x, 3, seed, plain.loss, plain.extras)
         else:
             reference_step(plain.model, x, y, 3, seed, loss_fn, "mean")
@@ -57,13 +57,13 @@ def test_three_training_steps_give_the_reference_loops_parameters(model, door, o
         theirs.zero_grad()
 
         torch.manual_seed(seed_of(call))
-        if door == "forward":
+        if entry == "forward":
             case.loss(pipe(x)).backward()
             ours.step()
-        elif door == "step":
+        elif entry == "step":
             pipe.step(x, y, loss_fn=loss_fn, optimizer=ours)
             assert all(param.grad is None for param in case.model.parameters())
-        elif door == "store":
+        elif entry == "store":
             pipe.step(x, y, loss_fn=loss_fn, grads="store").grads.apply(ours)
         else:
             pipe.step(x, y, loss_fn=loss_fn)
@@ -113,16 +113,16 @@ def _gradients_of_each_call(model: str, calls: int) -> list[dict[str, Tensor | N
     return found
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_accumulate_over_calls_without_rescaling(model, door):
+def test_gradients_accumulate_over_calls_without_rescaling(model, entry):
     """`.grad` grows by each call's whole gradient, as by each backward() of the plain module."""
     plain, (case, pipe) = MODELS[model](), pipe_of(model)
     total: dict[str, Tensor] = {}
     for call in range(3):
         x, y = case.make_input(5 + call), target_of(5 + call)
         seed = call_seed(seed_of(call))
-        if door == "forward":
+        if entry == "forward":
             result = reference(plain.model, x, 3, seed, plain.loss)
         else:
             result = reference_step(plain.model, x, y, 3, seed, row_loss("sum"), "sum")
@@ -132,7 +132,7 @@ def test_gradients_accumulate_over_calls_without_rescaling(model, door):
         for param in plain.model.parameters():
             param.grad = None
         torch.manual_seed(seed_of(call))
-        if door == "forward":
+        if entry == "forward":
             case.loss(pipe(x)).backward()
         else:
             pipe.step(x, y, loss_fn=row_loss("sum"), loss_reduction="sum")
@@ -179,13 +179,13 @@ def test_without_gradients_outputs_and_buffers_equal_the_plain_modules(model, tr
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("chunks, rows", [(1, 4), (3, 8), (8, 5)])
-def test_batch_norm_counts_each_chunk_once(chunks, rows, door, checkpoint):
+def test_batch_norm_counts_each_chunk_once(chunks, rows, entry, checkpoint):
     case, pipe = pipe_of("convnet", CHECKPOINTS[checkpoint], chunks)
     x, y = case.make_input(rows), target_of(rows)
     for call in range(1, 3):
-        if door == "forward":
+        if entry == "forward":
             case.loss(pipe(x)).backward()
         else:
             pipe.step(x, y, loss_fn=row_loss("mean"))

@@ -19,7 +19,7 @@ from pipeline.distributed.assignment import schedule_over
 from scheduler import Action, Kind
 
 HEARTBEAT, TIMEOUT = 1.5, 2.0  # seconds, where a rank goes silent, or is late
-DOORS = ("step", "step", "gradients", "evaluate", "forward")
+ENTRIES = ("step", "step", "gradients", "evaluate", "forward")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "gpipe", "zb-v", "1f1b")
 ENDINGS = (
     "killed in an action", "killed between calls", "killed before its Pipe", "stopped in an action",
@@ -39,7 +39,7 @@ class Case:
     Attributes:
         size: how many ranks.
         schedule, stages, chunks, checkpoint: of the Pipe.
-        rounds: a door each, and what fails in it.
+        rounds: an entry point each, and what fails in it.
         first: what fails before there is a Pipe.
         also: what fails on another rank in each round in which one fails.
         goes_on: whether the next call after a fault must work.
@@ -91,23 +91,23 @@ def going_on(random: Random, size: int, faults: int) -> Case:
     found = setting(random, size)
     rounds: list[Round] = [("step", None)]
     for _ in range(faults):
-        door = random.choice((*DOORS, "pipe"))
-        rounds.append((door, _fault(random, found, door)))
+        entry = random.choice((*ENTRIES, "pipe"))
+        rounds.append((entry, _fault(random, found, entry)))
     return _replaced(found, rounds=(*rounds, ("step", None)))
 
 
 def ending(random: Random, kind: str, size: int) -> Case:
     """A run with one fault."""
     found = setting(random, size)
-    door = "step" if kind.endswith(("hook", "optimizer")) else random.choice(DOORS)
+    entry = "step" if kind.endswith(("hook", "optimizer")) else random.choice(ENTRIES)
     rank = random.randrange(size)
-    place = ("layer", *random.choice(_actions(found, door, Kind.F)))
+    place = ("layer", *random.choice(_actions(found, entry, Kind.F)))
     if kind == "too long in a layer":  # one that has waited for another rank before: it is not who waits now
-        place = ("layer", *random.choice(_after_waiting(found, door)))
+        place = ("layer", *random.choice(_after_waiting(found, entry)))
     if kind.endswith("an action"):
-        place = (random.choice(("before", "after")), *random.choice(_actions(found, door)))
+        place = (random.choice(("before", "after")), *random.choice(_actions(found, entry)))
     site, rank_there, action = place
-    rounds: tuple[Round, ...] = (("step", None), (door, None), ("step", None))
+    rounds: tuple[Round, ...] = (("step", None), (entry, None), ("step", None))
     with_fault = {
         "killed in an action": Fault(rank_there, site, "kill", action),
         "killed between calls": Fault(rank, "script", "kill"),
@@ -127,7 +127,7 @@ def ending(random: Random, kind: str, size: int) -> Case:
         return _replaced(found, rounds=rounds[:1], first=first, goes_on=False, timeout=TIMEOUT, kind=kind)
     goes_on = kind in ("stopped for a while", "too long in a layer")
     return _replaced(
-        found, rounds=(rounds[0], (door, with_fault[kind]), rounds[2]), goes_on=goes_on, kind=kind,
+        found, rounds=(rounds[0], (entry, with_fault[kind]), rounds[2]), goes_on=goes_on, kind=kind,
         rest=4.0 if goes_on else 0.0, resume_after=2.5 if kind == "stopped for a while" else None,
         timeout=TIMEOUT if kind == "too long in a layer" else 60.0,
         heartbeat=HEARTBEAT if kind.startswith(("killed", "stopped")) else 10.0,
@@ -138,35 +138,35 @@ def _replaced(case: Case, **more: Any) -> Case:
     return Case(**{**case.__dict__, **more})
 
 
-def _actions(case: Case, door: str, *kinds: Kind) -> list[tuple[int, str]]:
-    """(rank, action) of all that a door runs, of these kinds only where any are given."""
+def _actions(case: Case, entry: str, *kinds: Kind) -> list[tuple[int, str]]:
+    """(rank, action) of all that an entry point runs, of these kinds only where any are given."""
     schedule = schedule_over(case.schedule, case.stages, case.chunks, case.size)
-    orders = schedule.forward_half() if door == "evaluate" else schedule.orders
+    orders = schedule.forward_half() if entry == "evaluate" else schedule.orders
     found = [action for order in orders for action in order]
     rank_of = _rank_of(case)
     return [(rank_of[action.stage], str(action)) for action in found if not kinds or action.kind in kinds]
 
 
-def _after_waiting(case: Case, door: str) -> list[tuple[int, str]]:
+def _after_waiting(case: Case, entry: str) -> list[tuple[int, str]]:
     """The forwards that need what another rank sends."""
     rank_of = _rank_of(case)
     waiting = {stage for stage in range(1, case.stages) if rank_of[stage] != rank_of[stage - 1]}
-    return [place for place in _actions(case, door, Kind.F) if Action.parse(place[1]).stage in waiting]
+    return [place for place in _actions(case, entry, Kind.F) if Action.parse(place[1]).stage in waiting]
 
 
-def _fault(random: Random, case: Case, door: str) -> Fault:
+def _fault(random: Random, case: Case, entry: str) -> Fault:
     """One that a script can catch."""
     manner = random.choice(list(EXCEPTIONS))
-    if door == "pipe":
+    if entry == "pipe":
         return Fault(random.randrange(case.size), "materialize", manner)
     if random.random() < 0.15:
-        others = [name for name in ("step", "evaluate", "forward", "pipe") if name != door]
+        others = [name for name in ("step", "evaluate", "forward", "pipe") if name != entry]
         return Fault(random.randrange(case.size), "call", random.choice(others))
     sites = ["before", "after", "layer", "cut"]
-    if door != "evaluate":
+    if entry != "evaluate":
         sites += ["gradient"] + ["recompute"] * (case.checkpoint == "always")
-    sites += ["target", "loss"] if door != "forward" else ["gap"]
-    sites += ["hook"] if door in ("step", "gradients") else []
+    sites += ["target", "loss"] if entry != "forward" else ["gap"]
+    sites += ["hook"] if entry in ("step", "gradients") else []
     site = random.choice(sites)
     if site == "hook":
         return Fault(random.randrange(case.size), site, manner)
@@ -175,7 +175,7 @@ def _fault(random: Random, case: Case, door: str) -> Fault:
     if site == "loss":
         return Fault(_rank_of(case)[-1], site, manner)
     kinds = {"layer": (Kind.F,), "gradient": (Kind.B, Kind.I), "recompute": (Kind.B, Kind.I)}.get(site, ())
-    rank, action = random.choice(_actions(case, door, *kinds))
+    rank, action = random.choice(_actions(case, entry, *kinds))
     return Fault(rank, site, manner, action)
 
 

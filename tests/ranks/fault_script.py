@@ -92,8 +92,8 @@ class Training:
         self.optimizer = PointAdam(self.pipe.parameters(), lr=0.05)
         self.has_forwarded = False  # in this round
 
-    def round(self, number: int, door: str, spoiled: str = "") -> float:
-        """One mini-batch through a door; the loss."""
+    def round(self, number: int, entry: str, spoiled: str = "") -> float:
+        """One mini-batch through an entry point; the loss."""
         generator = torch.Generator().manual_seed(number)
         x: Any = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator)
         y = torch.randint(CLASSES, (ROWS,), generator=generator)
@@ -103,7 +103,7 @@ class Training:
             x = {1, 2, 3}
         if spoiled == "target":
             y = y[:-1]
-        return float(getattr(self, f"_by_{door}")(x, y))
+        return float(getattr(self, f"_by_{entry}")(x, y))
 
     def _by_step(self, x: Any, y: Tensor) -> float:
         return self.pipe.step(x, y, loss_fn=loss_of, optimizer=self.optimizer).loss.item()
@@ -173,7 +173,7 @@ def main(order: Mapping[str, Any]) -> None:
 
 def run(job: Job) -> None:
     rank = int(os.environ["RANK"])
-    rounds = [(door, None if fault is None else Fault(*fault)) for door, fault in job["rounds"]]
+    rounds = [(entry, None if fault is None else Fault(*fault)) for entry, fault in job["rounds"]]
     expected = reference(job)
     if job["first"] and job["first"][0] == rank:
         arm(Fault(*job["first"]))
@@ -184,28 +184,28 @@ def run(job: Job) -> None:
         except Exception as error:
             tell("raised", number=-1, **described(error))
     training = Training(job, over_ranks=True)
-    for number, (door, fault) in enumerate(rounds):
+    for number, (entry, fault) in enumerate(rounds):
         if fault is not None:
             failing_round(training, job, number, fault, rank)
         if fault is None or job["goes_on"]:
-            right_round(training, number, door, expected[number])
+            right_round(training, number, entry, expected[number])
     tell("end")
 
 
 def reference(job: Job) -> list[tuple[float, State]]:
     """What the rounds give in one process."""
     training = Training(job, over_ranks=False)
-    return [(training.round(number, door), training.state()) for number, (door, _) in enumerate(job["rounds"])]
+    return [(training.round(number, entry), training.state()) for number, (entry, _) in enumerate(job["rounds"])]
 
 
 def failing_round(training: Training, job: Job, number: int, fault: Fault, rank: int) -> None:
     """A round in which a rank fails: what does this one raise, and has anything changed?"""
     before = training.state()
-    door: str = job["rounds"][number][0]
+    entry: str = job["rounds"][number][0]
     if job["also"] and job["also"][0] == rank:
         fault = Fault(*job["also"])
     if fault.rank != rank:
-        attempt(training, number, door)
+        attempt(training, number, entry)
     elif fault.site == "call":
         tell("fault")
         attempt(training, number, fault.manner)  # another call than the others make
@@ -218,18 +218,18 @@ def failing_round(training: Training, job: Job, number: int, fault: Fault, rank:
     elif fault.site == "gap":
         arm(fault)
         try:
-            training.round(number, door)
+            training.round(number, entry)
         except fault_injection.ScriptError:
             pass  # of the script, between two calls: the others wait in the second, which this rank will not make
         attempt(training, number, "evaluate")
         training.has_forwarded = True
     elif fault.site in ("cut", "target"):
         tell("fault")
-        attempt(training, number, door, spoiled=fault.site)
+        attempt(training, number, entry, spoiled=fault.site)
     else:
         arm(fault)
         point("script")
-        attempt(training, number, door)
+        attempt(training, number, entry)
         arm(None)
     changed = differences(training.state(), before)
     if training.has_forwarded:  # that is the plain module's way, too: the backward failed, not the forward
@@ -239,21 +239,21 @@ def failing_round(training: Training, job: Job, number: int, fault: Fault, rank:
         time.sleep(job["rest"])
 
 
-def attempt(training: Training, number: int, door: str, spoiled: str = "") -> None:
+def attempt(training: Training, number: int, entry: str, spoiled: str = "") -> None:
     """A call that is to fail."""
     try:
-        training.round(number, door, spoiled)
+        training.round(number, entry, spoiled)
     except BaseException as error:
         tell("raised", number=number, **described(error))
     else:
         tell("passed", number=number)
 
 
-def right_round(training: Training, number: int, door: str, expected: tuple[float, State]) -> None:
+def right_round(training: Training, number: int, entry: str, expected: tuple[float, State]) -> None:
     """A round that is to go well, and to give what it gives in one process."""
     loss, theirs = expected
     try:
-        found = training.round(number, door)
+        found = training.round(number, entry)
     except BaseException as error:
         tell("lost", number=number, **described(error))
         return

@@ -102,12 +102,12 @@ def _only_fault(case: Case) -> Fault | None:
 def _of_rounds(case: Case, ran: Sequence[Ran]) -> list[Verdict]:
     found = []
     counts = dict.fromkeys(range(case.size), 0)
-    for number, (door, fault) in enumerate(case.rounds):
+    for number, (entry, fault) in enumerate(case.rounds):
         if fault is None:
             continue
         begun = ran[fault.rank].find("fault")[counts[fault.rank] :]
         counts[fault.rank] += 1
-        what = f"{fault} in round {number}, {door} of {case.size} ranks, {case.schedule}"
+        what = f"{fault} in round {number}, {entry} of {case.size} ranks, {case.schedule}"
         if not begun:
             found.append(Verdict(KINDS[fault.site], what, 0.0, ["it did not take place"]))
             continue
@@ -116,7 +116,7 @@ def _of_rounds(case: Case, ran: Sequence[Ran]) -> list[Verdict]:
         seconds = max(ends, default=begun[0]["at"]) - begun[0]["at"]
         wrong = [f"it took {seconds:.1f} s"] * (seconds > SOON)
         for each, error in zip(ran, errors, strict=True):
-            wrong += [f"rank {each.rank} {words}" for words in _of_round(number, door, fault, each, error)]
+            wrong += [f"rank {each.rank} {words}" for words in _of_round(number, entry, fault, each, error)]
         found.append(Verdict(KINDS[fault.site], what, seconds, wrong))
     return found
 
@@ -125,11 +125,11 @@ def _first(ran: Ran, what: str, number: int) -> dict[str, Any] | None:
     return next((each for each in ran.find(what) if each["number"] == number), None)
 
 
-def _of_round(number: int, door: str, fault: Fault, ran: Ran, error: dict[str, Any] | None) -> Iterator[str]:
+def _of_round(number: int, entry: str, fault: Fault, ran: Ran, error: dict[str, Any] | None) -> Iterator[str]:
     if error is None:
         yield "raised nothing"
     else:
-        yield from _of_error(door, fault, ran.rank, error)
+        yield from _of_error(entry, fault, ran.rank, error)
     state, after = _first(ran, "state", number), _first(ran, "went on", number)
     if state is None or state["changed"]:
         yield f"has changed {state and state['changed']}"
@@ -139,7 +139,7 @@ def _of_round(number: int, door: str, fault: Fault, ran: Ran, error: dict[str, A
         yield f"went on wrongly: {after['wrong']}"
 
 
-def _of_error(door: str, fault: Fault, rank: int, error: dict[str, Any]) -> Iterator[str]:
+def _of_error(entry: str, fault: Fault, rank: int, error: dict[str, Any]) -> Iterator[str]:
     """Type, words, and the place in the notes."""
     kind, words = _expected(fault, is_there=rank == fault.rank)
     if error["type"] != kind or not re.search(words, error["words"]):
@@ -157,7 +157,7 @@ def _of_error(door: str, fault: Fault, rank: int, error: dict[str, Any]) -> Iter
             yield f"does not tell where it is but {notes!r}"
     else:
         calls = {"gradients": "step", "forward": "forward|backward of call", "pipe": "Pipe"}
-        place = rf"on rank {fault.rank}: .*in ({calls.get(door, door)})\b"
+        place = rf"on rank {fault.rank}: .*in ({calls.get(entry, entry)})\b"
         if not re.search(place, notes):
             yield f"does not tell {place!r} but {notes!r}"
         if f"on rank {fault.rank} (this is rank {rank})" not in error["cause"] or "File " not in error["cause"]:
@@ -186,7 +186,7 @@ def _expected(fault: Fault, is_there: bool) -> tuple[str, str]:
 def _of_ending(case: Case, ran: Sequence[Ran]) -> list[Verdict]:
     fault = _only_fault(case)
     assert fault is not None  # a case of one kind has one
-    what = f"{fault} of {case.size} ranks, {case.schedule}, rounds {[door for door, _ in case.rounds]}"
+    what = f"{fault} of {case.size} ranks, {case.schedule}, rounds {[entry for entry, _ in case.rounds]}"
     begun = ran[fault.rank].find("fault")
     if not begun:
         return [Verdict(case.kind, what, 0.0, ["it did not take place"])]

@@ -12,7 +12,7 @@ import torch
 from cover import pairwise
 from law_check import row_loss, target_of
 from one_and_many import Found, Make, state_of
-from rank_door import OPTIMIZERS
+from rank_entry_points import OPTIMIZERS
 from rank_models import even, rows, square
 from tied_models import KINDS, input_of, made
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from pipeline import GradStore, Pipe
 TIES = {
     "kind": tuple(KINDS),
     "stages": ("few", "many"),
-    "door": ("forward", "step", "store"),
+    "entry": ("forward", "step", "store"),
     "optimizer": tuple(OPTIMIZERS),
     "checkpoint": ("always", "except_last", "never"),
     "schedule": ("1f1b", "gpipe", "zb-h1"),
@@ -39,7 +39,7 @@ def ties(size: int) -> list[tuple[Any, ...]]:
     return [(*config.values(),) for config in pairwise(TIES) if len(made(config["kind"])) >= size]
 
 
-def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint: str, schedule: str) -> Found:
+def tied(make: Make, kind: str, how: str, entry: str, optimizer: str, checkpoint: str, schedule: str) -> Found:
     """Some steps; clipped by the norm of all gradients, in which a tied one counts once."""
     model, size = made(kind), torch.distributed.get_world_size()
     stages = size if how == "few" else min(2 * size, len(model))
@@ -48,12 +48,12 @@ def tied(make: Make, kind: str, how: str, door: str, optimizer: str, checkpoint:
     x, y, loss_fn = input_of(kind, 7), target_of(7), row_loss("mean")
     found: Found = {}
     for step in range(3):
-        if door == "forward":
+        if entry == "forward":
             loss = loss_fn(pipe(x), y)
             loss.backward()
             found[f"{step} norm"] = pipe.clip_grad_norm_(0.5)
         else:
-            result = pipe.step(x, y, loss_fn=loss_fn, grads="store" if door == "store" else "param")
+            result = pipe.step(x, y, loss_fn=loss_fn, grads="store" if entry == "store" else "param")
             loss = result.loss
             if result.grads is not None:
                 result.grads.assign()
@@ -172,7 +172,7 @@ class Join(nn.Module):
         return x + chosen.sum(0) / (count + 1)
 
 
-def shapes_from_data(make: Make, stages: int, door: str, checkpoint: str) -> Found:
+def shapes_from_data(make: Make, stages: int, entry: str, checkpoint: str) -> Found:
     """Between stages the number of rows is what the data make it, none among them, another for each chunk and step."""
     torch.manual_seed(5)
     model = nn.Sequential(Choose(), *[Pass() for _ in range(stages - 2)], Join()).double()
@@ -182,7 +182,7 @@ def shapes_from_data(make: Make, stages: int, door: str, checkpoint: str) -> Fou
         x, y = rows(8 + step % 3, seed=step), rows(8 + step % 3, seed=9)
         if step == 4:
             x = -x.abs()
-        if door == "step":
+        if entry == "step":
             found[f"{step} loss"] = pipe.step(x, y, loss_fn=square).loss
         else:
             loss = square(pipe(x), y)
@@ -229,14 +229,14 @@ class Gather(nn.Module):
         return total + value["twice"][1]
 
 
-def kinds(make: Make, stages: int, door: str) -> Found:
+def kinds(make: Make, stages: int, entry: str) -> Found:
     torch.manual_seed(5)
     between = [nn.Identity() for _ in range(stages - 2)]
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Kinds()), *between, nn.Sequential(Gather(), nn.Linear(4, 4)))
     pipe = make(model.double(), [1] * stages, 3, mixes_rows=True)
     found: Found = {}
     for step in range(2):
-        if door == "step":
+        if entry == "step":
             found[f"{step} loss"] = pipe.step(rows(7), rows(7, seed=2), loss_fn=square).loss
         else:
             loss = square(pipe(rows(7)), rows(7, seed=2))

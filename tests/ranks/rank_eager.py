@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cover import is_whole
 from one_and_many import Found, Make, differences, in_one_process, over_ranks
-from rank_door import OPTIMIZERS
+from rank_entry_points import OPTIMIZERS
 from rank_models import even, layered, rows, square
 from replica_faults import Refusing, Told, told
 from replica_training import (
@@ -228,7 +228,7 @@ def _apply(rule: Callable[[Tensor, Tensor], None], pipe: Pipe) -> None:
 
 
 def backward(make: Make, model: str, stages: int, optimizer: str, parts: int) -> Found:
-    """eager_backward of a loss of the forward door, against loss.backward() and the optimizer's step."""
+    """eager_backward of a loss of the forward entry point, against loss.backward() and the optimizer's step."""
 
     def train(pipe: Pipe, stepper: torch.optim.Optimizer, update: EagerUpdate | None) -> Found:
         found: Found = {}

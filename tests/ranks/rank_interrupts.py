@@ -1,8 +1,8 @@
 """Signal handlers that raise on one rank, at any line of a call: has it taken place on all ranks, or on none?
 
-    swept(door, ...)   -->  of each interrupt: where, what this rank raised, what the call left: all, none, torn
+    swept(entry, ...)   -->  of each interrupt: where, what this rank raised, what the call left: all, none, torn
 
-    swept(door, ...)   -->  per interrupt: where it came, what this rank raised, what is left: all, none, torn
+    swept(entry, ...)   -->  per interrupt: where it came, what this rank raised, what is left: all, none, torn
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ def _alarm(*_: object) -> None:
 class Side:
     """A Pipe with what makes it step: over the ranks, or in one process."""
 
-    def __init__(self, door: str, pipe: Pipe) -> None:
-        self.pipe, self._door = pipe, door
+    def __init__(self, entry: str, pipe: Pipe) -> None:
+        self.pipe, self._entry = pipe, entry
         self._optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        self.update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1)) if door == "eager" else None
-        for parameter in pipe.parameters() if door.endswith("hooks") else ():
+        self.update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1)) if entry == "eager" else None
+        for parameter in pipe.parameters() if entry.endswith("hooks") else ():
             parameter.register_hook(lambda grad: grad * 2)
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
 
     def prepare(self) -> Callable[[], object]:
         """What comes before the call that is interrupted; the call."""
         x, y = rows(6), rows(6, seed=2)
-        if self._door.endswith("backward"):
+        if self._entry.endswith("backward"):
             loss = square(self.pipe(x), y)
             return loss.backward
-        if self._door == "clip":
+        if self._entry == "clip":
             square(self.pipe(x), y).backward()
             return lambda: self.pipe.clip_grad_norm_(0.1)
-        if self._door.endswith("hooks"):
+        if self._entry.endswith("hooks"):
             return lambda: self.pipe.step(x, y, loss_fn=square)
         return lambda: self.pipe.step(x, y, loss_fn=square, optimizer=self.update or self._optimizer)
 
@@ -132,12 +132,12 @@ class Side:
             self.update.acknowledge_torn_step()
 
 
-def swept(door: str, apart: int, spread: int, dense: int) -> list[Outcome]:
+def swept(entry: str, apart: int, spread: int, dense: int) -> list[Outcome]:
     """Interrupt a call on rank `apart`: at lines spread over all of it, and more densely from the vote on."""
     signal.signal(signal.SIGALRM, _alarm)
     try:
-        side = Side(door, over_replicas() if "replica" in door else Pipe(model(), even(4, dist.get_world_size()), 3))
-        twin = Side(door, in_one_process(model(), [4], 3))
+        side = Side(entry, over_replicas() if "replica" in entry else Pipe(model(), even(4, dist.get_world_size()), 3))
+        twin = Side(entry, in_one_process(model(), [4], 3))
         start = twin.state()
         for _ in range(3):  # the third looks at no more than it must
             call = side.prepare()

@@ -271,7 +271,7 @@ def plain_value(odd: bool, size: int) -> object:
     return right(size).evaluate(rows(7), {"y": rows(7), "weight": 2 + odd}, loss_fn=lambda out, y: out.mean())
 
 
-def door(odd: bool, size: int) -> object:
+def entry(odd: bool, size: int) -> object:
     pipe = right(size)
     return pipe.evaluate(rows(7), rows(7), loss_fn=square) if odd else stepped(pipe)
 
@@ -377,7 +377,7 @@ SCRIPTS: dict[str, Script] = {
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks, later_schedule,
         values, target_values, shuffled, later_target, later_labels, later_input, later_order, later_whole,
         later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target, late_forward,
-        late_eager, batch, width, batch_dtype, structure, plain_value, door, forward_or_step, other_pipe, no_grad,
+        late_eager, batch, width, batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad,
         input_grad, options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain,
         extra_call, moved_buffer,
     )

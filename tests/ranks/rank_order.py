@@ -17,12 +17,12 @@ from scheduler import Schedule
 
 
 def logs(stages: int, cases: list[tuple[str, int, str, str]]) -> list[list[str]]:
-    """For each (schedule, chunks, checkpoint, door): what this rank ran, as `2F0`, in order; R is a repeated F."""
+    """For each (schedule, chunks, checkpoint, entry): what this rank ran, as `2F0`, in order; R is a repeated F."""
     found = []
-    for schedule, chunks, checkpoint, door in cases:
+    for schedule, chunks, checkpoint, entry in cases:
         model, log = probes(stages)
         pipe = Pipe(model, [1] * stages, chunks, schedule=schedule, checkpoint=checkpoint)
-        run(pipe, labelled(chunks), door)
+        run(pipe, labelled(chunks), entry)
         found.append([f"{seen.stage}{seen.kind}{seen.chunk}" for seen in log])
     return found
 
@@ -79,15 +79,15 @@ class Sleeping(nn.Module):
         return out
 
 
-def slept(schedule: str, forward: list[float], backward: list[float], chunks: int, door: str) -> Any:
+def slept(schedule: str, forward: list[float], backward: list[float], chunks: int, entry: str) -> Any:
     """What was recorded of stages that sleep, on rank 0: (action, lane, start, end), and the lanes that take turns."""
     model = nn.Sequential(*map(Sleeping, forward, backward))
     pipe = Pipe(model, [1] * len(model), chunks, schedule=schedule, checkpoint="never")
     x = torch.ones(2 * chunks, 3)
     pipe.step(x, loss_fn=sum_of, loss_reduction="sum")  # what only a first call does
-    if door == "step":
+    if entry == "step":
         timeline = pipe.step(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
-    elif door == "evaluate":
+    elif entry == "evaluate":
         timeline = pipe.evaluate(x, loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
     else:
         with pipe.trace() as trace:

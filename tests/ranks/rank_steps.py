@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from one_and_many import Found, Make, differences, over_ranks, state_of
-from rank_door import OPTIMIZERS, piped
+from rank_entry_points import OPTIMIZERS, piped
 from rank_models import even, layered, rows, square
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,14 +39,14 @@ class Sequences(nn.Module):
         return torch.tanh(self.layer(x) + x.mean(1, keepdim=True) + x.flip(1))
 
 
-def lengths_change(make: Make, stages: int, door: str) -> Found:
+def lengths_change(make: Make, stages: int, entry: str) -> Found:
     """Batches whose sequences have another length each time, and whose chunks have other rows."""
     torch.manual_seed(2)
     pipe = make(nn.Sequential(*[Sequences() for _ in range(stages)]).double(), [1] * stages, 3)
     found: Found = {}
     for step, (count, length) in enumerate([(6, 5), (6, 2), (7, 9), (2, 9), (6, 5), (7, 1)]):
         x = torch.randn(count, length, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        if door == "step":
+        if entry == "step":
             found[f"loss {step}"] = pipe.step(x, loss_fn=lambda out, _: out.square().mean()).loss
         else:
             loss = pipe(x).square().mean()
@@ -142,16 +142,16 @@ def _named_loss(out: dict[str, Any], target: dict[str, Any]) -> Tensor:
     return loss + out["scale"] * (out["pair"][0] - target["sums"][0]).square().mean()
 
 
-def dicts(make: Make, stages: int, door: str) -> Found:
+def dicts(make: Make, stages: int, entry: str) -> Found:
     torch.manual_seed(4)
     pipe = make(nn.Sequential(*[nn.Linear(4, 4) for _ in range(stages - 1)], Named()).double(), [1] * stages, 3)
     target = {"classes": torch.arange(7) % 4, "sums": [rows(7, seed=8).sum(1)], "word": "w"}
-    if door == "forward":
+    if entry == "forward":
         out = pipe(rows(7))
         loss = _named_loss(out, target)
         loss.backward()
         return {"loss": loss.detach(), "outputs": _detached(out), **state_of(pipe)}
-    call = pipe.step if door == "step" else pipe.evaluate
+    call = pipe.step if entry == "step" else pipe.evaluate
     step = call(rows(7), target, loss_fn=_named_loss, outputs=True)
     return {"loss": step.loss, "outputs": _detached(step.outputs), **state_of(pipe)}
 
@@ -177,7 +177,9 @@ def everything(make: Make, stages: int, optimizer: str, schedule: str, checkpoin
         result = pipe.step(rows(17, seed=step), target, loss_fn=counted, optimizer=stepper, clip_grad_norm=0.1)
         found |= {f"{step} loss": result.loss, **state_of(pipe, step)}
         of_all = {"step": result, "evaluate": pipe.evaluate(rows(17), target, loss_fn=counted)}
-        found |= {f"{step} {door} {name}": value for door, one in of_all.items() for name, value in one.metrics.items()}
+        found |= {
+            f"{step} {entry} {name}": value for entry, one in of_all.items() for name, value in one.metrics.items()
+        }
         assert list(result.metrics) == ["accuracy", "rows"]
     return found
 
@@ -315,7 +317,7 @@ def two_pipes(make: Make, stages: int) -> Found:
 
 
 def losses_of_every_rank(stages: int) -> list[str]:
-    """The numbers that this rank sees, and of what kind: of steps, an evaluation and the forward door."""
+    """The numbers that this rank sees, and of what kind: of steps, an evaluation and the forward entry point."""
     pipe = piped(over_ranks, stages)
     losses = [pipe.step(rows(7, seed=step), rows(7), loss_fn=square).loss for step in range(2)]
     losses.append(pipe.evaluate(rows(7), rows(7), loss_fn=square).loss)

@@ -46,7 +46,7 @@ def drawn_outside_torch(make: Make, stages: int, schedule: str, checkpoint: str)
     return found
 
 
-def default_device(make: Make, stages: int, door: str) -> Found:
+def default_device(make: Make, stages: int, entry: str) -> Found:
     """A default device on which nothing can be computed: only what a script or a layer makes may be there."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(stages)]).double()
@@ -55,22 +55,22 @@ def default_device(make: Make, stages: int, door: str) -> Found:
     found: Found = {}
     with torch.device("meta"):
         for step in range(3):
-            if door == "forward":
+            if entry == "forward":
                 loss = square(pipe(x), target)
                 loss.backward()
                 found[f"norm {step}"] = pipe.clip_grad_norm_(1.0)
-            elif door == "curvature":
+            elif entry == "curvature":
                 H = Hessian(pipe, (x, target), square, seed=3)
                 found[f"trace {step}"] = round(H.trace(3).value, 9)  # sums over ranks are added in another order
                 found[f"eigenvalues {step}"] = H.top_eigenpairs(2).values.round(decimals=9)
                 loss = H.loss()
-            elif door == "evaluate":
+            elif entry == "evaluate":
                 loss = pipe.evaluate(x, target, loss_fn=square).loss
-            elif door == "store":
+            elif entry == "store":
                 loss = pipe.step(x, target, loss_fn=square, grads="store", clip_grad_norm=1.0, trace=True).loss
             else:
                 optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-                update = EagerUpdate(optimizer, clip="two_pass", max_norm=0.1) if door == "eager" else optimizer
+                update = EagerUpdate(optimizer, clip="two_pass", max_norm=0.1) if entry == "eager" else optimizer
                 loss = pipe.step(x, target, loss_fn=square, optimizer=update).loss
             found[f"loss {step}"] = loss.detach()
             found |= state_of(pipe, step)
@@ -97,14 +97,14 @@ class Real(nn.Module):
         return given[0].real + given[1].imag + given[2]
 
 
-def lazy_values(make: Make, stages: int, door: str, checkpoint: str) -> Found:
+def lazy_values(make: Make, stages: int, entry: str, checkpoint: str) -> Found:
     torch.manual_seed(3)
     model = nn.Sequential(*[Turned() for _ in range(stages)], Real())
     pipe = make(model, [1] * (stages - 1) + [2], 3, checkpoint=checkpoint, mixes_rows=True)
     base = rows(6).to(torch.complex128).requires_grad_()
     found: Found = {}
     for step in range(3):
-        if door == "step":
+        if entry == "step":
             found[f"loss {step}"] = pipe.step((base.conj(),), rows(6), loss_fn=square).loss
         else:
             loss = square(pipe((base.conj(),)), rows(6))

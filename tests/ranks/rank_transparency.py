@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from law_check import CHECKPOINTS, expect, ready, through_the_door
+from law_check import CHECKPOINTS, expect, ready, through_the_entry_point
 from law_reference import Result
 from one_and_many import SEED, Compared, Found, Make, compared, differences, in_one_process, over_ranks
 from rank_models import even, padded
@@ -67,7 +67,7 @@ def one_call(make: Make, config: Mapping[str, Any]) -> Found:
     settings = {"checkpoint": CHECKPOINTS[config["checkpoint"]], "schedule": config["schedule"],
                 "mixes_rows": not case.rowwise}  # fmt: skip
     pipe = make(case.model, config["balance"], config["chunks"], **settings)
-    outputs, loss = through_the_door(config, case, pipe, x)
+    outputs, loss = through_the_entry_point(config, case, pipe, x)
     own = {name for name, _ in pipe.named_parameters()}
     strangers = [name for name, one in case.model.named_parameters() if name not in own and one.grad is not None]
     assert not strangers, f"other ranks' parameters have gradients here: {strangers}"

@@ -66,9 +66,9 @@ def breaking_pipe(in_process: bool = False, **settings: Any) -> tuple[Pipe, int,
 
 
 def called(
-    pipe: Pipe, optimizer: torch.optim.Optimizer, door: str, x: Tensor, y: Tensor, loss_fn: Any = mean_loss
+    pipe: Pipe, optimizer: torch.optim.Optimizer, entry: str, x: Tensor, y: Tensor, loss_fn: Any = mean_loss
 ) -> None:
-    if door == "step":
+    if entry == "step":
         pipe.step(x, y, loss_fn=loss_fn, optimizer=optimizer)
     else:
         loss_fn(pipe(x), y).backward()
@@ -77,7 +77,7 @@ def called(
 
 
 def broken_once(cases: list[tuple[int, int, str, str]], in_process: bool = False) -> list[tuple[Told, bool]]:
-    """For each (replica, place, when, door): what this rank is told, and whether it trains on as if nothing had been.
+    """For each (replica, place, when, entry): what this rank is told, and whether it trains on as if nothing had been.
 
     The Pipe goes from failure to failure; another Pipe has none.
     """
@@ -85,7 +85,7 @@ def broken_once(cases: list[tuple[int, int, str, str]], in_process: bool = False
     healthy, _, _ = breaking_pipe(in_process)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in (pipe, healthy)]
     results = []
-    for step, (where, at, when, door) in enumerate(cases):
+    for step, (where, at, when, entry) in enumerate(cases):
         x, y = batch(replica, step, 6)
         is_here = (where, at) == (replica, place)
         layers = [layer for layer in pipe if isinstance(layer, Breaking)]
@@ -95,13 +95,13 @@ def broken_once(cases: list[tuple[int, int, str, str]], in_process: bool = False
         weight = layers[-1].layer.weight
         hook = weight.register_hook(refusing) if is_here and when == "hook" else None  # the others have none
         with travelling_alone(step % 2 == 0), faulty:
-            error = told(lambda: called(pipe, optimizers[0], door, x, y, loss_fn))
+            error = told(lambda: called(pipe, optimizers[0], entry, x, y, loss_fn))
         grads = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
         layers[-1].when = ""
         if hook is not None:
             hook.remove()
-        called(pipe, optimizers[0], door, x, y)
-        called(healthy, optimizers[1], door, x, y)
+        called(pipe, optimizers[0], entry, x, y)
+        called(healthy, optimizers[1], entry, x, y)
         same = all(map(torch.equal, pipe.parameters(), healthy.parameters()))
         results.append((error, same and not grads))
     return results
@@ -189,7 +189,7 @@ def mismatches() -> list[tuple[str, Told, bool]]:
     if one:
         pipe.eval()
     tell("modes", lambda: pipe.step(x, y, loss_fn=mean_loss), pipe.train)
-    tell("door", lambda: mean_loss(pipe(x), y).backward() if one else pipe.step(x, y, loss_fn=mean_loss), again)
+    tell("entry", lambda: mean_loss(pipe(x), y).backward() if one else pipe.step(x, y, loss_fn=mean_loss), again)
     if one:
         pipe(x)
     tell("number", lambda: pipe.step(x, y, loss_fn=mean_loss), again)

@@ -56,7 +56,7 @@ def beginnings() -> tuple[Found, Found, Found]:
     }
 
 
-def joined_batch(door: str) -> tuple[Found, Found]:
+def joined_batch(entry: str) -> tuple[Found, Found]:
     """The gradients of the plain module on both halves at once, and the replicas' means."""
     mesh = mesh_of()
     replica = mesh["dp"].get_local_rank()
@@ -66,7 +66,7 @@ def joined_batch(door: str) -> tuple[Found, Found]:
     halves = [batch(each, 0, 6) for each in range(2)]
     mean_loss(whole(torch.cat([x for x, _ in halves])), torch.cat([y for _, y in halves])).backward()
     x, y = halves[replica]
-    if door == "step":
+    if entry == "step":
         pipe.step(x, y, loss_fn=mean_loss)
     else:
         mean_loss(pipe(x), y).backward()

@@ -156,13 +156,13 @@ def batch(replica: int, step: int, count: int, dtype: torch.dtype = torch.float6
     return rows(count, seed=first).to(dtype), rows(count, seed=first + 1).to(dtype)
 
 
-def gradients(pipe: Pipe, x: Tensor, y: Tensor, door: str, loss_fn: LossFn) -> Tensor:
+def gradients(pipe: Pipe, x: Tensor, y: Tensor, entry: str, loss_fn: LossFn) -> Tensor:
     """One backward pass, after which `.grad` is set. Returns the loss."""
-    if door == "forward":
+    if entry == "forward":
         loss = loss_fn(pipe(x), y)
         loss.backward()
         return loss.detach()
-    if door == "store":
+    if entry == "store":
         step = pipe.step(x, y, loss_fn=loss_fn, grads="store")
         assert step.grads is not None
         step.grads.assign()
@@ -171,7 +171,7 @@ def gradients(pipe: Pipe, x: Tensor, y: Tensor, door: str, loss_fn: LossFn) -> T
 
 
 def by_hand(
-    build: Sequential, balance: Sequence[int], door: str, counts: Sequence[int], loss: str, **settings: Any
+    build: Sequential, balance: Sequence[int], entry: str, counts: Sequence[int], loss: str, **settings: Any
 ) -> list[Found]:
     """What each replica should know after each step."""
     pipes, losses, states, optimizers = [], [], [], []
@@ -188,7 +188,7 @@ def by_hand(
             torch.set_rng_state(states[replica])
             x, y = batch(replica, step, counts[replica] + step, dtype_of(pipe))
             keep_full(pipe, True)
-            found[replica][f"loss {step}"] = gradients(pipe, x, y, door, loss_fn)
+            found[replica][f"loss {step}"] = gradients(pipe, x, y, entry, loss_fn)
             states[replica] = torch.get_rng_state()
         everything = [[*trained(pipe, loss_fn)] for pipe, loss_fn in zip(pipes, losses, strict=True)]
         for same in zip(*everything, strict=True):
@@ -210,7 +210,7 @@ def keep_full(of: Pipe | Tensor, full: bool) -> None:
             parameter.grad_dtype = torch.float32 if full else None
 
 
-def over_ranks(build: Sequential, balance: Sequence[int], door: str, count: int, loss: str, **settings: Any) -> Found:
+def over_ranks(build: Sequential, balance: Sequence[int], entry: str, count: int, loss: str, **settings: Any) -> Found:
     """What this rank knows. `settings` say where the stages and the replicas are."""
     replicas: Any = settings["replicas"]
     replica = dist.get_rank(replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas)
@@ -223,7 +223,7 @@ def over_ranks(build: Sequential, balance: Sequence[int], door: str, count: int,
     found: Found = {}
     for step in range(STEPS):
         x, y = batch(replica, step, count + step, dtype_of(pipe))
-        found[f"loss {step}"] = gradients(pipe, x, y, door, loss_fn)
+        found[f"loss {step}"] = gradients(pipe, x, y, entry, loss_fn)
         is_last = not isinstance(list(pipe)[-1], RemoteLayer)
         note(found, step, pipe, loss_fn if is_last else None)
         finish(optimizer, pipe)
@@ -290,7 +290,7 @@ def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[C
     """For each case what differs, what this rank knows and what there is to know.
 
     Args:
-        cases: model, balance, door, schedule; rows of each replica (counts), loss, alone.
+        cases: model, balance, entry, schedule; rows of each replica (counts), loss, alone.
         in_process: a process is a replica, with all stages.
     """
     mesh = mesh_of(dist.get_world_size() if in_process else 2)
@@ -300,7 +300,7 @@ def compare(cases: Sequence[dict[str, Any]], in_process: bool = False) -> list[C
         counts = case.get("counts", [7] * mesh["dp"].size())
         settings = {name: case[name] for name in ("schedule", "checkpoint", "workers") if name in case}
         settings["mixes_rows"] = case["model"] == "choosing"  # by the first number of a chunk
-        return (MODELS[case["model"]], case["balance"], case["door"]), counts, settings
+        return (MODELS[case["model"]], case["balance"], case["entry"]), counts, settings
 
     def alone(case: dict[str, Any]) -> Found:
         """Of each name, what each replica should know."""

@@ -27,15 +27,15 @@ def check(crew: Crew, cases: list[dict[str, Any]], in_process: bool = False) -> 
     assert not faults, "\n".join(faults[:10])
 
 
-DOORS = ("forward", "param", "store")
+ENTRIES = ("forward", "param", "store")
 
 
 def test_two_pipelines_of_two_ranks_train_as_two_pipes_that_are_averaged_by_hand(crew4: Crew) -> None:
     schedules = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "looped-bfs")
     check(crew4, [
-        {"model": "mixed", "schedule": schedule, "door": door, "alone": alone,
+        {"model": "mixed", "schedule": schedule, "entry": entry, "alone": alone,
          "balance": (2, 2, 2, 2) if schedule in ("interleaved", "zb-v", "looped-bfs") else (3, 5)}
-        for door in DOORS for schedule in schedules for alone in (False, True)
+        for entry in ENTRIES for schedule in schedules for alone in (False, True)
     ])  # fmt: skip
 
 
@@ -43,9 +43,9 @@ def test_two_pipelines_of_two_ranks_train_as_two_pipes_that_are_averaged_by_hand
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_replicas_of_one_process_each_do_the_same(size: int, loss: str, request: pytest.FixtureRequest) -> None:
     check(request.getfixturevalue(f"crew{size}"), [
-        {"model": model, "balance": [2, 3] if model == "plain" else [2, 2], "door": door, "alone": alone,
+        {"model": model, "balance": [2, 3] if model == "plain" else [2, 2], "entry": entry, "alone": alone,
          "loss": loss, "counts": [7, 4, 2, 9][:size]}
-        for model, door, alone in (("plain", "param", True), ("tied", "store", False), ("sparse", "param", False))
+        for model, entry, alone in (("plain", "param", True), ("tied", "store", False), ("sparse", "param", False))
     ], in_process=True)  # fmt: skip
 
 
@@ -53,16 +53,16 @@ def test_a_loss_may_compute_with_parameters_and_stages_may_have_threads_where_a_
     crew2: Crew,
 ) -> None:
     check(crew2, [
-        {"model": "plain", "balance": [2, 2, 1], "door": "param", "alone": True, "loss": "penalized"},
-        {"model": "mixed", "balance": [3, 5], "door": "store", "alone": True, "workers": "threads"},
-        {"model": "mixed", "balance": [3, 5], "door": "forward", "alone": True, "workers": "threads"},
+        {"model": "plain", "balance": [2, 2, 1], "entry": "param", "alone": True, "loss": "penalized"},
+        {"model": "mixed", "balance": [3, 5], "entry": "store", "alone": True, "workers": "threads"},
+        {"model": "mixed", "balance": [3, 5], "entry": "forward", "alone": True, "workers": "threads"},
     ], in_process=True)  # fmt: skip
 
 
 def test_replicas_may_have_mini_batches_of_other_sizes(crew4: Crew) -> None:
     check(crew4, [
-        {"model": "plain", "balance": (2, 3), "door": door, "loss": loss, "counts": counts, "schedule": schedule}
-        for door, loss in (("forward", "mean"), ("param", "counted"), ("store", "counted"))
+        {"model": "plain", "balance": (2, 3), "entry": entry, "loss": loss, "counts": counts, "schedule": schedule}
+        for entry, loss in (("forward", "mean"), ("param", "counted"), ("store", "counted"))
         for counts, schedule in (((9, 1), "1f1b"), ((2, 5), "zb-h1"))
     ])  # fmt: skip
 
@@ -70,8 +70,9 @@ def test_replicas_may_have_mini_batches_of_other_sizes(crew4: Crew) -> None:
 def test_every_kind_of_gradient_is_averaged(crew4: Crew) -> None:
     check(crew4, [
         {"model": model, "balance": (2, 3) if model in ("plain", "half", "without parameters") else (2, 2),
-         "door": door, "checkpoint": checkpoint, "alone": alone}
-        for model in ("plain", "without parameters", "tied", "sparse", "choosing", "strided", "half") for door in DOORS
+         "entry": entry, "checkpoint": checkpoint, "alone": alone}
+        for model in ("plain", "without parameters", "tied", "sparse", "choosing", "strided", "half")
+        for entry in ENTRIES
         for checkpoint, alone in (("always", False), ("never", True))
     ])  # fmt: skip
 
@@ -95,9 +96,9 @@ def test_replicas_begin_with_the_first_ones_values_and_a_copy_trains_alike(crew4
         assert all(copied.values())
 
 
-@pytest.mark.parametrize("door", ["step", "forward"])
-def test_equal_halves_give_the_gradients_of_the_plain_module_on_the_whole(crew4: Crew, door: str) -> None:
-    for found, expected in crew4.run("replica_habits:joined_batch", door):
+@pytest.mark.parametrize("entry", ["step", "forward"])
+def test_equal_halves_give_the_gradients_of_the_plain_module_on_the_whole(crew4: Crew, entry: str) -> None:
+    for found, expected in crew4.run("replica_habits:joined_batch", entry):
         for name, grad in found.items():
             torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
 

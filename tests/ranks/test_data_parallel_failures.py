@@ -10,8 +10,8 @@ from crew import Crew
 from crew_worker import Returned
 
 CASES = [
-    (replica, place, when, door)
-    for number, (when, door) in enumerate([
+    (replica, place, when, entry)
+    for number, (when, entry) in enumerate([
         ("forward", "step"), ("backward", "step"), ("loss", "step"), ("_mean", "step"), ("_joined", "step"),
         ("forward", "forward"), ("backward", "forward"), ("_mean", "forward"), ("_joined", "forward"),
         ("forward", "step"), ("hook", "step"), ("hook", "step"),
@@ -33,7 +33,7 @@ def test_a_failure_of_one_rank_of_one_pipeline_fails_the_call_on_all_and_the_nex
     in_process: bool, request: pytest.FixtureRequest
 ) -> None:
     crew = request.getfixturevalue("crew2" if in_process else "crew4")
-    cases = [(replica, 0 if in_process else place, when, door) for replica, place, when, door in CASES]
+    cases = [(replica, 0 if in_process else place, when, entry) for replica, place, when, entry in CASES]
     for case, *ranks in zip(cases, *crew.run("replica_faults:broken_once", cases, in_process), strict=True):
         for rank, ((kind, words, notes, seconds), is_right) in enumerate(ranks):
             assert (kind, words) == WORDS[case[2]], (case, rank, kind, words, notes)
@@ -84,7 +84,7 @@ DIFFERENCES = {
     "chunks": "the settings differ .* rank 0: chunks 3; rank 1: chunks 4",
     "options": "the options differ .*clip_grad_norm=None.*clip_grad_norm=1.0",
     "modes": "the modes differ .* rank 0: train.*; rank 1: eval",
-    "door": "the calls differ .* rank 0: step of Pipe 0, .*; rank 1: backward of Pipe 0, .* of forward of Pipe 0",
+    "entry": "the calls differ .* rank 0: step of Pipe 0, .*; rank 1: backward of Pipe 0, .* of forward of Pipe 0",
     "number": "the calls differ .* rank 0: step of Pipe 0, call 2 .*; rank 1: step of Pipe 0, call 3 ",
     "frozen": r"the parameters differ .* parameter 0 of shape .* is trained; .*parameter 0 of shape .* is frozen",
 }

@@ -11,12 +11,12 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("door", "apart"), CASES)
+@pytest.mark.parametrize(("entry", "apart"), CASES)
 def test_an_interrupt_on_one_rank_leaves_a_step_on_all_ranks_or_on_none_or_torn_in_words(
-    crew2: Crew, door: str, apart: int
+    crew2: Crew, entry: str, apart: int
 ) -> None:
     ends = set()
-    for outcomes in zip(*crew2.run("rank_interrupts:swept", door, apart, 5, 8), strict=True):
+    for outcomes in zip(*crew2.run("rank_interrupts:swept", entry, apart, 5, 8), strict=True):
         where, left = outcomes[apart].where, outcomes[0].left
         told = [(where, outcome.error, left, outcome.is_torn) for outcome in outcomes]
         if not where:
@@ -27,8 +27,8 @@ def test_an_interrupt_on_one_rank_leaves_a_step_on_all_ranks_or_on_none_or_torn_
             assert all("the alarm went off" in outcome.error for outcome in outcomes), told
         elif left == ["all", "all"]:
             is_told = "had ended: that has taken place, on all ranks" in outcomes[apart].error
-            assert is_told or door.endswith("backward") or "in step" not in outcomes[apart].error, told
+            assert is_told or entry.endswith("backward") or "in step" not in outcomes[apart].error, told
         else:
-            assert door == "eager" and all(outcome.is_torn for outcome in outcomes), told
+            assert entry == "eager" and all(outcome.is_torn for outcome in outcomes), told
         ends.add(left[apart])
-    assert ends >= {"none", "all"} or (door == "clip" and ends == {"all"})  # which has no code of the user's, no action
+    assert ends >= {"none", "all"} or (entry == "clip" and ends == {"all"})  # no code of the user's, no action

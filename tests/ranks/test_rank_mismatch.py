@@ -39,7 +39,7 @@ WORDS = {
     "batch_dtype": r"the mini-batches differ.*{odd}: x float32\[7, 4\].*{even}: x float64\[7, 4\]",
     "structure": r"the mini-batches differ.*{odd}: x \(.*{even}: x float64\[7, 4\]",
     "plain_value": "the mini-batches differ.*{odd}: .*'weight': 3.*{even}: .*'weight': 2",
-    "door": "the calls differ.*{odd}: evaluate of.*{even}: step of",
+    "entry": "the calls differ.*{odd}: evaluate of.*{even}: step of",
     "forward_or_step": "the calls differ.*{odd}: forward of.*{even}: step of",
     "other_pipe": "the calls differ.*{odd}: step of Pipe 1.*{even}: step of Pipe 0",
     "no_grad": "the options differ.*{odd}: gradients=off.*{even}: gradients=on",

@@ -73,7 +73,7 @@ def test_with_more_lanes_than_ranks_a_rank_holds_no_more_than_its_lanes_together
             assert most_held(ran) <= sum(peaks[lane] for lane in lanes)
 
 
-def test_the_forward_door_runs_all_forwards_then_all_backwards_ascending_whatever_the_schedule(crew3: Crew) -> None:
+def test_a_forward_runs_all_forwards_then_all_backwards_ascending_whatever_the_schedule(crew3: Crew) -> None:
     cases = [(name, 4, "never", "forward") for name in names() if name not in TWO and name != "zb-h2"]
     for rank, logs in enumerate(crew3.run("rank_order:logs", 3, cases)):
         for ran in logs:
@@ -125,9 +125,9 @@ UNIT = 0.03  # seconds: what a busy machine adds to a sleep is little beside it
 SLEEPS = {2: ((1, 2), (2, 4)), 3: ((1, 2, 1), (2, 4, 2))}  # of forwards and of backwards, stage by stage; no ties
 
 
-def slept(crew: Crew, schedule: str, chunks: int, door: str) -> Timeline:
+def slept(crew: Crew, schedule: str, chunks: int, entry: str) -> Timeline:
     forward, backward = ([UNIT * units for units in of_stages] for of_stages in SLEEPS[crew.size])
-    (events, turns), *others = crew.run("rank_order:slept", schedule, forward, backward, chunks, door)
+    (events, turns), *others = crew.run("rank_order:slept", schedule, forward, backward, chunks, entry)
     assert others == [(events, turns)] * (crew.size - 1) and turns == ()
     return Timeline.measured([Event(Action.parse(text), *rest) for text, *rest in events], crew.size, turns)
 
@@ -170,12 +170,12 @@ def _unlike(measured: Timeline, expected: Timeline) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("door", ["forward", "evaluate"])
-def test_an_action_over_ranks_lasts_as_long_as_it_computes_through_every_door(crew2: Crew, door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "evaluate"])
+def test_an_action_over_ranks_lasts_as_long_as_it_computes_through_every_entry_point(crew2: Crew, entry: str) -> None:
     forward, backward = SLEEPS[2]
     for _ in range(3):  # the machine may have something else to do
-        timeline = slept(crew2, "1f1b", 2, door)
-        assert len(timeline.events) == (8 if door == "forward" else 4)
+        timeline = slept(crew2, "1f1b", 2, entry)
+        assert len(timeline.events) == (8 if entry == "forward" else 4)
         units = [(forward if event.action.kind is Kind.F else backward)[event.lane] for event in timeline.events]
         ratios = [event.duration / UNIT / unit for event, unit in zip(timeline.events, units, strict=True)]
         if max(ratios) < 1.4:

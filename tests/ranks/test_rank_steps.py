@@ -1,4 +1,4 @@
-"""The step door over ranks. Laws that begin "where torch" are those that torch.distributed.pipelining 2.13 breaks."""
+"""`pipe.step` over ranks. Laws that begin "where torch" are those that torch.distributed.pipelining 2.13 breaks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from crew import Crew
 from one_and_many import agree, agree_all, agree_on
-from rank_door import OPTIMIZERS
+from rank_entry_points import OPTIMIZERS
 
 from scheduler import names
 

@@ -25,9 +25,9 @@ COVER = {
     "stages": tuple(STAGES),
     "rows": tuple(ROWS),
     "chunks": (1, 2, 4, 5),
-    **{axis: AXES[axis] for axis in ("checkpoint", "train", "door", "input_grad")},
+    **{axis: AXES[axis] for axis in ("checkpoint", "train", "entry", "input_grad")},
 }
-PLAIN = {"chunks": 4, "train": True, "door": "step mean", "input_grad": False}
+PLAIN = {"chunks": 4, "train": True, "entry": "step mean", "input_grad": False}
 
 
 def all_agree(crews: Iterable[Crew], configs_of: Callable[[int], Iterable[dict[str, Any]]]) -> None:
@@ -57,10 +57,10 @@ def test_every_schedule_gives_these_bits_in_every_checkpoint_mode_for_any_number
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("door", AXES["door"])
-def test_a_parameter_that_its_stage_holds_in_a_list_has_its_gradient_on_its_rank(crew2: Crew, door: str) -> None:
+@pytest.mark.parametrize("entry", AXES["entry"])
+def test_a_parameter_that_its_stage_holds_in_a_list_has_its_gradient_on_its_rank(crew2: Crew, entry: str) -> None:
     kept = {**PLAIN, "model": CAPTURED, "stages": "one", "schedule": "1f1b", "checkpoint": "always", "rows": "even"}
-    all_agree([crew2], lambda size: [{**kept, "door": door}])
+    all_agree([crew2], lambda size: [{**kept, "entry": entry}])
 
 
 def test_the_comparison_sees_another_seed_another_bit_and_what_no_rank_knows() -> None:

@@ -173,7 +173,7 @@ def loss_of(output):
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-def test_forward_door_gives_the_plain_modules_bits_in_a_context(name, checkpoint, inside):
+def test_forward_entry_point_gives_the_plain_modules_bits_in_a_context(name, checkpoint, inside):
     ours, theirs = twins(ambient_model())
     seed = call_seed(5)
     x = torch.randn(ROWS, WIDE, requires_grad=True)
@@ -489,8 +489,8 @@ def test_saved_tensor_hooks_around_the_forward_alone_act_or_are_refused_by_name(
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_calls_in_one_autocast_region_do_not_pile_up_cast_weights(door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_calls_in_one_autocast_region_do_not_pile_up_cast_weights(entry):
     # autocast keeps the cast of every leaf that requires grad until the region ends; aliases are new leaves each call.
     pipe = Pipe(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), [1, 1], 2, checkpoint="always")
     x = torch.randn(4, 64)
@@ -498,7 +498,7 @@ def test_calls_in_one_autocast_region_do_not_pile_up_cast_weights(door):
     gc.collect()
     with autocast():
         for _ in range(4):
-            if door == "step":
+            if entry == "step":
                 pipe.step(x, loss_fn=lambda output, _: output.float().mean())
             else:
                 loss_of(pipe(x)).backward()

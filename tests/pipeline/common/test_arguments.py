@@ -1,4 +1,4 @@
-"""Law 8, the edge, for every argument of every door: a value of the usual wrong kinds is refused in words of ours."""
+"""Law 8, the edge, for every argument of every entry point: usual wrong kinds of value are refused in words of ours."""
 
 import copy
 import traceback
@@ -79,9 +79,9 @@ def set_on_a_pipe(**arguments):
         setattr(pipe_of(), name, value)
 
 
-# Door -> argument -> which of the wrong kinds are right there.
+# Entry point -> argument -> which of the wrong kinds are right there.
 FLAG, LIMIT, NONE = {"True"}, NUMBERS, {"None"}
-DOORS = {
+ENTRIES = {
     "Pipe": (pipe_of, {
         "balance": NONE, "chunks": set(), "devices": NONE, "schedule": set(), "checkpoint": {"a function"},
         "deferred_batch_norm": FLAG, "workers": NONE, "group": NONE, "replicas": NONE, "timeout": LIMIT,
@@ -126,9 +126,9 @@ DOORS = {
 OURS = ("/pipeline/", "/partition/", "/scheduler/")
 
 
-@pytest.mark.parametrize("door, argument", [(door, argument) for door in DOORS for argument in DOORS[door][1]])
-def test_the_usual_wrong_values_are_refused_in_words_of_ours(door, argument):
-    call, arguments = DOORS[door]
+@pytest.mark.parametrize("entry, argument", [(entry, argument) for entry in ENTRIES for argument in ENTRIES[entry][1]])
+def test_the_usual_wrong_values_are_refused_in_words_of_ours(entry, argument):
+    call, arguments = ENTRIES[entry]
     silent, obscure = [], []
     for kind, value in WRONG.items():
         if kind in arguments[argument]:

@@ -146,7 +146,7 @@ def test_hooks_and_optimizers_run_outside(way):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-@pytest.mark.parametrize("way", ["forward door", "eager backward", "blocks"])
+@pytest.mark.parametrize("way", ["forward entry point", "eager backward", "blocks"])
 def test_a_backward_of_the_callers_runs_where_he_runs_it(way, inside):
     ours, theirs = twins(model())
     x, _ = data()

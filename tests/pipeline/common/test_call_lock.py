@@ -181,12 +181,12 @@ def square(out: Tensor, target: Any = None) -> Tensor:
     return out.square().sum()
 
 
-def numbers(pipe: Pipe, x: Tensor, door: str, parameters: Sequence[Tensor]) -> list[Tensor]:
+def numbers(pipe: Pipe, x: Tensor, entry: str, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Output or loss, and gradients, of one call; touches no `.grad`.
 
     `parameters`: read before, since in a thread they would be the aliases of whatever call runs at that time.
     """
-    if door == "step":
+    if entry == "step":
         step = pipe.step(x, loss_fn=square, loss_reduction="sum", grads="store")
         return [step.loss, *[grad for _, grad in step.grads.items()]]
     out = pipe(x)
@@ -204,9 +204,9 @@ def test_calls_from_several_threads_give_the_numbers_of_serial_calls(count: int,
     pipes = [piped(net(), workers) for _ in range(count)]
     owners = [list(pipe.parameters()) for pipe in pipes]
     jobs = [
-        (pipes[k % count], normal(7, 4, seed=k), door, owners[k % count])
+        (pipes[k % count], normal(7, 4, seed=k), entry, owners[k % count])
         for k in range(3)
-        for door in ("forward", "step")
+        for entry in ("forward", "step")
     ]
     expected = [numbers(*job) for job in jobs]
     generator = torch.get_rng_state()
@@ -223,14 +223,14 @@ def test_calls_from_several_threads_give_the_numbers_of_serial_calls(count: int,
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_gradients_that_two_threads_add_are_all_there(door: str, workers: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_gradients_that_two_threads_add_are_all_there(entry: str, workers: str) -> None:
     """Twice the same number, so that their order does not matter."""
     ours, theirs = net(), net()
     pipe, x = piped(ours, workers), normal(7, 4)
 
     def call(pipe: Pipe) -> None:
-        if door == "step":
+        if entry == "step":
             pipe.step(x, loss_fn=square, loss_reduction="sum")
         else:
             square(pipe(x)).backward()

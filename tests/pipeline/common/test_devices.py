@@ -110,9 +110,9 @@ def test_what_the_caller_gives_comes_to_the_device_of_its_rank() -> None:
         assert len(box) == 0
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
-    door: str, monkeypatch: pytest.MonkeyPatch
+    entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carried: list[Tensor] = []
 
@@ -133,7 +133,7 @@ def test_gradients_of_the_input_that_another_rank_computed_come_to_the_input(
     monkeypatch.setattr(Local, "carry", carry)
     x = torch.ones(4, 2, requires_grad=True)
     pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], 2)
-    if door == "forward":
+    if entry == "forward":
         pipe(x).sum().backward()
     else:
         pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")

@@ -189,7 +189,7 @@ def product(trained):
     operator @ torch.ones(operator.shape[0]).double()
 
 
-DOORS = {  # what runs; how the Pipe is made; in which torch's state
+ENTRIES = {  # what runs; how the Pipe is made; in which torch's state
     "step": (step, {"checkpoint": "always"}),
     "gpipe": (step, {"schedule": "gpipe", "deferred_batch_norm": True}),
     "zero bubble": (step, {"schedule": "zb-h1"}),
@@ -212,11 +212,11 @@ def same_value(one, other):
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def made(door, calls_before):
+def made(entry, calls_before):
     """Something to train, after some calls: the first ones look at more than the third."""
-    trained = Trained(**DOORS[door][1])
+    trained = Trained(**ENTRIES[entry][1])
     for _ in range(calls_before):
-        DOORS[door][0](trained)
+        ENTRIES[entry][0](trained)
     return trained
 
 
@@ -228,32 +228,32 @@ def _default_handler():
 
 
 @lru_cache(None)
-def reached(door, calls):
+def reached(entry, calls):
     """The state after some calls, and after the first half of one more, where that is a call of its own."""
-    trained = made(door, calls)
+    trained = made(entry, calls)
     then = [trained.state()]
-    if "backward" in door or door == "second order":
+    if "backward" in entry or entry == "second order":
         trained.pipe(data()[0])
         then.append(trained.state())
     return then
 
 
-def check(door, calls_before, sender):
+def check(entry, calls_before, sender):
     """Interrupt a call, and look. A step is made, or not; and the next one is right."""
-    trained = made(door, calls_before)
+    trained = made(entry, calls_before)
     places = trained.in_place()
     try:
         with sender:
-            DOORS[door][0](trained)
+            ENTRIES[entry][0](trained)
         assert not sender.is_sent, "no KeyboardInterrupt"
     except KeyboardInterrupt:
         sys.settrace(None)
     assert trained.in_place() == places
     now = trained.state()
-    ends = [*reached(door, calls_before), reached(door, calls_before + 1)[0]]
+    ends = [*reached(entry, calls_before), reached(entry, calls_before + 1)[0]]
     wrong = [[name for name in now if not same_value(now[name], end[name])] for end in ends]
-    assert [] in wrong, f"in {door}, differ from before, from between, from after: {wrong}"
-    plain = made(door, calls_before + (wrong[-1] == []))
+    assert [] in wrong, f"in {entry}, differ from before, from between, from after: {wrong}"
+    plain = made(entry, calls_before + (wrong[-1] == []))
     plain.pipe.load_state_dict(trained.pipe.state_dict())
     for each in (trained, plain):
         each.module.zero_grad()
@@ -264,14 +264,14 @@ def check(door, calls_before, sender):
 
 
 @pytest.mark.parametrize("calls_before", [0, 2])
-@pytest.mark.parametrize("door", DOORS)
-def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(door, calls_before):
-    trained = made(door, calls_before)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(entry, calls_before):
+    trained = made(entry, calls_before)
     with Sender(0) as counting:
-        DOORS[door][0](trained)
-    draws = random.Random(f"{door} {calls_before}")
+        ENTRIES[entry][0](trained)
+    draws = random.Random(f"{entry} {calls_before}")
     for _ in range(SAMPLES):
-        check(door, calls_before, Sender(draws.randrange(1, counting.count)))
+        check(entry, calls_before, Sender(draws.randrange(1, counting.count)))
 
 
 MECHANISMS = {  # functions of which a part is in place when they return

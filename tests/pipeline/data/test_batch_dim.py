@@ -47,22 +47,22 @@ def close(one: Tensor | None, other: Tensor | None) -> bool:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunks", [2, 3, 9])
-def test_every_door_gives_the_plain_modules_numbers(name: str, chunks: int) -> None:
+def test_every_entry_point_gives_the_plain_modules_numbers(name: str, chunks: int) -> None:
     x, target = series().requires_grad_(), series()
     plain = model_of(name)
     loss = mse_loss(plain(x), target)
     loss.backward()
     wanted = [param.grad for param in plain.parameters()]
-    for door, checkpoint in product(("forward", "step", "eager", "Hessian"), ("always", "never")):
+    for entry, checkpoint in product(("forward", "step", "eager", "Hessian"), ("always", "never")):
         model, own = model_of(name), x.detach().clone().requires_grad_()
         pipe = Pipe(model, [1, len(model) - 1], chunks, batch_dim=1, checkpoint=checkpoint)
         assert pipe.batch_dim == 1
-        if door == "forward":
+        if entry == "forward":
             mse_loss(pipe(own), target).backward()
-        elif door == "step":
+        elif entry == "step":
             step = pipe.step(own, target, loss_fn=mse_loss, outputs=True)
             assert close(step.loss, loss.detach()) and close(step.outputs, plain(x).detach())
-        elif door == "eager":
+        elif entry == "eager":
             found: dict[int, Tensor] = {}
             pipe.step(own, target, loss_fn=mse_loss, optimizer=EagerUpdate(
                 lambda param, grad: found.update({id(param): grad.clone()})

@@ -72,7 +72,7 @@ def model_of(name: str) -> nn.Sequential:
     return nn.Sequential(Complex(), Apply(make), Apply(read), nn.Identity())
 
 
-def check(model: nn.Sequential, x: Any, pieces: list[Any], policy: str, door: str, schedule: str) -> None:
+def check(model: nn.Sequential, x: Any, pieces: list[Any], policy: str, entry: str, schedule: str) -> None:
     """Against the plain module, chunk by chunk."""
     params = list(model.parameters())
     out = torch.cat([model(piece) for piece in pieces])
@@ -81,15 +81,15 @@ def check(model: nn.Sequential, x: Any, pieces: list[Any], policy: str, door: st
     for _ in range(3):
         pipe.zero_grad()
         found: tuple[Any, ...] = ()
-        if door == "step":
+        if entry == "step":
             step = pipe.step(x, loss_fn=lambda made, _: made.square().sum(), loss_reduction="sum", outputs=True)
             made, found = step.outputs, tuple([param.grad for param in params])
-        elif door == "no_grad":
+        elif entry == "no_grad":
             with torch.no_grad():
                 made = pipe(x)
         else:
             made = pipe(x)
-            found = torch.autograd.grad(made.square().sum(), params, create_graph=door == "create_graph")
+            found = torch.autograd.grad(made.square().sum(), params, create_graph=entry == "create_graph")
         torch.testing.assert_close(made, out, rtol=1e-13, atol=1e-13)
         for one, other in zip(found, expected, strict=False):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
@@ -97,28 +97,28 @@ def check(model: nn.Sequential, x: Any, pieces: list[Any], policy: str, door: st
 
 @pytest.mark.parametrize("name", [*VALUES, "skip"])
 @pytest.mark.parametrize("policy", ["always", "never"])
-@pytest.mark.parametrize("door", ["step", "forward", "create_graph", "no_grad"])
-def test_lazy_values_cross_stages(name: str, policy: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ["step", "forward", "create_graph", "no_grad"])
+def test_lazy_values_cross_stages(name: str, policy: str, entry: str) -> None:
     x = torch.randn(ROWS, WIDTH, dtype=torch.complex128)
     for count, schedule in ((1, "1f1b"), (3, "zb-h1")):
-        check(model_of(name), x, list(x.tensor_split(count)), policy, door, schedule)
+        check(model_of(name), x, list(x.tensor_split(count)), policy, entry, schedule)
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])
-@pytest.mark.parametrize("door", ["step", "forward", "create_graph", "no_grad"])
-def test_lazy_inputs_are_cut_and_kept(policy: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ["step", "forward", "create_graph", "no_grad"])
+def test_lazy_inputs_are_cut_and_kept(policy: str, entry: str) -> None:
     whole = torch.randn(ROWS, WIDTH, dtype=torch.complex128)
     mark = torch.randn(WIDTH, dtype=torch.complex128).conj().imag
     for x in (whole.conj(), whole.conj().imag.to(whole.dtype).conj()):
         model = nn.Sequential(Complex(), Apply(real), nn.Identity(), nn.Identity())
-        check(model, x, list(x.tensor_split(3)), policy, door, "1f1b")
+        check(model, x, list(x.tensor_split(3)), policy, entry, "1f1b")
         model = nn.Sequential(Apply(lambda pair: pair[0] + pair[1]), Complex(), Apply(real), nn.Identity())
         pieces = [(piece, mark) for piece in x.tensor_split(3)]
-        check(model, (x, NoChunk(mark)), pieces, policy, door, "1f1b")
+        check(model, (x, NoChunk(mark)), pieces, policy, entry, "1f1b")
 
 
-@pytest.mark.parametrize("door", ["step", "forward"])
-def test_a_gradient_comes_to_what_a_lazy_input_was_made_of(door: str) -> None:
+@pytest.mark.parametrize("entry", ["step", "forward"])
+def test_a_gradient_comes_to_what_a_lazy_input_was_made_of(entry: str) -> None:
     found = []
     for is_piped in (False, True):
         torch.manual_seed(2)
@@ -126,7 +126,7 @@ def test_a_gradient_comes_to_what_a_lazy_input_was_made_of(door: str) -> None:
         model = nn.Sequential(Complex(), Apply(lambda z: z.conj().imag), Apply(lambda v: v * 2))
         if not is_piped:
             model(base.conj()).square().sum().backward()
-        elif door == "forward":
+        elif entry == "forward":
             Pipe(model, [1, 1, 1], 3, checkpoint="always")(base.conj()).square().sum().backward()
         else:
             lazy = base.conj()

@@ -389,9 +389,9 @@ NEITHER = {
 }
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", NEITHER)
-def test_a_loss_that_is_neither_mean_nor_sum_is_refused_at_the_first_call(name, door):
+def test_a_loss_that_is_neither_mean_nor_sum_is_refused_at_the_first_call(name, entry):
     x, y = data(7)
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)).double()
     pipe = Pipe(module, [1, 2], chunks=2)
@@ -399,7 +399,7 @@ def test_a_loss_that_is_neither_mean_nor_sum_is_refused_at_the_first_call(name, 
     before = state_of(pipe)
     for _ in range(3):  # a refused call does not use the comparison up
         with pytest.raises(ValueError, match=r"is not a mean over rows.*\[4, 3\] rows.*Return \(sum, count\)"):
-            getattr(pipe, door)(x, y, loss_fn=NEITHER[name])
+            getattr(pipe, entry)(x, y, loss_fn=NEITHER[name])
         assert_unchanged(pipe, before)
     assert pipe.training
 
@@ -489,17 +489,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_loss_is_refused_by_name(name, door):
+def test_what_is_no_loss_is_refused_by_name(name, entry):
     loss_fn, error, words = REFUSED[name]
-    if name == "count with gradient" and door == "evaluate":
+    if name == "count with gradient" and entry == "evaluate":
         pytest.skip("nothing has a gradient there")
     pipe = pipe_of(model())
     before = state_of(pipe)
     x, y = data(7)  # 3, 2 and 2 rows
     with pytest.raises(error, match=words):
-        getattr(pipe, door)(x, y, loss_fn=loss_fn)
+        getattr(pipe, entry)(x, y, loss_fn=loss_fn)
     assert_unchanged(pipe, before)
 
 
@@ -522,11 +522,11 @@ def test_a_loss_per_row_is_refused_where_each_chunk_has_one_row():
         (3, None, TypeError, "loss_fn is 3, which is not callable"),
     ],
 )
-@pytest.mark.parametrize("door", ["step", "evaluate"])
-def test_reductions_that_contradict_are_refused(loss_fn, reduction, error, words, door):
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_reductions_that_contradict_are_refused(loss_fn, reduction, error, words, entry):
     x, y = data(6)
     with pytest.raises(error, match=words):
-        getattr(pipe_of(model()), door)(x, y, loss_fn=loss_fn, loss_reduction=reduction)
+        getattr(pipe_of(model()), entry)(x, y, loss_fn=loss_fn, loss_reduction=reduction)
 
 
 @pytest.mark.parametrize("loss_fn", [nn.KLDivLoss(reduction="batchmean"), nn.PoissonNLLLoss(), nn.HuberLoss()])
@@ -552,11 +552,11 @@ def test_without_gradients_step_names_evaluate():
 
 
 @pytest.mark.parametrize("rows", [5, 7, 1])
-@pytest.mark.parametrize("door", ["step", "evaluate"])
-def test_a_target_with_other_rows_is_refused(rows, door):
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_target_with_other_rows_is_refused(rows, entry):
     x, _ = data(6)
     with pytest.raises(ValueError, match=f"the target has {rows} rows but the input has 6"):
-        getattr(pipe_of(model()), door)(x, data(rows)[1], loss_fn=F.mse_loss)
+        getattr(pipe_of(model()), entry)(x, data(rows)[1], loss_fn=F.mse_loss)
 
 
 def test_a_0d_target_is_refused_and_nochunk_is_the_remedy():
@@ -734,15 +734,15 @@ def test_outputs_and_targets_are_pytrees(rows, chunks):
     assert step.outputs["two"][1:] == (None, 3)
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate"])
-def test_without_a_target_the_loss_gets_none(door):
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_without_a_target_the_loss_gets_none(entry):
     def loss_fn(output, target):
         assert target is None
         return output.square().mean()
 
     pipe = pipe_of(model())
     x, _ = data(6)
-    torch.testing.assert_close(getattr(pipe, door)(x, loss_fn=loss_fn).loss, model()(x).square().mean().detach())
+    torch.testing.assert_close(getattr(pipe, entry)(x, loss_fn=loss_fn).loss, model()(x).square().mean().detach())
 
 
 def test_a_number_as_target_goes_to_every_chunk():
@@ -1223,11 +1223,11 @@ def test_a_leaf_that_a_loss_captures_in_a_late_chunk_of_a_late_step_counts():
     torch.testing.assert_close(leaf.grad, expected.detach(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "store"])
+@pytest.mark.parametrize("entry", ["forward", "step", "store"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_half_precision_are_sums_of_float32_rounded_once(door, schedule, captures, dtype):
+def test_gradients_of_half_precision_are_sums_of_float32_rounded_once(entry, schedule, captures, dtype):
     """Within 1e-6 of the float64 sum of the same contributions, before they are rounded. In halves: 1e-2."""
     torch.manual_seed(2)
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
@@ -1244,14 +1244,14 @@ def test_gradients_of_half_precision_are_sums_of_float32_rounded_once(door, sche
         for total, grad in zip(exact, grads, strict=True):
             total += grad.double()
     pipe = Pipe(module, [1, 3], chunks=64, schedule=schedule)
-    if door == "store":
+    if entry == "store":
         store = pipe.step(x, loss_fn=loss_fn, grads="store").grads
         for param, total in zip(module.parameters(), exact, strict=True):
             found = store.get(param)
             assert found.dtype == torch.float32
             assert (found.double() - total).norm() <= 1e-6 * total.norm()
         store.assign("set")
-    elif door == "step":
+    elif entry == "step":
         pipe.step(x, loss_fn=loss_fn)
     else:
         loss_fn(pipe(x), None).backward()

@@ -85,17 +85,17 @@ EXACT = {
 }
 
 
-def run(door, pipe, x, target, loss_fn):
-    """The loss by a door, and the gradients there are."""
+def run(entry, pipe, x, target, loss_fn):
+    """The loss by an entry point, and the gradients there are."""
     pipe.zero_grad()
-    if door == "evaluate":
+    if entry == "evaluate":
         return pipe.evaluate(x, target, loss_fn=loss_fn).loss, None
-    if door == "eager":
+    if entry == "eager":
         grads = {}
         update = EagerUpdate(lambda parameter, grad: grads.__setitem__(id(parameter), grad.clone()))
         loss = pipe.step(x, target, loss_fn=loss_fn, optimizer=update).loss
         return loss, [grads[id(parameter)] for parameter in pipe.parameters()]
-    loss = pipe.step(x, target, loss_fn=loss_fn, outputs=door == "outputs").loss
+    loss = pipe.step(x, target, loss_fn=loss_fn, outputs=entry == "outputs").loss
     return loss, [parameter.grad for parameter in pipe.parameters()]
 
 
@@ -112,14 +112,14 @@ def assert_near(found, expected, tolerance=1e-12):
         torch.testing.assert_close(grad, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("door", ["step", "outputs", "eager", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "outputs", "eager", "evaluate"])
 @pytest.mark.parametrize("name", EXACT)
-def test_a_mean_over_tokens_within_a_loss_is_exact_in_every_step(name, door):
+def test_a_mean_over_tokens_within_a_loss_is_exact_in_every_step(name, entry):
     module, loss_fn = language_model(), EXACT[name]
     pipe = Pipe(module, [1, 3], chunks=3)
     for number in (1, 2, 3):
         x, target = minibatch(number, 6 + number % 2)
-        assert_near(run(door, pipe, x, target, loss_fn), whole(module, x, target, loss_fn))
+        assert_near(run(entry, pipe, x, target, loss_fn), whole(module, x, target, loss_fn))
 
 
 def masked(output, target):
@@ -182,9 +182,9 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("door", ["step", "eager", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "eager", "evaluate"])
 @pytest.mark.parametrize("name", UNEVEN)
-def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(name, door):
+def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(name, entry):
     module, loss_fn = language_model(), UNEVEN[name]
     pipe = Pipe(module, [1, 3], chunks=3)
     refused = []
@@ -192,7 +192,7 @@ def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(na
         x, target = minibatch(number, 6)
         before = [parameter.detach().clone() for parameter in module.parameters()]
         try:
-            found = run(door, pipe, x, target, loss_fn)
+            found = run(entry, pipe, x, target, loss_fn)
         except ValueError as error:
             assert "is not a mean over rows" in str(error) and "Return (sum, count)" in str(error)
             refused.append(number)
@@ -236,14 +236,14 @@ TEMPERATURE = torch.tensor(0.3, dtype=torch.float64)
 
 @pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("rows", [7, 3])
-@pytest.mark.parametrize("door", ["step", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", LEGAL)
-def test_means_over_rows_go_on_working_whatever_else_a_loss_divides_by(name, door, rows):
+def test_means_over_rows_go_on_working_whatever_else_a_loss_divides_by(name, entry, rows):
     module, loss_fn = language_model(), LEGAL[name]
     pipe = Pipe(module, [1, 3], chunks=3)
     for number in (1, 2, 3):
         x, target = minibatch(number, rows)
-        assert_near(run(door, pipe, x, target, loss_fn), whole(module, x, target, loss_fn), 1e-10)
+        assert_near(run(entry, pipe, x, target, loss_fn), whole(module, x, target, loss_fn), 1e-10)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

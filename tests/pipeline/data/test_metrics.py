@@ -50,10 +50,10 @@ def with_metrics(loss_fn, output, target):
     return (*value, reported(output, target)) if isinstance(value, tuple) else (value, reported(output, target))
 
 
-@pytest.mark.parametrize("door", ["step", "outputs", "store", "eager", "two runs", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "outputs", "store", "eager", "two runs", "evaluate"])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", LOSSES)
-def test_metrics_are_those_of_the_mini_batch_and_change_nothing(name, chunks, door):
+def test_metrics_are_those_of_the_mini_batch_and_change_nothing(name, chunks, entry):
     module, (x, target) = classifier(), data()
     pipe = Pipe(module, [2, 1], chunks=chunks)
     with torch.no_grad():
@@ -64,14 +64,14 @@ def test_metrics_are_those_of_the_mini_batch_and_change_nothing(name, chunks, do
     assert plain.metrics == {}
     for _ in range(3):
         loss_fn = partial(with_metrics, LOSSES[name])
-        if door == "evaluate":
+        if entry == "evaluate":
             step = pipe.evaluate(x, target, loss_fn=loss_fn)
-        elif door in ("eager", "two runs"):
-            options = {"clip": "two_pass", "max_norm": 1.0} if door == "two runs" else {}
+        elif entry in ("eager", "two runs"):
+            options = {"clip": "two_pass", "max_norm": 1.0} if entry == "two runs" else {}
             update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.0), **options)
             step = pipe.step(x, target, loss_fn=loss_fn, optimizer=update)
         else:
-            step = pipe.step(x, target, loss_fn=loss_fn, outputs=door == "outputs", grads="store")
+            step = pipe.step(x, target, loss_fn=loss_fn, outputs=entry == "outputs", grads="store")
         torch.testing.assert_close(step.loss, plain.loss)
         assert type(step.metrics) is dict and step.metrics.keys() == expected.keys()
         for key, value in step.metrics.items():
@@ -104,14 +104,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate"])
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_metric_is_refused_by_name(name, door):
+def test_what_is_no_metric_is_refused_by_name(name, entry):
     metrics, error, words = REFUSED[name]
     x, target = data()
     pipe = Pipe(classifier(), [2, 1], chunks=3)
     with pytest.raises(error, match=words):
-        getattr(pipe, door)(x, target, loss_fn=lambda o, t: (o.mean(), metrics))
+        getattr(pipe, entry)(x, target, loss_fn=lambda o, t: (o.mean(), metrics))
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
@@ -124,9 +124,9 @@ def test_metrics_that_some_chunks_have_are_refused():
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor, lambda number: torch.tensor(number, dtype=torch.bfloat16)])
-@pytest.mark.parametrize("door", ["step", "evaluate", "eager"])
+@pytest.mark.parametrize("entry", ["step", "evaluate", "eager"])
 @pytest.mark.parametrize("number", [1, 3])
-def test_a_metric_taken_for_a_count_is_refused_and_told_where_it_goes(kind, door, number):
+def test_a_metric_taken_for_a_count_is_refused_and_told_where_it_goes(kind, entry, number):
     # In 1.0.1, (loss, accuracy) was (sum, count): a loss of 3.08 for 1.28.
     def accurate(output, target):
         accuracy = 0.4 if calls["now"] == number else 1.0
@@ -135,13 +135,13 @@ def test_a_metric_taken_for_a_count_is_refused_and_told_where_it_goes(kind, door
     x, target = data(6)
     pipe, calls = Pipe(classifier(), [2, 1], chunks=2), {"now": 0}
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    more = {"optimizer": EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1))} if door == "eager" else {}
+    more = {"optimizer": EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1))} if entry == "eager" else {}
     for calls["now"] in range(1, number):
         pipe.step(x, target, loss_fn=accurate, grads="store")
     words = r"as a count, which is no whole number.*\(loss, \{'accuracy': \(sum, count\)\}\)"
     with pytest.raises(ValueError, match=words):
         calls["now"] = number
-        getattr(pipe, door.replace("eager", "step"))(x, target, loss_fn=accurate, **more)
+        getattr(pipe, entry.replace("eager", "step"))(x, target, loss_fn=accurate, **more)
     assert all(map(torch.equal, pipe.parameters(), before))
 
 
@@ -175,10 +175,10 @@ class Both(nn.Module):
         return x * 2, x + 1
 
 
-@pytest.mark.parametrize("door", ["step", "outputs", "evaluate", "inference"])
+@pytest.mark.parametrize("entry", ["step", "outputs", "evaluate", "inference"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 @pytest.mark.parametrize("name", WRITING)
-def test_a_loss_may_write_its_output(name, checkpoint, door):
+def test_a_loss_may_write_its_output(name, checkpoint, entry):
     # In 1.0.1, a leaf Variable that requires grad was being used in an in-place operation.
     shift = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     loss_fn = WRITING[name] or (lambda o, t: o.sub_(t).mul_(shift).square().mean())
@@ -194,13 +194,13 @@ def test_a_loss_may_write_its_output(name, checkpoint, door):
     wanted = torch.autograd.grad(whole, leaves, allow_unused=True)
     pipe = Pipe(module, [2, len(module) - 2], chunks=3, checkpoint=checkpoint)
     for _ in range(3):
-        if door in ("evaluate", "inference"):
-            with torch.inference_mode(door == "inference"):
+        if entry in ("evaluate", "inference"):
+            with torch.inference_mode(entry == "inference"):
                 step = pipe.evaluate(x, target, loss_fn=loss_fn)
         else:
             for leaf in leaves:
                 leaf.grad = None
-            step = pipe.step(x, target, loss_fn=loss_fn, outputs=door == "outputs")
+            step = pipe.step(x, target, loss_fn=loss_fn, outputs=entry == "outputs")
             for leaf, grad in zip(leaves, wanted, strict=True):
                 assert (grad is None) == (leaf.grad is None)
                 if grad is not None:

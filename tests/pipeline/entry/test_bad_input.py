@@ -205,17 +205,17 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_an_input_that_cannot_be_cut_is_refused(name, door):
+def test_an_input_that_cannot_be_cut_is_refused(name, entry):
     build, error, words = INPUTS[name]
     pipe = Pipe(nn.Sequential(First(), *net()), [2, 2], 2)
     value = build(torch.randn(ROWS, WIDE))
     generator = torch.default_generator.get_state()
     with pytest.raises(error, match=words) as caught:
-        if door == "forward":
+        if entry == "forward":
             pipe(value)
-        elif door == "step":
+        elif entry == "step":
             pipe.step(value, loss_fn=mean)
         else:
             pipe.evaluate(value, loss_fn=mean)
@@ -248,15 +248,15 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-@pytest.mark.parametrize("door", ["forward", "no_grad", "evaluate"])
-def test_outputs_that_cannot_be_joined_are_refused(name, door):
+@pytest.mark.parametrize("entry", ["forward", "no_grad", "evaluate"])
+def test_outputs_that_cannot_be_joined_are_refused(name, entry):
     make, words = OUTPUTS[name]
     pipe = Pipe(nn.Sequential(*net(), Gives(make)), [2, 2], 2, checkpoint="never")
     x = torch.randn(5, WIDE)
     with pytest.raises(ValueError, match=words):
-        if door == "forward":
+        if entry == "forward":
             pipe(x)
-        elif door == "no_grad":
+        elif entry == "no_grad":
             with torch.no_grad():
                 pipe(x)
         else:
@@ -286,12 +286,12 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("door", ["step", "evaluate"])
-def test_a_target_that_does_not_fit_is_refused(name, door):
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_target_that_does_not_fit_is_refused(name, entry):
     target, error, words = TARGETS[name]
     pipe = Pipe(net(), [2, 1], 2)
     with pytest.raises(error, match=words):
-        getattr(pipe, door)(torch.randn(ROWS, WIDE), target, loss_fn=mean)
+        getattr(pipe, entry)(torch.randn(ROWS, WIDE), target, loss_fn=mean)
 
 
 def sgd(pipe):

@@ -1,6 +1,6 @@
 """May a mini-batch be cut? Layers that mix rows, outputs without rows and values that go round a stage are refused.
 
-Each law goes over the doors, and what is legal goes on working: the same numbers, and no trace of the probe.
+Each law goes over the entry points, and what is legal goes on working: the same numbers, and no trace of the probe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline import EagerUpdate, Pipe, is_recomputing
 from pipeline.curvature import Hessian
 
 WIDTH = 4
-DOORS: dict[str, Callable[[Pipe, Tensor], object]] = {
+ENTRIES: dict[str, Callable[[Pipe, Tensor], object]] = {
     "forward": lambda pipe, x: pipe(x),
     "no_grad": lambda pipe, x: torch.no_grad()(pipe)(x),
     "inference_mode": lambda pipe, x: torch.inference_mode()(pipe)(x),
@@ -92,8 +92,8 @@ MIXES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_layers_that_mix_rows_are_refused_by_name(name: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_layers_that_mix_rows_are_refused_by_name(name: str, entry: str) -> None:
     build, x = MIXES[name]
     for chunks, extra in ((2, [nn.Identity()]), (3, [])):
         layer = build()
@@ -101,18 +101,18 @@ def test_layers_that_mix_rows_are_refused_by_name(name: str, door: str) -> None:
         for _ in range(2):  # not only the first time
             words = rf"layer 1 \({type(layer).__name__}\) mixes the rows.*batch_dim=1.*batch_first=True.*chunks=1"
             with pytest.raises(ValueError, match=words):
-                DOORS[door](pipe, x())
+                ENTRIES[entry](pipe, x())
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("training", [True, False])
-def test_every_door_refuses_them(door: str, training: bool) -> None:
+def test_every_entry_point_refuses_them(entry: str, training: bool) -> None:
     for schedule in ("gpipe", "1f1b"):
         layer = MIXES["GRU" if schedule == "gpipe" else "x - x.mean(0)"]
         pipe = Pipe(around(layer[0]()), [1, 1], 3, schedule=schedule).train(training)
         with pytest.raises(ValueError, match=r"layer 1 \(Calls\) mixes the rows"):
-            DOORS[door](pipe, layer[1]())
-        DOORS[door](Pipe(around(layer[0]()), [1, 1], 1, schedule=schedule), layer[1]())  # nothing is cut
+            ENTRIES[entry](pipe, layer[1]())
+        ENTRIES[entry](Pipe(around(layer[0]()), [1, 1], 1, schedule=schedule), layer[1]())  # nothing is cut
 
 
 def test_chunks_of_one_row_are_refused_too() -> None:
@@ -166,15 +166,15 @@ NO_ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
-@pytest.mark.parametrize("door", DOORS)
-def test_outputs_without_rows_are_refused_where_their_sizes_fit_too(name: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_outputs_without_rows_are_refused_where_their_sizes_fit_too(name: str, entry: str) -> None:
     build, make_input = NO_ROWS[name]
     x = make_input()
     for chunks in sorted({2, 3, len(x) // 2}):
         with pytest.raises(ValueError, match=r"dim 0|mixes the rows"):
-            DOORS[door](Pipe(around(build()), [1, 1], chunks), x)
-    if door in ("forward", "step"):
-        DOORS[door](Pipe(around(build()), [1, 1], 1), x)  # nothing is cut
+            ENTRIES[entry](Pipe(around(build()), [1, 1], chunks), x)
+    if entry in ("forward", "step"):
+        ENTRIES[entry](Pipe(around(build()), [1, 1], 1), x)  # nothing is cut
 
 
 def test_the_shapes_are_told() -> None:
@@ -248,19 +248,19 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")  # one of each kind
 def test_a_value_that_goes_round_a_stage_boundary_is_refused(
     build: Callable[[], list[nn.Module]], schedule: str
 ) -> None:
-    door = list(DOORS)[(SCHEDULES.index(schedule) + ROUND.index(build)) % 4]
+    entry = list(ENTRIES)[(SCHEDULES.index(schedule) + ROUND.index(build)) % 4]
     pipe = Pipe(nn.Sequential(*build()).double(), [1, 1, 1, 1], 4, schedule=schedule, checkpoint="never")
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"stage 2 \(layer 2\) gives other values.*another stage.*pipeline.skip"):
-            DOORS[door](pipe, flat())
+            ENTRIES[entry](pipe, flat())
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_refuses_it_and_threads_do(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_point_refuses_it_and_threads_do(entry: str) -> None:
     for how in ({}, {"workers": "threads"}):
         pipe = Pipe(nn.Sequential(*through_a_dict()).double(), [1, 1, 1, 1], 4, schedule="interleaved", **how)
         with pytest.raises(RuntimeError, match="stage 2 .*gives other values"):
-            DOORS[door](pipe, flat())
+            ENTRIES[entry](pipe, flat())
 
 
 def test_within_one_stage_a_value_may_take_any_way() -> None:
@@ -286,8 +286,8 @@ def test_what_is_the_same_for_every_chunk_may_lie_anywhere() -> None:
         return h
 
     model = nn.Sequential(calls(put), calls(made), calls(lambda h: h + place["table"] + table.made)).double()
-    for door in ("forward", "step", "evaluate"):
-        DOORS[door](Pipe(model, [1, 1, 1], 4), flat())
+    for entry in ("forward", "step", "evaluate"):
+        ENTRIES[entry](Pipe(model, [1, 1, 1], 4), flat())
 
 
 # ------------------------------------------------------------------------------------------------------ what is legal
@@ -406,7 +406,7 @@ class Watches(nn.Module):
 LOG: list[int] = []
 
 
-def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def seen_by(probes: bool, entry: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """What two calls leave, with and without a probe."""
     for generator in (TORCHS, torch.default_generator):
         generator.manual_seed(5)
@@ -421,7 +421,7 @@ def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setattr("pipeline.entry.probe.Probe.check", lambda self: None)
     pipe, x = Pipe(model, [1, 2, 1], 2, checkpoint="never"), torch.linspace(-1, 1, 24).double().reshape(6, WIDTH)
     for _ in range(2):
-        made = DOORS[door](pipe, x)
+        made = ENTRIES[entry](pipe, x)
         yield [made if isinstance(made, Tensor) else getattr(made, "loss"), *recorded, layer.last]
         yield [param.grad for param in pipe.parameters()]
         yield [*layer.state(), list(LOG), random.getstate(), repr(numpy.random.get_state()), BITS.state]
@@ -429,11 +429,11 @@ def seen_by(probes: bool, door: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield [module.training for module in pipe.modules()]
 
 
-@pytest.mark.parametrize("door", ["forward", "no_grad", "step", "evaluate", "eager"])
-def test_a_probe_leaves_no_trace(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry", ["forward", "no_grad", "step", "evaluate", "eager"])
+def test_a_probe_leaves_no_trace(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a module, nor in what hooks record, in globals, generators or buffers."""
-    with_probe = [*seen_by(True, door, monkeypatch)]
-    without = [*seen_by(False, door, monkeypatch)]
+    with_probe = [*seen_by(True, entry, monkeypatch)]
+    without = [*seen_by(False, entry, monkeypatch)]
     for ones, others in zip(with_probe, without, strict=True):
         assert len(ones) == len(others)
         for one, other in zip(ones, others, strict=True):

@@ -1,4 +1,4 @@
-"""The machine under the doors: lanes, drivers, plans, the table of values, the mailbox, the trace."""
+"""The machine under the entry points: lanes, drivers, plans, the table of values, the mailbox, the trace."""
 
 import re
 from time import perf_counter

@@ -102,8 +102,8 @@ def assert_as_before(pipe, before, identities):
     assert all(type(param) is nn.Parameter for param in pipe.parameters())
 
 
-def run(door, pipe, x, y):
-    return mse(pipe(x), y).backward() if door == "forward" else pipe.step(x, y, loss_fn=mse)
+def run(entry, pipe, x, y):
+    return mse(pipe(x), y).backward() if entry == "forward" else pipe.step(x, y, loss_fn=mse)
 
 
 WHERE = {  # where it fails, how often it gets there first, the note
@@ -116,21 +116,21 @@ WHERE = {  # where it fails, how often it gets there first, the note
 
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("where,count", WHERE)
-def test_an_exception_in_an_action_names_it_and_leaves_everything_as_before(where, count, door, schedule, error):
+def test_an_exception_in_an_action_names_it_and_leaves_everything_as_before(where, count, entry, schedule, error):
     checkpoint = "always" if where == "recomputation" else "never"
     ours = net()
     pipe = Pipe(ours, [3, 2, 2], CHUNKS, schedule=schedule, checkpoint=checkpoint)
     x, y = batch()
-    run(door, pipe, x, y)  # there are gradients, moved buffers
+    run(entry, pipe, x, y)  # there are gradients, moved buffers
     identities = {name: id(param) for name, param in pipe.named_parameters()}
-    loss = mse(pipe(x), y) if door == "forward" and where != "forward" else None
+    loss = mse(pipe(x), y) if entry == "forward" and where != "forward" else None
     before = everything(pipe)
     pipe[4].set(where, count, error)
     generator = torch.default_generator.get_state()
     with pytest.raises(error, match="burnt") as caught:
-        run(door, pipe, x, y) if loss is None else loss.backward()
+        run(entry, pipe, x, y) if loss is None else loss.backward()
     assert caught.type is error
     assert WHERE[where, count] in caught.value.__notes__
     assert_as_before(pipe, before, identities)
@@ -141,27 +141,27 @@ def test_an_exception_in_an_action_names_it_and_leaves_everything_as_before(wher
     assert torch.equal(after, torch.default_generator.get_state())
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
-def test_a_failed_call_leaves_the_generators_that_modules_hold(door):
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate"])
+def test_a_failed_call_leaves_the_generators_that_modules_hold(entry):
     pipe = Pipe(net(), [3, 2, 2], CHUNKS)
     state = pipe[4].generator.get_state()
     pipe[4].set("forward", 2)
     with pytest.raises(Trouble):
-        if door == "evaluate":
+        if entry == "evaluate":
             pipe.evaluate(*batch(), loss_fn=mse)
         else:
-            run(door, pipe, *batch())
+            run(entry, pipe, *batch())
     assert torch.equal(pipe[4].generator.get_state(), state)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("where,count", WHERE)
-def test_the_call_after_a_failed_one_is_right(where, count, door):
+def test_the_call_after_a_failed_one_is_right(where, count, entry):
     checkpoint = "always" if where == "recomputation" else "never"
     ours, theirs = twins(net())
     pipe = Pipe(ours, [3, 2, 2], CHUNKS, checkpoint=checkpoint)
     x, y = batch()
-    if door == "forward" and where != "forward":
+    if entry == "forward" and where != "forward":
         loss = mse(pipe(x), y)
         pipe[4].set(where, count)
         with pytest.raises(Trouble):
@@ -170,15 +170,15 @@ def test_the_call_after_a_failed_one_is_right(where, count, door):
     else:
         pipe[4].set(where, count)
         with pytest.raises(Trouble):
-            run(door, pipe, x, y)
+            run(entry, pipe, x, y)
         pipe[4].generator.manual_seed(11)  # its state after a failure is the matter of another test
     seed = call_seed(2)
-    if door == "forward":
-        run(door, pipe, x, y)
+    if entry == "forward":
+        run(entry, pipe, x, y)
         reference = ByChunks(theirs, x, CHUNKS, seed)
         reference.backward(mse(reference.output, y))
     else:
-        run(door, pipe, x, y)
+        run(entry, pipe, x, y)
         step_by_chunks(theirs, x, y, CHUNKS, mse, seed)
     assert_same_grads(pipe, theirs)
     for name, buffer in pipe.named_buffers():
@@ -205,8 +205,8 @@ def test_an_exception_in_the_loss_names_the_last_stage(schedule, chunk):
     assert_as_before(pipe, before, identities)
 
 
-@pytest.mark.parametrize("door", ["evaluate", "no_grad"])
-def test_a_failed_evaluation_leaves_modes_and_buffers(door):
+@pytest.mark.parametrize("entry", ["evaluate", "no_grad"])
+def test_a_failed_evaluation_leaves_modes_and_buffers(entry):
     pipe = Pipe(net(), [3, 2, 2], CHUNKS)
     pipe[1].eval()
     x, y = batch()
@@ -214,7 +214,7 @@ def test_a_failed_evaluation_leaves_modes_and_buffers(door):
     flags = [module.training for module in pipe.modules()]
     pipe[4].set("forward", 3)
     with pytest.raises(Trouble) as caught:
-        if door == "evaluate":
+        if entry == "evaluate":
             pipe.evaluate(x, y, loss_fn=mse)
         else:
             with torch.no_grad():
@@ -231,8 +231,8 @@ class Unjoinable(nn.Module):
         return x.mean() if self.on else x
 
 
-@pytest.mark.parametrize("door", ["forward", "step with outputs", "no_grad"])
-def test_an_output_that_cannot_be_joined_leaves_everything_as_before(door):
+@pytest.mark.parametrize("entry", ["forward", "step with outputs", "no_grad"])
+def test_an_output_that_cannot_be_joined_leaves_everything_as_before(entry):
     last = Unjoinable()
     pipe = Pipe(nn.Sequential(*net(), last), [3, 2, 3], CHUNKS)
     x, y = batch()
@@ -242,9 +242,9 @@ def test_an_output_that_cannot_be_joined_leaves_everything_as_before(door):
     last.on = True
     before, identities = everything(pipe), {name: id(param) for name, param in pipe.named_parameters()}
     with pytest.raises(ValueError, match="cannot be joined"):
-        if door == "forward":
+        if entry == "forward":
             pipe(x)
-        elif door == "no_grad":
+        elif entry == "no_grad":
             with torch.no_grad():
                 pipe(x)
         else:
@@ -276,14 +276,14 @@ def test_a_second_backward_after_a_failed_one_is_right_or_refused(checkpoint, re
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_a_failed_call_keeps_nothing_alive(door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_a_failed_call_keeps_nothing_alive(entry):
     pipe = Pipe(net(), [3, 2, 2], CHUNKS, checkpoint="never")
     seen = []
     pipe[3].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     pipe[4].set("forward", 3)
     with pytest.raises(Trouble):
-        run(door, pipe, *batch())
+        run(entry, pipe, *batch())
     gc.collect()
     assert len(seen) == 3 and all(ref() is None for ref in seen)
 
@@ -552,9 +552,9 @@ class Takes(nn.Module):
 
 @pytest.mark.inline
 @pytest.mark.parametrize("probed", [True, False], ids=["in a call that probes", "in one that does not"])
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_an_activation_that_goes_round_the_boundary_is_refused(door, checkpoint, probed):
+def test_an_activation_that_goes_round_the_boundary_is_refused(entry, checkpoint, probed):
     box = {}
     last = Takes(box)
     pipe = Pipe(nn.Sequential(Keeps(box), nn.Tanh(), last).double(), [2, 1], CHUNKS, checkpoint=checkpoint)
@@ -567,7 +567,7 @@ def test_an_activation_that_goes_round_the_boundary_is_refused(door, checkpoint,
     if not probed:
         words = "did not come through its input.*gradient would be lost"
     with pytest.raises(RuntimeError, match=f"{words}.*Return it from") as caught:
-        pipe(x).sum().backward() if door == "forward" else pipe.step(x, loss_fn=lambda output, _: output.mean())
+        pipe(x).sum().backward() if entry == "forward" else pipe.step(x, loss_fn=lambda output, _: output.mean())
     assert getattr(caught.value, "__notes__", []) == ([] if probed else ["stage 1 (layer 2), chunk 0, 1F0"])
 
 
@@ -599,14 +599,14 @@ class Recurrent(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_a_state_kept_from_an_earlier_chunk_or_call_is_refused(door, chunks):
+def test_a_state_kept_from_an_earlier_chunk_or_call_is_refused(entry, chunks):
     pipe = Pipe(nn.Sequential(Recurrent(False), nn.Linear(WIDE, 2)).double(), [1, 1], chunks, checkpoint="always")
     x, y = batch()
     with pytest.raises(RuntimeError):
         for _ in range(2):
-            run(door, pipe, x, y)
+            run(entry, pipe, x, y)
 
 
 @pytest.mark.parametrize("what", ["parameter", "activation"])

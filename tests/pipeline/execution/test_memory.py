@@ -28,7 +28,7 @@ from pipeline.curvature import Hessian
 from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -131,20 +131,20 @@ def analytic_peak(
     return peak
 
 
-def measure(balance: Sequence[int], chunks: int, rows: int, door: str, schedule: str, policy: object) -> Saved:
+def measure(balance: Sequence[int], chunks: int, rows: int, entry: str, schedule: str, policy: object) -> Saved:
     model = layered()
     pipe = Pipe(model, balance, chunks, schedule=schedule, checkpoint=policy)
     with Saved(model).counted() as saved:
-        run(pipe, torch.randn(rows, WIDTHS[0]).double(), door)
+        run(pipe, torch.randn(rows, WIDTHS[0]).double(), entry)
     return saved
 
 
-def check_peak(balance: Sequence[int], chunks: int, rows: int, door: str, schedule: str, policy: object) -> None:
-    saved = measure(balance, chunks, rows, door, schedule, policy)
+def check_peak(balance: Sequence[int], chunks: int, rows: int, entry: str, schedule: str, policy: object) -> None:
+    saved = measure(balance, chunks, rows, entry, schedule, policy)
     count = min(chunks, rows)
     lengths = [rows // count + (chunk < rows % count) for chunk in range(count)]
     per_row = stage_bytes(balance)
-    planner = plan_step if door == "step" else plan_forward
+    planner = plan_step if entry == "step" else plan_forward
     plan = planner(by_name(schedule, len(balance), count), ["cpu"] * len(balance))
     (order,) = plan.device_orders
     again = plan.recomputed(policy)
@@ -155,26 +155,26 @@ def check_peak(balance: Sequence[int], chunks: int, rows: int, door: str, schedu
 @pytest.mark.inline
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 def test_peak_saved_bytes_equal_the_analytic_count(
-    balance: list[int], door: str, schedule: str, policy: object
+    balance: list[int], entry: str, schedule: str, policy: object
 ) -> None:
     for chunks, rows in ((1, 4), (3, 7), (4, 8)):
-        check_peak(balance, chunks, rows, door, schedule, policy)
+        check_peak(balance, chunks, rows, entry, schedule, policy)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 16])
 def test_peak_saved_bytes_equal_the_analytic_count_over_the_full_product(
-    rows: int, chunks: int, balance: list[int], door: str, schedule: str, policy: object
+    rows: int, chunks: int, balance: list[int], entry: str, schedule: str, policy: object
 ) -> None:
-    check_peak(balance, chunks, rows, door, schedule, policy)
+    check_peak(balance, chunks, rows, entry, schedule, policy)
 
 
 def test_the_counter_counts_what_the_plain_module_saves() -> None:
@@ -207,13 +207,13 @@ def test_peaks_in_closed_form(balance: list[int], schedule: str) -> None:
 
 @pytest.mark.inline
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("balance", BALANCES, ids=str)
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_the_peak_of_except_last_equals_that_of_always(
-    balance: list[int], door: str, schedule: str, chunks: int
+    balance: list[int], entry: str, schedule: str, chunks: int
 ) -> None:
-    peaks = [measure(balance, chunks, 10, door, schedule, policy).peak for policy in ("always", "except_last")]
+    peaks = [measure(balance, chunks, 10, entry, schedule, policy).peak for policy in ("always", "except_last")]
     assert peaks[0] == peaks[1]
 
 
@@ -263,19 +263,19 @@ def test_a_second_order_recomputation_dies_with_its_result(policy: object) -> No
 # ------------------------------------------------------------------------------------------- outputs without gradient
 
 
-@pytest.mark.parametrize("door", ["forward", "no_grad", "inference", "evaluate"])
+@pytest.mark.parametrize("entry", ["forward", "no_grad", "inference", "evaluate"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_gradients_nothing_is_saved(door: str, policy: object) -> None:
+def test_without_gradients_nothing_is_saved(entry: str, policy: object) -> None:
     model = layered()
-    if door == "forward":
+    if entry == "forward":
         model.requires_grad_(False)
     pipe = Pipe(model, [3, 3, 2], 4, checkpoint=policy)
     x = torch.randn(8, 3).double()
     with Saved(model).counted() as saved:
-        if door == "evaluate":
+        if entry == "evaluate":
             pipe.evaluate(x, loss_fn=sum_of, loss_reduction="sum")
         else:
-            with torch.inference_mode(door == "inference"), torch.set_grad_enabled(door == "forward"):
+            with torch.inference_mode(entry == "inference"), torch.set_grad_enabled(entry == "forward"):
                 out = pipe(x)
             assert not out.requires_grad and out.grad_fn is None
     assert saved.packed == 0
@@ -296,18 +296,18 @@ def test_a_detached_output_keeps_nothing_and_has_no_backward(policy: object) -> 
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_frozen_stages_in_front_keep_nothing(door: str, policy: object) -> None:
+def test_frozen_stages_in_front_keep_nothing(entry: str, policy: object) -> None:
     model = layered()
     model[:3].requires_grad_(False)
     balance, chunks = [3, 3, 2], 4
     pipe = Pipe(model, balance, chunks, schedule="gpipe", checkpoint=policy)
     with Saved(model).counted() as saved:
-        run(pipe, torch.randn(8, 3).double(), door)
+        run(pipe, torch.randn(8, 3).double(), entry)
     # Stage 1 begins with Tanh, Sigmoid on what needs no gradient; Linear saves its input, the Sigmoid's output.
     per_row = [0, 8 * WIDTHS[5], stage_bytes(balance)[2]]
-    plan = (plan_step if door == "step" else plan_forward)(by_name("gpipe", 3, chunks), ["cpu"] * 3)
+    plan = (plan_step if entry == "step" else plan_forward)(by_name("gpipe", 3, chunks), ["cpu"] * 3)
     order = [action for action in plan.device_orders[0] if action.stage > 0]
     assert saved.peak == analytic_peak(order, plan.recomputed(policy), lambda stage, chunk: 2 * per_row[stage])
 
@@ -316,11 +316,11 @@ def test_frozen_stages_in_front_keep_nothing(door: str, policy: object) -> None:
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, chunks", [(2, 3), (3, 4), (4, 2)])
 def test_of_recomputed_chunks_only_the_inputs_in_flight_are_held(
-    door: str, schedule: str, stages: int, chunks: int
+    entry: str, schedule: str, stages: int, chunks: int
 ) -> None:
     """What stage s made of a chunk lives until B of that chunk in stage s + 1 is done, and no longer; seen at each
     forward, recomputation and backward."""
@@ -341,7 +341,7 @@ def test_of_recomputed_chunks_only_the_inputs_in_flight_are_held(
         layer.register_forward_pre_hook(check)
         layer.register_forward_hook(remember)
     with no_collector():
-        run(Pipe(model, [1] * stages, chunks, schedule=schedule, checkpoint="always"), labelled(chunks), door)
+        run(Pipe(model, [1] * stages, chunks, schedule=schedule, checkpoint="always"), labelled(chunks), entry)
         assert all(storage.expired() for storage in made.values())
     # Before each action of the merged order: F done in the stage before, B not done in the stage that reads.
     order = [seen for seen in log if seen.kind != "R"]
@@ -420,12 +420,12 @@ EAGER: dict[str, dict[str, Any]] = {
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
-def run_eagerly(pipe: Pipe, x: Tensor, y: Tensor, door: str) -> object:
+def run_eagerly(pipe: Pipe, x: Tensor, y: Tensor, entry: str) -> object:
     """A step that updates during the backward, or a backward that does."""
-    update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1), **EAGER[door])
-    if door.startswith("eager_backward"):
+    update = EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1), **EAGER[entry])
+    if entry.startswith("eager_backward"):
         return eager_backward(mean_of_squares(pipe(x), y), update)
-    return pipe.step(x, y, loss_fn=mean_of_squares, optimizer=update, outputs=door == "eager outputs")
+    return pipe.step(x, y, loss_fn=mean_of_squares, optimizer=update, outputs=entry == "eager outputs")
 
 
 def mean_of_squares(out: Tensor, target: Tensor) -> Tensor:
@@ -435,10 +435,10 @@ def mean_of_squares(out: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "door", ["forward", "step", "store", "outputs", "evaluate", "no_grad", "dropped", "create_graph", *EAGER]
+    "entry", ["forward", "step", "store", "outputs", "evaluate", "no_grad", "dropped", "create_graph", *EAGER]
 )
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_nothing_is_alive_after_a_call(policy: object, schedule: str, door: str, requires_grad: bool) -> None:
+def test_nothing_is_alive_after_a_call(policy: object, schedule: str, entry: str, requires_grad: bool) -> None:
     """With the garbage collector off: not even a cycle. x and the target die with the user's names for them."""
     model = net()
     watch = Watch(model)
@@ -446,20 +446,21 @@ def test_nothing_is_alive_after_a_call(policy: object, schedule: str, door: str,
     with no_collector():
         x = watch.add("x", torch.randn(6, 3).double().requires_grad_(requires_grad))
         y = watch.add("target", torch.randn(6, 2).double())
-        if door in ("step", "store", "outputs"):
+        if entry in ("step", "store", "outputs"):
             step = pipe.step(
-                x, y, loss_fn=mean_of_squares, grads="store" if door == "store" else "param", outputs=door == "outputs"
+                x, y, loss_fn=mean_of_squares, outputs=entry == "outputs",
+                grads="store" if entry == "store" else "param",
             )
-        elif door == "evaluate":
+        elif entry == "evaluate":
             step = pipe.evaluate(x, y, loss_fn=mean_of_squares)
-        elif door == "no_grad":
+        elif entry == "no_grad":
             with torch.no_grad():
                 pipe(x)
-        elif door in EAGER:
-            step = run_eagerly(pipe, x, y, door)
-        elif door == "forward":
+        elif entry in EAGER:
+            step = run_eagerly(pipe, x, y, entry)
+        elif entry == "forward":
             mean_of_squares(pipe(x), y).backward()
-        elif door == "dropped":
+        elif entry == "dropped":
             pipe(x)
         else:
             torch.autograd.grad(mean_of_squares(pipe(x), y), list(model.parameters()), create_graph=True)
@@ -468,15 +469,15 @@ def test_nothing_is_alive_after_a_call(policy: object, schedule: str, door: str,
         assert watch.alive() == set()
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_but_the_output_is_alive_after_backward_while_the_output_is_held(door: str, policy: object) -> None:
+def test_nothing_but_the_output_is_alive_after_backward_while_the_output_is_held(entry: str, policy: object) -> None:
     model = net()
     watch = Watch(model[:-1])
     pipe = Pipe(model, [2, 2, 3], 3, checkpoint=policy)
     with no_collector():
         x = torch.randn(6, 3).double()
-        if door == "forward":
+        if entry == "forward":
             out = pipe(x)
             out.sum().backward()
         else:
@@ -487,11 +488,11 @@ def test_nothing_but_the_output_is_alive_after_backward_while_the_output_is_held
 
 
 @pytest.mark.parametrize(
-    "door, when",
-    [*((door, when) for door in [*DOORS, *EAGER] for when in "FRB"), ("evaluate", "F"), ("no_grad", "F")],
+    "entry, when",
+    [*((entry, when) for entry in [*ENTRIES, *EAGER] for when in "FRB"), ("evaluate", "F"), ("no_grad", "F")],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_is_alive_after_a_failed_call(door: str, when: str, schedule: str) -> None:
+def test_nothing_is_alive_after_a_failed_call(entry: str, when: str, schedule: str) -> None:
     model = net(when)
     watch = Watch(model)
     pipe = Pipe(model, [2, 2, 3], 3, schedule=schedule, checkpoint="always")
@@ -500,14 +501,14 @@ def test_nothing_is_alive_after_a_failed_call(door: str, when: str, schedule: st
         x = watch.add("x", torch.randn(6, 3).double())
         y = watch.add("target", torch.randn(6, 2).double())
         try:
-            if door in ("forward", "no_grad"):
-                with torch.set_grad_enabled(door == "forward"):
+            if entry in ("forward", "no_grad"):
+                with torch.set_grad_enabled(entry == "forward"):
                     out = pipe(x)
                 mean_of_squares(out, y).backward()
-            elif door in EAGER:
-                run_eagerly(pipe, x, y, door)
+            elif entry in EAGER:
+                run_eagerly(pipe, x, y, entry)
             else:
-                getattr(pipe, door)(x, y, loss_fn=mean_of_squares)
+                getattr(pipe, entry)(x, y, loss_fn=mean_of_squares)
         except KeyError:
             return
         raise AssertionError
@@ -524,8 +525,8 @@ def product(pipe: Pipe, x: Tensor, y: Tensor) -> object:
 
 
 LEAVING = {
-    **{door: partial(run_eagerly, door=door) for door in EAGER},
-    **{door: partial(lambda pipe, x, y, door: run(pipe, x, door), door=door) for door in DOORS},
+    **{entry: partial(run_eagerly, entry=entry) for entry in EAGER},
+    **{entry: partial(lambda pipe, x, y, entry: run(pipe, x, entry), entry=entry) for entry in ENTRIES},
     "evaluate": lambda pipe, x, y: pipe.evaluate(x, y, loss_fn=mean_of_squares),
     "optimizer": lambda pipe, x, y: pipe.step(
         x, y, loss_fn=mean_of_squares, optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1), clip_grad_norm=1.0
@@ -534,16 +535,16 @@ LEAVING = {
 }
 
 
-@pytest.mark.parametrize("door", LEAVING)
-def test_a_call_leaves_nothing_of_ours_for_the_collector(door: str) -> None:
+@pytest.mark.parametrize("entry", LEAVING)
+def test_a_call_leaves_nothing_of_ours_for_the_collector(entry: str) -> None:
     """The objects of a call (stages, copies of buffers, the loss) are no cycle either. (torch's pytree makes some, of
     functions alone.)"""
     pipe = Pipe(net(), [2, 2, 3], 3)
     x, y = torch.randn(6, 3).double(), torch.randn(6, 2).double()
-    LEAVING[door](pipe, x, y)
+    LEAVING[entry](pipe, x, y)
     gc.collect()
     with no_collector():
-        LEAVING[door](pipe, x, y)
+        LEAVING[entry](pipe, x, y)
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             gc.collect()
@@ -554,9 +555,9 @@ def test_a_call_leaves_nothing_of_ours_for_the_collector(door: str) -> None:
     assert not {kind for kind in kinds if kind.__module__.startswith("pipeline") or issubclass(kind, Tensor)}
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", ["always", "never"])
-def test_a_pipe_holds_no_more_after_many_calls_than_after_one(door: str, policy: str) -> None:
+def test_a_pipe_holds_no_more_after_many_calls_than_after_one(entry: str, policy: str) -> None:
     """Counted in tensors that the collector knows, with no call under way."""
     pipe = Pipe(net(), [2, 2, 3], 3, checkpoint=policy)
     x = torch.randn(6, 3).double()
@@ -565,8 +566,8 @@ def test_a_pipe_holds_no_more_after_many_calls_than_after_one(door: str, policy:
         gc.collect()
         return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
-    run(pipe, x, door)
+    run(pipe, x, entry)
     before = tensors()
     for _ in range(5):
-        run(pipe, x, door)
+        run(pipe, x, entry)
     assert tensors() == before

@@ -12,7 +12,7 @@ from pipeline.common.places import Place
 from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Kind, Schedule, by_name, draw, requires, simulate
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -39,7 +39,7 @@ def test_each_lane_of_a_step_runs_its_order_of_the_schedule(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunks", [1, 3, 6])
-def test_the_forward_door_runs_all_forwards_then_all_backwards_ascending_whatever_the_schedule(
+def test_the_forward_entry_point_runs_all_forwards_then_all_backwards_ascending_whatever_the_schedule(
     schedule: str, chunks: int
 ) -> None:
     model, log = probes(3)
@@ -54,29 +54,29 @@ def test_the_forward_door_runs_all_forwards_then_all_backwards_ascending_whateve
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages, chunks", [(1, 4), (2, 3), (4, 6), (5, 2)])
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])
 def test_what_ran_is_the_merged_order_that_policies_and_bounds_read(
-    door: str, schedule: str, stages: int, chunks: int, policy: str
+    entry: str, schedule: str, stages: int, chunks: int, policy: str
 ) -> None:
     model, log = probes(stages)
     pipe = Pipe(model, [1] * stages, chunks, schedule=schedule, checkpoint=policy)
     with pipe.trace() as trace:
-        run(pipe, labelled(chunks), door)
-    planner = plan_step if door == "step" else plan_forward
+        run(pipe, labelled(chunks), entry)
+    planner = plan_step if entry == "step" else plan_forward
     (merged,) = planner(by_name(schedule, stages, chunks), ["cpu"] * stages).device_orders
     assert ran(log) == [str(action) for action in merged]
     assert [event.action for event in trace.timeline.events] == list(merged)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_runs_before_what_it_requires(door: str, schedule: str) -> None:
+def test_nothing_runs_before_what_it_requires(entry: str, schedule: str) -> None:
     model, log = probes(4)
     pipe = Pipe(model, [1] * 4, 5, schedule=schedule)
-    run(pipe, labelled(5), door)
+    run(pipe, labelled(5), entry)
     actions = {str(action): action for action in by_name(schedule, 4, 5).actions}
     done: set[object] = set()
     for name in ran(log):
@@ -85,11 +85,11 @@ def test_nothing_runs_before_what_it_requires(door: str, schedule: str) -> None:
     assert len(done) == 40
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", ["always", "except_last", lambda stage, chunk: chunk % 2 == 0])
-def test_a_recomputation_runs_just_before_its_own_backward_and_once(door: str, policy: object) -> None:
+def test_a_recomputation_runs_just_before_its_own_backward_and_once(entry: str, policy: object) -> None:
     model, log = probes(3)
-    run(Pipe(model, [1, 1, 1], 4, checkpoint=policy), labelled(4), door)
+    run(Pipe(model, [1, 1, 1], 4, checkpoint=policy), labelled(4), entry)
     for at, seen in enumerate(log):
         if seen.kind == "R":
             assert log[at + 1] == Seen("B", seen.stage, seen.chunk)
@@ -184,13 +184,13 @@ def test_an_evaluation_runs_the_forwards_alone(schedule: str) -> None:
     assert [str(event.action) for event in step.timeline.events] == ran(log)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_backward_through_frozen_lanes_is_empty_but_traced(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_backward_through_frozen_lanes_is_empty_but_traced(entry: str) -> None:
     model, log = probes(3)
     model[0].requires_grad_(False)
     pipe = Pipe(model, [1, 1, 1], 3)
     with pipe.trace() as trace:
-        run(pipe, labelled(3), door)
+        run(pipe, labelled(3), entry)
     assert len(trace.timeline.events) == 18
     assert {stage for stage, _ in pairs(log, "B")} == {1, 2}
 

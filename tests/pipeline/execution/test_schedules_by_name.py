@@ -36,7 +36,7 @@ RUN_BY_NAME = {
     "balance": ([1, 1, 1, 1], [1, 2]),
     "chunks": (1, 2, 4, 5),
     "rows": (5, 8),
-    **{axis: AXES[axis] for axis in ("checkpoint", "train", "door", "drive", "input_grad")},
+    **{axis: AXES[axis] for axis in ("checkpoint", "train", "entry", "drive", "input_grad")},
 }
 RUN_FILLED = {**RUN_BY_NAME, "schedule": FILLED, "chunks": (8, 9), "rows": (9, 16)}
 

@@ -167,7 +167,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "chunks": (1, 4),
     "checkpoint": tuple(CHECKPOINTS),
     "train": (True, False),
-    "door": ("forward", "step mean"),
+    "entry": ("forward", "step mean"),
     "schedule": ("gpipe", "1f1b"),
 }
 
@@ -186,12 +186,12 @@ def outcome(config: dict[str, Any], workers: str) -> list[Any]:
         for leaf in [*pipe.parameters(), *case.extras, x] if isinstance(x, Tensor) else pipe.parameters():
             leaf.grad = None
         torch.manual_seed(number)
-        if config["door"] == "forward":
+        if config["entry"] == "forward":
             outputs = pipe(x)
             loss = case.loss(outputs)
             loss.backward()
         else:
-            reduction = config["door"].split()[1]
+            reduction = config["entry"].split()[1]
             step = pipe.step(x, target_of(7), loss_fn=row_loss(reduction), loss_reduction=reduction, outputs=True)
             outputs, loss = step.outputs, step.loss
         found.append((observed(case, x, outputs, loss), torch.get_rng_state()))
@@ -483,8 +483,8 @@ def square(out: Tensor, target: Any = None) -> Tensor:
     return out.square().sum()
 
 
-def through(door: str, pipe: Pipe, x: Tensor, loss_fn: Any = square) -> None:
-    if door == "step":
+def through(entry: str, pipe: Pipe, x: Tensor, loss_fn: Any = square) -> None:
+    if entry == "step":
         pipe.step(x, loss_fn=loss_fn, loss_reduction="sum")
     else:
         loss_fn(pipe(x), None).backward()
@@ -495,25 +495,25 @@ def place_of_failure(kind: str, stage: int, chunk: int) -> str:
     return f"stage {stage} (layers {5 * stage}..{5 * stage + 4}), chunk {chunk}, {action}"
 
 
-@pytest.mark.parametrize("door, error", [
+@pytest.mark.parametrize("entry, error", [
     ("forward", Trouble), ("step", Trouble), ("forward", SystemExit), ("step", KeyboardInterrupt),
 ])
 @pytest.mark.parametrize("kind", ["F", "R", "B"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_error_in_any_thread_names_its_action_and_leaves_everything_as_before(
-    stage: int, kind: str, door: str, error: type[BaseException]
+    stage: int, kind: str, entry: str, error: type[BaseException]
 ) -> None:
     model = fused()
     pipe = piped(model, [5, 5, 5], 3, checkpoint="always")
     x = normal(6, 4)
     for _ in range(2):
-        through(door, pipe, x)
-    out = pipe(x) if door == "forward" and kind != "F" else None
+        through(entry, pipe, x)
+    out = pipe(x) if entry == "forward" and kind != "F" else None
     before, parameters = state(pipe), list(map(id, pipe.parameters()))
     model[5 * stage + 4].fuses[kind].set(2, error("burnt"))
     generator = torch.get_rng_state()
     with pytest.raises(error, match="burnt") as caught:
-        through(door, pipe, x) if out is None else square(out).backward()
+        through(entry, pipe, x) if out is None else square(out).backward()
     assert caught.value.__notes__ == [place_of_failure(kind, stage, 1)]
     assert all_equal(state(pipe), before) and list(map(id, pipe.parameters())) == parameters
     after = torch.get_rng_state()
@@ -521,7 +521,7 @@ def test_an_error_in_any_thread_names_its_action_and_leaves_everything_as_before
     if out is None:
         torch.empty((), dtype=torch.int64).random_()  # the one draw of the call
     assert torch.equal(after, torch.get_rng_state())
-    through(door, pipe, x)
+    through(entry, pipe, x)
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
@@ -586,8 +586,8 @@ def test_an_error_in_the_loss_names_the_last_stage_and_leaves_everything_as_befo
     through("step", pipe, x, loss_fn)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_an_error_in_a_tensor_hook_of_a_layer_leaves_everything_as_before(door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_an_error_in_a_tensor_hook_of_a_layer_leaves_everything_as_before(entry: str) -> None:
     fuse = Fuse()
 
     def watched(x: Tensor) -> Tensor:
@@ -598,14 +598,14 @@ def test_an_error_in_a_tensor_hook_of_a_layer_leaves_everything_as_before(door: 
     pipe = piped(nn.Sequential(nn.Linear(4, 4), Apply(watched), nn.Linear(4, 4)), [2, 1], 3)
     x = torch.ones(6, 4)
     for _ in range(3):
-        through(door, pipe, x)
+        through(entry, pipe, x)
     before = state(pipe)
     fuse.set(2, Trouble("of the hook"))
     with pytest.raises(Trouble, match="of the hook") as caught:
-        through(door, pipe, x)
+        through(entry, pipe, x)
     assert caught.value.__notes__ == ["stage 0 (layers 0..1), chunk 1, 0B1"]
     assert all_equal(state(pipe), before)
-    through(door, pipe, x)
+    through(entry, pipe, x)
 
 
 def test_after_an_error_no_thread_begins_another_action() -> None:
@@ -661,12 +661,12 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_a_call_goes_with_its_output(door: str, no_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_a_call_goes_with_its_output(entry: str, no_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = calls_alive(monkeypatch)
     pipe = piped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1, 1], 3)
     for _ in range(3):
-        through(door, pipe, torch.ones(6, 4))
+        through(entry, pipe, torch.ones(6, 4))
     out = pipe(torch.ones(6, 4))
     assert alive() == 1
     del out
@@ -674,16 +674,16 @@ def test_a_call_goes_with_its_output(door: str, no_collector: None, monkeypatch:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 def test_a_failed_call_goes_with_its_error(
-    door: str, stage: int, no_collector: None, monkeypatch: pytest.MonkeyPatch
+    entry: str, stage: int, no_collector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive = calls_alive(monkeypatch)
     model = fused()
     pipe = piped(model, [5, 5, 5], 3)
     model[5 * stage + 4].fuses["F"].set(2, Trouble())
     with pytest.raises(Trouble) as caught:
-        through(door, pipe, normal(6, 4))
+        through(entry, pipe, normal(6, 4))
     del caught
     assert alive() == 0
 
@@ -700,7 +700,7 @@ from pipeline import is_recomputing
 from test_threads import all_equal, calling, piped, state, through
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
-for stage, when, door, calls_before in product((0, 1), ("forward", "backward"), ("forward", "step"), (0, 2)):
+for stage, when, entry, calls_before in product((0, 1), ("forward", "backward"), ("forward", "step"), (0, 2)):
     left, sent = 0, 0.0
 
     def alarm():
@@ -719,17 +719,17 @@ for stage, when, door, calls_before in product((0, 1), ("forward", "backward"), 
     pipe = piped(nn.Sequential(*(layer for own in layers for layer in own)), [3, 3], 4, checkpoint="never")
     x = torch.linspace(0, 1, 32).view(8, 4)
     for _ in range(calls_before):
-        through(door, pipe, x)
+        through(entry, pipe, x)
     before, left = state(pipe), 2
     try:
-        through(door, pipe, x)
+        through(entry, pipe, x)
         raise SystemExit("no KeyboardInterrupt")
     except KeyboardInterrupt:
         assert time.perf_counter() - sent < 1, "late"
     assert threading.enumerate() == [threading.main_thread()]
-    if door == "step" or when == "forward":  # else the forward had gone well
+    if entry == "step" or when == "forward":  # else the forward had gone well
         assert all_equal(state(pipe), before)
-    through(door, pipe, x)
+    through(entry, pipe, x)
     print("ok", flush=True)
 """
 
@@ -851,16 +851,16 @@ def test_each_lane_has_a_thread_and_the_caller_drives_the_last_one_forward_and_b
     )
     pipe = learnt(piped(nn.Sequential(*layers), [1] * stages, 3, checkpoint="always"), 4)
     me = threading.get_ident()
-    for door in ("step", "forward"):  # calls number 3 and 5
+    for entry in ("step", "forward"):  # calls number 3 and 5
         seen.clear()
-        through(door, pipe, torch.ones(6, 4))
+        through(entry, pipe, torch.ones(6, 4))
         assert seen[stages - 1, "F"] == seen[stages - 1, "B"] == {me}
         others = [idents for (stage, _), idents in seen.items() if stage < stages - 1]
         assert len(others) == 2 * (stages - 1) and all(me not in idents for idents in others)
-        if door == "step":
+        if entry == "step":
             assert all(len(idents) == 1 for idents in seen.values())
             assert len(set().union(*seen.values())) == stages
-            through(door, pipe, torch.ones(6, 4))
+            through(entry, pipe, torch.ones(6, 4))
 
 
 def test_a_thread_that_python_did_not_start_drives_all_lanes_itself() -> None:
@@ -970,7 +970,7 @@ def test_what_ran_before_counts_as_done_in_threads() -> None:
 
 
 def after_two_calls(
-    make: Callable[[], nn.Sequential], change: Callable[[nn.Sequential], None], workers: str, door: str,
+    make: Callable[[], nn.Sequential], change: Callable[[nn.Sequential], None], workers: str, entry: str,
     checkpoint: str = "never",
 ) -> list[Tensor | None]:
     """Output and gradients of a third call, before which the model was changed."""
@@ -979,11 +979,11 @@ def after_two_calls(
     pipe = piped(model, [2, 2], 3, workers, checkpoint=checkpoint)
     x = normal(6, 4)
     for _ in range(2):
-        through(door, pipe, x)
+        through(entry, pipe, x)
     change(model)
     pipe.zero_grad()
     torch.manual_seed(5)
-    if door == "step":
+    if entry == "step":
         step = pipe.step(x, loss_fn=square, loss_reduction="sum", outputs=True)
         return [step.outputs, *grads_of(pipe)]
     out = pipe(x)
@@ -1029,12 +1029,12 @@ def tied_with_dropout() -> nn.Sequential:
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("make", [with_dropout, tied_with_dropout])
 @pytest.mark.parametrize(
-    "change, door", [(raise_dropout, "forward"), (raise_dropout, "step"), (add_noise_to_gradients, "step")]
+    "change, entry", [(raise_dropout, "forward"), (raise_dropout, "step"), (add_noise_to_gradients, "step")]
 )
 def test_a_stage_that_begins_to_draw_later_draws_its_seeds_numbers(
-    change: Callable[[nn.Sequential], None], door: str, make: Callable[[], nn.Sequential], checkpoint: str
+    change: Callable[[nn.Sequential], None], entry: str, make: Callable[[], nn.Sequential], checkpoint: str
 ) -> None:
-    inline, threads = (after_two_calls(make, change, workers, door, checkpoint) for workers in WORKERS)
+    inline, threads = (after_two_calls(make, change, workers, entry, checkpoint) for workers in WORKERS)
     assert all_equal(inline, threads)
 
 

@@ -791,15 +791,15 @@ def test_state_that_cannot_be_put_back_is_found_by_its_values(grows: bool) -> No
 # --------------------------------------------------------------------------------------------------- within a Pipe
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint, nested", [("never", False), ("never", True), ("always", True)])
-def test_within_a_pipe_they_equal_the_pipe_without_them(checkpoint: str, nested: bool, door: str) -> None:
+def test_within_a_pipe_they_equal_the_pipe_without_them(checkpoint: str, nested: bool, entry: str) -> None:
     found = []
     for model in pair(nested=nested):
         torch.manual_seed(3)
         pipe = Pipe(model, balance=[1, 2], chunks=2, checkpoint=checkpoint)
         for _ in range(3):
-            if door == "step":
+            if entry == "step":
                 pipe.step(rows(), rows(), loss_fn=nn.functional.mse_loss)
             else:
                 pipe(rows()).square().sum().backward()

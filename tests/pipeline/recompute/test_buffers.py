@@ -11,7 +11,7 @@ from pipeline import CheckpointError, Pipe, is_recomputing
 from pipeline.recompute.buffers import Buffers
 
 DOUBLE = torch.float64
-DOORS = ("forward", "step", "create_graph")
+ENTRIES = ("forward", "step", "create_graph")
 POLICIES = ("always", "except_last", "never")
 
 
@@ -264,10 +264,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_buffer_that_changes_changes_once_and_gradients_are_right_or_refused(
-    name: str, door: str, policy: str
+    name: str, entry: str, policy: str
 ) -> None:
     chunks = 3
     plain = model(name)
@@ -284,12 +284,12 @@ def test_a_buffer_that_changes_changes_once_and_gradients_are_right_or_refused(
     pipe = Pipe(ours, [1, len(ours) - 1], chunks, checkpoint=policy)
     for call in range(2):
         try:
-            if door == "step":
+            if entry == "step":
                 pipe.step(batch(chunks), loss_fn=total, loss_reduction="sum")
             else:
                 loss = total(pipe(batch(chunks)))
                 assert same(buffers_of(ours), plain_buffers[call])
-                grads = torch.autograd.grad(loss, list(ours.parameters()), create_graph=door == "create_graph")
+                grads = torch.autograd.grad(loss, list(ours.parameters()), create_graph=entry == "create_graph")
                 for param, grad in zip(ours.parameters(), grads, strict=True):
                     param.grad = grad.detach()
         except CheckpointError:
@@ -306,27 +306,27 @@ def test_a_buffer_that_changes_changes_once_and_gradients_are_right_or_refused(
     "in BatchNorm of momentum 0", "in spectral_norm",
 ])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", DOORS)
-def test_the_usual_ways_to_change_a_buffer_are_not_refused(name: str, door: str, policy: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_usual_ways_to_change_a_buffer_are_not_refused(name: str, entry: str, policy: str) -> None:
     ours = model(name)
     pipe = Pipe(ours, [1, len(ours) - 1], 3, checkpoint=policy)
-    if door == "step":
+    if entry == "step":
         pipe.step(batch(3), loss_fn=total, loss_reduction="sum")
     else:
-        torch.autograd.grad(total(pipe(batch(3))), list(ours.parameters()), create_graph=door == "create_graph")
+        torch.autograd.grad(total(pipe(batch(3))), list(ours.parameters()), create_graph=entry == "create_graph")
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "no_grad"])
+@pytest.mark.parametrize("entry", ["forward", "step", "no_grad"])
 @pytest.mark.parametrize("start", [1, 2])
-def test_a_buffer_that_changes_unseen_after_chunk_0_is_refused_by_name_and_put_back(door: str, start: int) -> None:
+def test_a_buffer_that_changes_unseen_after_chunk_0_is_refused_by_name_and_put_back(entry: str, start: int) -> None:
     layers = nn.Sequential(Keep(), Late(start, versioned=False), Keep())
     pipe = Pipe(layers, [1, 2], 3, checkpoint="always")
     words = r"buffer 'b' of stage 1 \(layers 1\.\.2\) changed after chunk 0.*chunks=1"
     with pytest.raises(CheckpointError, match=words):
-        if door == "step":
+        if entry == "step":
             pipe.step(batch(3), loss_fn=total, loss_reduction="sum")
         else:
-            with torch.set_grad_enabled(door == "forward"):
+            with torch.set_grad_enabled(entry == "forward"):
                 pipe(batch(3))
     assert layers[1].b == 1.0
 
@@ -477,8 +477,8 @@ def test_buffers_of_any_dtype_change_once(policy: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_buffer_that_requires_grad_is_differentiated_or_refused(policy: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_buffer_that_requires_grad_is_differentiated_or_refused(policy: str, entry: str) -> None:
     class Tunable(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -492,13 +492,13 @@ def test_a_buffer_that_requires_grad_is_differentiated_or_refused(policy: str, d
         layers = nn.Sequential(Keep(), Tunable(), Keep())
         leaves = [layers[1].b, *layers.parameters()]
         try:
-            if pipelined and door == "step":
+            if pipelined and entry == "step":
                 pipe = Pipe(layers, [1, 2], 3, checkpoint=policy)
                 pipe.step(batch(3), loss_fn=total, loss_reduction="sum")
                 found.append([leaf.grad for leaf in leaves])
             else:
                 out = Pipe(layers, [1, 2], 3, checkpoint=policy)(batch(3)) if pipelined else layers(batch(3))
-                found.append(torch.autograd.grad(total(out), leaves, create_graph=door == "create_graph"))
+                found.append(torch.autograd.grad(total(out), leaves, create_graph=entry == "create_graph"))
         except CheckpointError:
             return
     assert all(torch.allclose(one, other, rtol=1e-13) for one, other in zip(*found, strict=True))

@@ -20,7 +20,7 @@ from pipeline.recompute.policy import recomputed
 from pipeline.recompute.randomness import draw_seed
 from scheduler import Action, Kind, Schedule, by_name
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -32,19 +32,19 @@ def odd(stage: int, chunk: int) -> bool:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_chunk_is_recomputed_once_under_always_and_none_under_never_in_train_and_eval_mode(
-    training: bool, door: str, schedule: str
+    training: bool, entry: str, schedule: str
 ) -> None:
     model, log = probes(3)
     pipe = Pipe(model, [1, 1, 1], chunks=4, schedule=schedule, checkpoint="always").train(training)
     everything = sorted(product(range(3), range(4)))
-    run(pipe, labelled(4), door)
+    run(pipe, labelled(4), entry)
     assert sorted(pairs(log, "F")) == sorted(pairs(log, "R")) == sorted(pairs(log, "B")) == everything
     log.clear()
     pipe.checkpoint = "never"
-    run(pipe, labelled(4), door)
+    run(pipe, labelled(4), entry)
     assert sorted(pairs(log, "F")) == sorted(pairs(log, "B")) == everything and not pairs(log, "R")
 
 
@@ -85,11 +85,11 @@ def test_the_policy_in_force_is_the_one_of_the_forward() -> None:
     assert len(pairs(log, "R")) == 4
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_frozen_stages_in_front_are_not_recomputed(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_frozen_stages_in_front_are_not_recomputed(entry: str) -> None:
     model, log = probes(3)
     model[0].requires_grad_(False)
-    run(Pipe(model, [1, 1, 1], chunks=3, checkpoint="always"), labelled(3), door)
+    run(Pipe(model, [1, 1, 1], chunks=3, checkpoint="always"), labelled(3), entry)
     assert {stage for stage, _ in pairs(log, "R")} == {1, 2}
     assert {stage for stage, _ in pairs(log, "B")} == {1, 2}
 
@@ -98,22 +98,22 @@ def test_frozen_stages_in_front_are_not_recomputed(door: str) -> None:
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 def test_except_last_recomputes_where_another_backward_of_the_device_stands_between(
-    door: str, schedule: str, stages: int, chunks: int
+    entry: str, schedule: str, stages: int, chunks: int
 ) -> None:
     model, log = probes(stages)
-    run(Pipe(model, [1] * stages, chunks=chunks, schedule=schedule, checkpoint="except_last"), labelled(chunks), door)
+    run(Pipe(model, [1] * stages, chunks=chunks, schedule=schedule, checkpoint="except_last"), labelled(chunks), entry)
     assert set(pairs(log, "R")) == interrupted(log)
     assert len(pairs(log, "R")) == len(set(pairs(log, "R")))
 
 
 @pytest.mark.inline
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_forward_door_on_one_device_keeps_the_one_chunk_that_goes_back_first(schedule: str) -> None:
+def test_the_forward_entry_point_on_one_device_keeps_the_one_chunk_that_goes_back_first(schedule: str) -> None:
     model, log = probes(3)
     run(Pipe(model, [1, 1, 1], chunks=4, schedule=schedule), labelled(4), "forward")
     assert set(product(range(3), range(4))) - set(pairs(log, "R")) == {(2, 0)}
@@ -164,7 +164,7 @@ def test_with_a_device_for_each_stage_only_the_order_of_its_own_lane_counts(lane
     everything = set(product(range(lanes), range(chunks)))
     first = {(stage, 0) for stage in range(lanes)}
     gpipe, one = by_name("gpipe", lanes, chunks), by_name("1f1b", lanes, chunks)
-    # GPipe, and the forward door of any schedule: exactly the one chunk per device that goes back first is kept.
+    # GPipe, and the forward entry point of any schedule: exactly the one chunk per device that goes back first is kept.
     for plan in (plan_step(gpipe, devices), plan_forward(gpipe, devices), plan_forward(one, devices)):
         assert everything - plan.recomputed("except_last") == first
     kept = everything - plan_step(one, devices).recomputed("except_last")
@@ -212,8 +212,8 @@ def test_what_is_kept_under_except_last_never_overlaps_another_backward_on_its_d
 # ---------------------------------------------------------------------------------------------------- the policy
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_callable_is_asked_for_each_stage_and_chunk_and_obeyed(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_callable_is_asked_for_each_stage_and_chunk_and_obeyed(entry: str) -> None:
     model, log = probes(3)
     asked: list[tuple[int, int]] = []
 
@@ -221,7 +221,7 @@ def test_a_callable_is_asked_for_each_stage_and_chunk_and_obeyed(door: str) -> N
         asked.append((stage, chunk))
         return odd(stage, chunk)
 
-    run(Pipe(model, [1, 1, 1], chunks=3, checkpoint=policy), labelled(3), door)
+    run(Pipe(model, [1, 1, 1], chunks=3, checkpoint=policy), labelled(3), entry)
     assert sorted(asked) == sorted(product(range(3), range(3)))
     assert set(pairs(log, "R")) == {pair for pair in asked if odd(*pair)}
 
@@ -251,20 +251,20 @@ def test_an_unknown_policy_is_refused_with_what_there_is(policy: object) -> None
 DROPPED, AGAIN, PLAIN = (True, False), (False, True), (False, False)  # (is_checkpointing, is_recomputing)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("training", [True, False])
-def test_modules_are_told_whether_a_forward_is_dropped_or_repeats_one(door: str, training: bool) -> None:
+def test_modules_are_told_whether_a_forward_is_dropped_or_repeats_one(entry: str, training: bool) -> None:
     for policy, told in (("always", [DROPPED, AGAIN]), ("never", [PLAIN])):
         model, _ = probes(2)
-        run(Pipe(model, [1, 1], chunks=1, checkpoint=policy).train(training), labelled(1), door)
+        run(Pipe(model, [1, 1], chunks=1, checkpoint=policy).train(training), labelled(1), entry)
         assert [probe.told for probe in model] == [told, told]
         assert not is_checkpointing() and not is_recomputing()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_modules_are_told_chunk_by_chunk(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_modules_are_told_chunk_by_chunk(entry: str) -> None:
     model, log = probes(2)
-    run(Pipe(model, [1, 1], chunks=3, checkpoint=odd), labelled(3), door)
+    run(Pipe(model, [1, 1], chunks=3, checkpoint=odd), labelled(3), entry)
     for stage, probe in enumerate(model):
         forwards = [seen for seen in log if seen.stage == stage and seen.kind != "B"]
         for seen, told in zip(forwards, probe.told, strict=True):
@@ -291,13 +291,13 @@ NESTED = {
 
 
 @pytest.mark.parametrize("policies", NESTED)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_pipe_inside_a_pipe_is_told_the_truth_of_both(policies: tuple[str, str], door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_pipe_inside_a_pipe_is_told_the_truth_of_both(policies: tuple[str, str], entry: str) -> None:
     outer, inner = policies
     model, _ = probes(2)
     probe: Probe = model[1]
     pipe = Pipe(nn.Sequential(model[0], Pipe(nn.Sequential(probe), [1], checkpoint=inner)), [1, 1], checkpoint=outer)
-    run(pipe, labelled(1), door)
+    run(pipe, labelled(1), entry)
     assert probe.told == NESTED[policies]
     assert not is_checkpointing() and not is_recomputing()
 
@@ -315,23 +315,23 @@ class Fails(nn.Module):
         return x * 1
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("when", ["F", "R"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_both_are_false_again_after_an_exception(door: str, when: str, create_graph: bool) -> None:
+def test_both_are_false_again_after_an_exception(entry: str, when: str, create_graph: bool) -> None:
     model, _ = probes(1)
     pipe = Pipe(nn.Sequential(model[0], Fails(when)), [1, 1], chunks=2, checkpoint="always")
     with pytest.raises(KeyError) as caught:
         if create_graph:
             pipe(labelled(2)).sum().backward(create_graph=True)
         else:
-            run(pipe, labelled(2), door)
+            run(pipe, labelled(2), entry)
     assert caught.value.args[1] == (DROPPED if when == "F" else AGAIN)
     assert not is_checkpointing() and not is_recomputing() and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_grad_mode_within_the_layers_is_the_callers_in_f_and_on_in_r(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_grad_mode_within_the_layers_is_the_callers_in_f_and_on_in_r(entry: str) -> None:
     """F of a recomputed chunk under no_grad would take other kernels, and not know which outputs require grad."""
     seen: list[tuple[bool, bool]] = []
 
@@ -341,7 +341,7 @@ def test_grad_mode_within_the_layers_is_the_callers_in_f_and_on_in_r(door: str) 
             return x
 
     model, _ = probes(1)
-    run(Pipe(nn.Sequential(model[0], Looks()), [1, 1], chunks=2, checkpoint="always"), labelled(2), door)
+    run(Pipe(nn.Sequential(model[0], Looks()), [1, 1], chunks=2, checkpoint="always"), labelled(2), entry)
     assert seen == [(True, True)] * 4
 
 
@@ -363,12 +363,12 @@ class Inner(nn.Module):
         return grad * scale * self.replaced
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", ["always", "except_last", "never", odd, lambda stage, chunk: chunk == 2])
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("devices", [None, [Place(torch.device("cpu"), "0"), Place(torch.device("cpu"), "1")]])
 def test_a_layer_that_differentiates_within_its_own_forward_is_right(
-    door: str, policy: object, draws: bool, devices: list[Place] | None
+    entry: str, policy: object, draws: bool, devices: list[Place] | None
 ) -> None:
     x = labelled(3)
     plain, inner = probes(1)[0][0], Inner(draws)
@@ -380,7 +380,7 @@ def test_a_layer_that_differentiates_within_its_own_forward_is_right(
     before = random.getstate()
     ours, layer = probes(1)[0][0], Inner(draws)
     torch.manual_seed(5)
-    run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy, devices=devices), x, door)
+    run(Pipe(nn.Sequential(ours, layer), [1, 1], 3, checkpoint=policy, devices=devices), x, entry)
     assert torch.allclose(ours.weight.grad, plain.weight.grad, rtol=1e-13, atol=0)
     assert layer.calls == 3 and layer.replaced == 8 and random.getstate() == before
     assert torch.equal(layer.generator.get_state(), inner.generator.get_state())
@@ -390,18 +390,18 @@ def test_a_layer_that_differentiates_within_its_own_forward_is_right(
 
 
 @pytest.mark.inline
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])
 def test_in_eval_mode_backward_runs_through_the_same_lanes_in_the_same_order(
-    door: str, schedule: str, policy: str
+    entry: str, schedule: str, policy: str
 ) -> None:
     ran = []
     for training in (True, False):
         model, log = probes(3)
         pipe = Pipe(model, [1, 1, 1], chunks=4, schedule=schedule, checkpoint=policy).train(training)
         with pipe.trace() as trace:
-            run(pipe, labelled(4), door)
+            run(pipe, labelled(4), entry)
         ran.append(([(event.action, event.lane) for event in trace.timeline.events], list(log)))
     assert ran[0] == ran[1]
     assert len(ran[0][0]) == 24
@@ -449,8 +449,8 @@ class Depends(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["counter", "attribute", "generator in a list"])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_recomputation_with_other_numbers_is_right_or_an_error_never_silent(how: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_recomputation_with_other_numbers_is_right_or_an_error_never_silent(how: str, entry: str) -> None:
     """What such a layer computes the second time is not what the loss was computed from."""
     grads = []
     for policy in ("never", "always"):
@@ -458,7 +458,7 @@ def test_a_recomputation_with_other_numbers_is_right_or_an_error_never_silent(ho
         model = nn.Sequential(nn.Linear(3, 3), Depends(how), nn.Linear(3, 1)).double()
         pipe = Pipe(model, [1, 2], chunks=3, checkpoint=policy)
         try:
-            run(pipe, torch.linspace(-1, 1, 18).reshape(6, 3).double(), door)
+            run(pipe, torch.linspace(-1, 1, 18).reshape(6, 3).double(), entry)
         except CheckpointError:
             return
         grads.append([param.grad for param in model.parameters()])
@@ -488,14 +488,14 @@ class WritesInput(nn.Module):
         return x * 1
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_layer_that_writes_its_input_past_autograd_is_right_or_refused(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_layer_that_writes_its_input_past_autograd_is_right_or_refused(entry: str) -> None:
     grads = []
     for policy in ("never", "always"):
         model, _ = probes(2)
         pipe = Pipe(nn.Sequential(model[0], WritesInput(), model[1]), [1, 2], 3, checkpoint=policy)
         try:
-            run(pipe, labelled(3) * torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), door)
+            run(pipe, labelled(3) * torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), entry)
         except CheckpointError:
             return
         grads.append([param.grad for param in pipe.parameters()])
@@ -558,9 +558,9 @@ class Constrained(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("policy", ["always", "never"])
-def test_a_forward_that_replaces_a_parameters_data_replaces_it_or_is_refused(door: str, policy: str) -> None:
+def test_a_forward_that_replaces_a_parameters_data_replaces_it_or_is_refused(entry: str, policy: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 3), Constrained(3, 3)).double()
     ours = nn.Sequential(nn.Linear(3, 3), Constrained(3, 3)).double()
@@ -568,7 +568,7 @@ def test_a_forward_that_replaces_a_parameters_data_replaces_it_or_is_refused(doo
     x = torch.randn(6, 3).double()
     plain(x).sum().backward()
     try:
-        run(Pipe(ours, [1, 1], 3, checkpoint=policy), x, door)
+        run(Pipe(ours, [1, 1], 3, checkpoint=policy), x, entry)
     except RuntimeError:
         return
     for param, reference in zip(ours.parameters(), plain.parameters(), strict=True):

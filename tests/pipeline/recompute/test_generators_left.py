@@ -33,8 +33,8 @@ def rows() -> Tensor:
     return torch.randn(ROWS, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_a_failed_call_leaves_pythons_and_numpys_generators_as_they_were(door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_a_failed_call_leaves_pythons_and_numpys_generators_as_they_were(entry: str) -> None:
     def noisy(x: Tensor) -> Tensor:
         return x * random.random() + float(numpy.random.rand())
 
@@ -49,7 +49,7 @@ def test_a_failed_call_leaves_pythons_and_numpys_generators_as_they_were(door: s
     pipe = Pipe(nn.Sequential(linear(), Apply(noisy), Apply(fails_in_the_third_call)), [2, 1], 3, checkpoint="always")
     before = random.getstate(), numpy.random.get_state()
     with pytest.raises(KeyError):
-        pipe(rows()) if door == "forward" else pipe.step(rows(), loss_fn=lambda out, _: out.mean())
+        pipe(rows()) if entry == "forward" else pipe.step(rows(), loss_fn=lambda out, _: out.mean())
     assert random.getstate() == before[0]
     assert all(numpy.array_equal(one, other) for one, other in zip(numpy.random.get_state(), before[1], strict=True))
 

@@ -113,7 +113,7 @@ def configurations() -> list[tuple[str, list[int], str, str]]:
 
 
 @pytest.mark.parametrize("schedule, balance, policy, workers", configurations())
-def test_numbers_drawn_outside_torch_are_those_of_the_public_rule_in_every_door(
+def test_numbers_drawn_outside_torch_are_those_of_the_public_rule_in_every_entry_point(
     schedule: str, balance: list[int], policy: str, workers: str
 ) -> None:
     x = batch()
@@ -123,28 +123,28 @@ def test_numbers_drawn_outside_torch_are_those_of_the_public_rule_in_every_door(
     before = host_states()
     model = drawing()
     pipe = Pipe(model, balance, CHUNKS, schedule=schedule, checkpoint=policy, workers=workers)
-    for door in ("step", "forward", "evaluate", "no_grad") * 3:  # in calls that compare, and in others
+    for entry in ("step", "forward", "evaluate", "no_grad") * 3:  # in calls that compare, and in others
         model.zero_grad()
         torch.manual_seed(9)
-        if door == "step":
+        if entry == "step":
             step = pipe.step(x, loss_fn=noisy_loss, loss_reduction="sum", outputs=True)
             found = [step.outputs, step.loss, *[param.grad for param in model.parameters()]]
             expected = of_step
-        elif door == "forward":
+        elif entry == "forward":
             out = pipe(x)
             loss = torch.stack([part.square().sum() for part in out.tensor_split(CHUNKS)])
             loss.sum().backward()
             found = [out.detach(), *[param.grad for param in model.parameters()]]
             expected = [of_forward[0], *of_forward[2:]]
-        elif door == "evaluate":
+        elif entry == "evaluate":
             found = [pipe.evaluate(x, loss_fn=noisy_loss, loss_reduction="sum").outputs]
             expected = of_step[:1]
         else:
             with torch.no_grad():
                 found = [pipe(x)]
             expected = of_step[:1]
-        assert same(found, expected), door
-        assert host_states() == before, door
+        assert same(found, expected), entry
+        assert host_states() == before, entry
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -173,8 +173,8 @@ def test_second_derivatives_see_the_numbers_of_the_forward(policy: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_numbers_drawn_in_a_backward_are_the_same_for_every_schedule_checkpoint_mode_and_driver(door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_numbers_drawn_in_a_backward_are_the_same_for_every_schedule_checkpoint_mode_and_driver(entry: str) -> None:
     found = []
     for schedule, policy, workers in [
         ("gpipe", "always", "inline"), ("1f1b", "never", "inline"), ("zb-h1", "except_last", "inline"),
@@ -187,7 +187,7 @@ def test_numbers_drawn_in_a_backward_are_the_same_for_every_schedule_checkpoint_
             model.zero_grad()
             torch.manual_seed(9)
             before = host_states()
-            if door == "forward":
+            if entry == "forward":
                 pipe(batch()).sum().backward()
             else:
                 pipe.step(batch(), loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
@@ -253,26 +253,26 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
-@pytest.mark.parametrize("door", ["forward", "step", "eager", "loss", "refused loss"])
+@pytest.mark.parametrize("entry", ["forward", "step", "eager", "loss", "refused loss"])
 @pytest.mark.parametrize("when, policy", [("F", "never"), ("F", "always"), ("R", "always"), ("B", "never")])
 def test_a_failed_call_leaves_pythons_and_numpys_generators_as_they_were(
-    workers: str, door: str, when: str, policy: str
+    workers: str, entry: str, when: str, policy: str
 ) -> None:
-    has_bad_loss = "loss" in door
+    has_bad_loss = "loss" in entry
     model = nn.Sequential(nn.Linear(3, 3), Scaled() if has_bad_loss else Fails(when))
     pipe = Pipe(model, [1, 1], 3, checkpoint=policy, workers=workers)
 
     def loss(out: Tensor, target: object) -> Tensor:
         random.random(), numpy.random.rand()
-        if door == "loss":
+        if entry == "loss":
             raise KeyError(when)
-        return out.sum() + (100 if door == "refused loss" else 0)
+        return out.sum() + (100 if entry == "refused loss" else 0)
 
     before = host_states()
-    with pytest.raises(ValueError if door == "refused loss" else KeyError):
-        if door == "forward":
+    with pytest.raises(ValueError if entry == "refused loss" else KeyError):
+        if entry == "forward":
             pipe(torch.ones(6, 3)).sum().backward()
-        elif door == "eager":
+        elif entry == "eager":
             update = EagerUpdate(torch.optim.SGD(model.parameters(), lr=0.1))
             pipe.step(torch.ones(6, 3), loss_fn=loss, loss_reduction="sum", optimizer=update)
         else:

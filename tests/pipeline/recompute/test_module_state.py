@@ -18,7 +18,7 @@ from pipeline import CheckpointError, EagerUpdate, Pipe, checkpoint_blocks, is_r
 
 DOUBLE = torch.float64
 POLICIES = ("never", "except_last", "always")
-DOORS = ("forward", "step", "eager", "create_graph")
+ENTRIES = ("forward", "step", "eager", "create_graph")
 
 
 def linear() -> nn.Linear:
@@ -33,13 +33,13 @@ def loss_of(out: Tensor, target: object = None) -> Tensor:
     return out.square().mean()
 
 
-def run(pipe: Pipe, x: Tensor, door: str) -> None:
-    """One pass through a door. The gradients are in `.grad`, or with "eager" in the parameters."""
-    if door == "step":
+def run(pipe: Pipe, x: Tensor, entry: str) -> None:
+    """One pass through an entry point. The gradients are in `.grad`, or with "eager" in the parameters."""
+    if entry == "step":
         pipe.step(x, loss_fn=loss_of)
-    elif door == "eager":
+    elif entry == "eager":
         pipe.step(x, loss_fn=loss_of, optimizer=EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1)))
-    elif door == "create_graph":
+    elif entry == "create_graph":
         loss = loss_of(pipe(x))
         for param, grad in zip(pipe.parameters(), torch.autograd.grad(loss, [*pipe.parameters()], create_graph=True)):
             param.grad = grad.detach()
@@ -82,16 +82,16 @@ def sets_to_none(layer: nn.Linear) -> None:
     (replaces, r"'1.linear.weight' was replaced"), (deletes, r"'1.linear.bias' was deleted"),
     (sets_to_none, r"'1.linear.bias' was replaced"),
 ])  # fmt: skip
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("start", [0, 1, 13])
 def test_a_forward_that_takes_a_parameter_out_of_its_module_is_refused_and_leaves_what_was_there(
-    does: Callable[[nn.Linear], None], words: str, door: str, start: int
+    does: Callable[[nn.Linear], None], words: str, entry: str, start: int
 ) -> None:
     pipe = Pipe(nn.Sequential(linear(), Within(does, start)), [1, 1], 3, checkpoint="never")
     params = dict(pipe.named_parameters())
     with pytest.raises(RuntimeError, match=rf"parameter {words} by a forward of stage 1 \(layer 1\)"):
         for _ in range(5):
-            run(pipe, rows(), door)
+            run(pipe, rows(), entry)
     assert all(pipe.get_parameter(name) is param for name, param in params.items())
 
 
@@ -225,30 +225,30 @@ def state_of(layer: Any) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("begins", [0, 7])  # in chunk 1 of the third call, which does not compare whole outputs
-@pytest.mark.parametrize("door, policy", [
+@pytest.mark.parametrize("entry, policy", [
     ("forward", "always"), ("step", "always"), ("step", "except_last"), ("eager", "except_last"),
     ("create_graph", "never"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", STATES)
 def test_a_recomputation_finds_the_attributes_of_its_forward_and_leaves_those_that_it_found(
-    name: str, door: str, policy: str, begins: int
+    name: str, entry: str, policy: str, begins: int
 ) -> None:
     plain = nn.Sequential(linear(), STATES[name](), linear())
     plain[1].begins = begins
     pipe = Pipe(copy.deepcopy(plain), [2, 1], 3, checkpoint=policy)
     late = begins and name.endswith("in place")  # of a tensor that nobody has written before
-    late = late and (policy != "never" or door == "create_graph")
+    late = late and (policy != "never" or entry == "create_graph")
     for number in range(1, 4):
         reference(plain, rows(), 3)
         try:
-            run(pipe, rows(), door)
+            run(pipe, rows(), entry)
         except CheckpointError as error:
             assert late and number == 3 and "wrote a tensor in place" in str(error)
             return
         assert state_of(pipe[1]) == state_of(plain[1])
         for param, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
             assert expected.grad is not None
-            if door == "eager":
+            if entry == "eager":
                 with torch.no_grad():
                     expected -= 0.1 * expected.grad
                 torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-14)
@@ -492,9 +492,9 @@ def test_a_class_of_torchs_that_someone_has_patched_to_draw_gets_its_seeds(
 
 @pytest.mark.parametrize("late", [3, 5, 6])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 def test_a_stage_may_write_inputs_of_one_length_and_copies_of_those_of_another(
-    door: str, policy: str, late: int
+    entry: str, policy: str, late: int
 ) -> None:
     class Pads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -518,5 +518,5 @@ def test_a_stage_may_write_inputs_of_one_length_and_copies_of_those_of_another(
         plain.zero_grad()
         pipe.zero_grad()
         loss_of(plain(x)).backward()
-        run(pipe, x, door)
+        run(pipe, x, entry)
         torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=0)

@@ -13,12 +13,12 @@ from torch.nn import functional
 from pipeline import Pipe, is_recomputing, layer_seed
 from pipeline.recompute.randomness import _QUIET, draw_seed, quiet_layers
 
-DOORS = ("forward", "step")
+ENTRIES = ("forward", "step")
 ROWS, WIDTH = 7, 6
 
 
 class Mask(nn.Module):
-    """Dropout in eval mode too, so that all doors draw the same."""
+    """Dropout in eval mode too, so that all entry points draw the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(x, 0.5, training=True)
@@ -39,15 +39,15 @@ def total(out: Tensor, target: object = None) -> Tensor:
     return out.sum()
 
 
-def outputs(pipe: Pipe, x: Tensor, door: str) -> Tensor:
+def outputs(pipe: Pipe, x: Tensor, entry: str) -> Tensor:
     """The output of a forward, a step or an evaluation at seed 9."""
     torch.manual_seed(9)
-    if door == "forward":
+    if entry == "forward":
         return pipe(x).detach()
-    if door == "no_grad":
+    if entry == "no_grad":
         with torch.no_grad():
             return pipe(x)
-    make = pipe.step if door == "step" else pipe.evaluate
+    make = pipe.step if entry == "step" else pipe.evaluate
     return make(x, loss_fn=total, loss_reduction="sum", outputs=True).outputs
 
 
@@ -66,7 +66,7 @@ def by_hand(model: nn.Sequential, x: Tensor, chunks: int) -> Tensor:
 
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("balance", [[6], [2, 4], [1, 2, 3], [1, 1, 1, 1, 1, 1]])
-def test_masks_are_the_same_for_every_door_schedule_and_checkpoint_mode_and_those_of_the_public_rule(
+def test_masks_are_the_same_for_every_entry_point_schedule_and_checkpoint_mode_and_those_of_the_public_rule(
     chunks: int, balance: list[int]
 ) -> None:
     model, x = masked(), batch()
@@ -74,12 +74,12 @@ def test_masks_are_the_same_for_every_door_schedule_and_checkpoint_mode_and_thos
     assert 0 < (expected == 0).double().mean() < 1
     for schedule, policy in product(["gpipe", "1f1b"], ["always", "except_last", "never"]):
         pipe = Pipe(model, balance, chunks, schedule=schedule, checkpoint=policy)
-        for door in ("forward", "no_grad", "step", "evaluate"):
-            assert torch.equal(outputs(pipe, x, door), expected), (schedule, policy, door)
+        for entry in ("forward", "no_grad", "step", "evaluate"):
+            assert torch.equal(outputs(pipe, x, entry), expected), (schedule, policy, entry)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_gradients_through_masks_are_the_same_for_every_schedule_balance_and_checkpoint_mode(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_gradients_through_masks_are_the_same_for_every_schedule_balance_and_checkpoint_mode(entry: str) -> None:
     """A recomputation that drew other masks would leave the outputs right and the gradients wrong."""
     x, found = batch(), []
     for schedule, policy, balance in product(
@@ -88,7 +88,7 @@ def test_gradients_through_masks_are_the_same_for_every_schedule_balance_and_che
         model = masked()
         pipe = Pipe(model, balance, 3, schedule=schedule, checkpoint=policy)
         torch.manual_seed(9)
-        if door == "forward":
+        if entry == "forward":
             out = pipe(x)
             torch.manual_seed(77)  # what is drawn in between has no say
             torch.rand(5)
@@ -146,12 +146,12 @@ class NoisyBackward(nn.Module):
 def test_numbers_drawn_in_a_backward_are_the_same_for_every_schedule_and_checkpoint_mode() -> None:
     """Randomness belongs to (seed of the call, chunk, place), not to what happened to run before."""
     x, found = batch(), []
-    for door, schedule, policy in product(DOORS, ["gpipe", "1f1b"], ["always", "except_last", "never"]):
+    for entry, schedule, policy in product(ENTRIES, ["gpipe", "1f1b"], ["always", "except_last", "never"]):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NoisyBackward(), nn.Linear(WIDTH, WIDTH), Mask()).double()
         pipe = Pipe(model, [2, 2], 3, schedule=schedule, checkpoint=policy)
         torch.manual_seed(9)
-        if door == "forward":
+        if entry == "forward":
             pipe(x).sum().backward()
         else:
             pipe.step(x, loss_fn=total, loss_reduction="sum")
@@ -192,11 +192,11 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("call", range(3))
-@pytest.mark.parametrize("door", ["forward", "no_grad", "inference", "step", "evaluate"])
+@pytest.mark.parametrize("entry", ["forward", "no_grad", "inference", "step", "evaluate"])
 @pytest.mark.parametrize("policy", ["always", "never"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_call_draws_one_number_and_leaves_the_generator_where_that_left_it(
-    call: int, door: str, policy: str
+    call: int, entry: str, policy: str
 ) -> None:
     """The first steps compare the loss with the un-pipelined one, others do not: neither may show."""
     pipe = Pipe(masked(), [2, 4], 3, checkpoint=policy)
@@ -205,33 +205,33 @@ def test_a_call_draws_one_number_and_leaves_the_generator_where_that_left_it(
     x = batch()
     expected = after_one_draw(31)
     torch.manual_seed(31)
-    if door == "inference":
+    if entry == "inference":
         with torch.inference_mode():
             pipe(x)
-    elif door in ("forward", "no_grad"):
-        with torch.set_grad_enabled(door == "forward"):
+    elif entry in ("forward", "no_grad"):
+        with torch.set_grad_enabled(entry == "forward"):
             out = pipe(x)
         assert torch.equal(torch.get_rng_state(), expected)
-        if door == "forward":
+        if entry == "forward":
             out.sum().backward(retain_graph=True)
             out.sum().backward(create_graph=True)
             assert torch.equal(torch.get_rng_state(), expected)  # backward draws nothing
             for param in pipe.parameters():
                 param.grad = None  # create_graph leaves cycles through .grad
     else:
-        (pipe.step if door == "step" else pipe.evaluate)(x, loss_fn=total, loss_reduction="sum")
+        (pipe.step if entry == "step" else pipe.evaluate)(x, loss_fn=total, loss_reduction="sum")
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("when", ["F", "R", "B"])
-def test_a_failed_call_leaves_the_generator_where_the_one_draw_left_it(door: str, when: str) -> None:
+def test_a_failed_call_leaves_the_generator_where_the_one_draw_left_it(entry: str, when: str) -> None:
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), Fails(when)), [1, 1], 3, checkpoint="always")
     x = torch.ones(6, 3)
     expected = after_one_draw(31)
     torch.manual_seed(31)
     with pytest.raises(KeyError, match=when):
-        if door == "forward":
+        if entry == "forward":
             pipe(x).sum().backward()
         else:
             pipe.step(x, loss_fn=total, loss_reduction="sum")
@@ -253,14 +253,14 @@ def test_a_loss_that_fails_leaves_the_generator_where_the_one_draw_left_it() -> 
         assert torch.equal(torch.get_rng_state(), expected)
 
 
-@pytest.mark.parametrize("door", ["step", "evaluate"])
-def test_a_loss_that_is_refused_leaves_the_generator_where_the_one_draw_left_it(door: str) -> None:
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_loss_that_is_refused_leaves_the_generator_where_the_one_draw_left_it(entry: str) -> None:
     """The comparison with the un-pipelined loss runs the loss_fn once more, after the forward."""
     pipe = Pipe(masked(), [2, 4], 3)
     x, expected = batch(), after_one_draw(31)
     torch.manual_seed(31)
     with pytest.raises(ValueError, match="is not a mean over rows"):
-        getattr(pipe, door)(x, loss_fn=lambda out, target: out.sum() + 100)
+        getattr(pipe, entry)(x, loss_fn=lambda out, target: out.sum() + 100)
     assert torch.equal(torch.get_rng_state(), expected)
 
 
@@ -318,9 +318,9 @@ def private(shared: bool) -> tuple[nn.Sequential, list[torch.Generator]]:
 @pytest.mark.parametrize("shared, balance", [
     (False, [5]), (False, [2, 3]), (False, [2, 1, 2]), (True, [5]), (True, [1, 3, 1]),
 ])
-@pytest.mark.parametrize("door", [*DOORS, "create_graph"])
+@pytest.mark.parametrize("entry", [*ENTRIES, "create_graph"])
 def test_a_private_generator_is_replayed_in_recomputations_and_left_where_the_forwards_left_it(
-    shared: bool, door: str, balance: list[int]
+    shared: bool, entry: str, balance: list[int]
 ) -> None:
     x = torch.linspace(-1, 1, 24).reshape(6, 4).double()
     plain, generators = private(shared)
@@ -330,41 +330,41 @@ def test_a_private_generator_is_replayed_in_recomputations_and_left_where_the_fo
     for policy, schedule in product(["always", "except_last", "never"], ["gpipe", "1f1b"]):
         model, generators = private(shared)
         pipe = Pipe(model, balance, 3, checkpoint=policy, schedule=schedule)
-        if door == "step":
+        if entry == "step":
             pipe.step(x, loss_fn=total, loss_reduction="sum")
             grads = [param.grad for param in model.parameters()]
         else:
-            grads = torch.autograd.grad(pipe(x).sum(), list(model.parameters()), create_graph=door == "create_graph")
+            grads = torch.autograd.grad(pipe(x).sum(), list(model.parameters()), create_graph=entry == "create_graph")
         for grad, reference in zip(grads, expected[0], strict=True):
             assert torch.allclose(grad, reference, rtol=1e-13, atol=0)
         assert all(map(torch.equal, (each.get_state() for each in generators), expected[1]))
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
-@pytest.mark.parametrize("door", [*DOORS, "no_grad"])
-def test_a_private_generator_that_two_stages_draw_from_is_refused(door: str, workers: str) -> None:
+@pytest.mark.parametrize("entry", [*ENTRIES, "no_grad"])
+def test_a_private_generator_that_two_stages_draw_from_is_refused(entry: str, workers: str) -> None:
     """Whose turn comes when depends on the schedule: looped-bfs and zb-v gave other numbers than gpipe."""
     model, generators = private(shared=True)
     states = [each.get_state() for each in generators]
     pipe = Pipe(model, [2, 3], 3, workers=workers)
     words = r"a random generator of stage 1 .* is shared with stage 0 .* give each its own"
     with pytest.raises(RuntimeError, match=words):
-        outputs(pipe, torch.ones(6, 4).double(), door)
+        outputs(pipe, torch.ones(6, 4).double(), entry)
     assert all(map(torch.equal, (each.get_state() for each in generators), states))
 
 
-@pytest.mark.parametrize("door", [*DOORS, "no_grad"])
-def test_a_failed_call_leaves_private_generators_as_they_were(door: str) -> None:
+@pytest.mark.parametrize("entry", [*ENTRIES, "no_grad"])
+def test_a_failed_call_leaves_private_generators_as_they_were(entry: str) -> None:
     model, generators = private(shared=False)
     model[3].fail = True
     pipe = Pipe(model, [2, 3], 3, checkpoint="always")
     states = [each.get_state() for each in generators]
     x = torch.ones(6, 4).double()
     with pytest.raises(KeyError):
-        if door == "step":
+        if entry == "step":
             pipe.step(x, loss_fn=total, loss_reduction="sum")
         else:
-            with torch.set_grad_enabled(door == "forward"):
+            with torch.set_grad_enabled(entry == "forward"):
                 pipe(x)
     assert all(map(torch.equal, (each.get_state() for each in generators), states))
 
@@ -423,10 +423,10 @@ def test_layer_seeds_of_different_calls_are_unrelated() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("policy", ["always", "except_last", "never"])
-@pytest.mark.parametrize("door", [*DOORS, "create_graph", "no_grad"])
+@pytest.mark.parametrize("entry", [*ENTRIES, "create_graph", "no_grad"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norm_counts_each_chunk_once(
-    chunks: int, schedule: str, policy: str, door: str, momentum: float | None
+    chunks: int, schedule: str, policy: str, entry: str, momentum: float | None
 ) -> None:
     torch.manual_seed(5)
     norms = [nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum)]
@@ -437,13 +437,13 @@ def test_batch_norm_counts_each_chunk_once(
     for call in (1, 2):
         for piece in x.tensor_split(chunks):
             plain(piece)
-        if door == "step":
+        if entry == "step":
             pipe.step(x, loss_fn=total, loss_reduction="sum")
         else:
-            with torch.set_grad_enabled(door != "no_grad"):
+            with torch.set_grad_enabled(entry != "no_grad"):
                 out = pipe(x)
             if out.requires_grad:
-                torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=door == "create_graph")
+                torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=entry == "create_graph")
         assert [int(norm.num_batches_tracked) for norm in norms] == [call * chunks] * 2
         assert all(map(torch.equal, model.buffers(), plain.buffers()))
 

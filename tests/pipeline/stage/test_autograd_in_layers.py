@@ -87,28 +87,28 @@ def test_a_layer_that_calls_autograd_has_the_gradients_and_buffers_of_the_loop(p
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
-@pytest.mark.parametrize("door", ["forward", "create_graph", "evaluate", "eager", "deferred"])
+@pytest.mark.parametrize("entry", ["forward", "create_graph", "evaluate", "eager", "deferred"])
 @pytest.mark.parametrize("call", ["autograd.grad", "func.grad"])
-def test_every_door_takes_a_layer_that_calls_autograd(call, door, workers):
+def test_every_entry_point_takes_a_layer_that_calls_autograd(call, entry, workers):
     model, length = model_of(call, "a batch norm", "a batch norm")
     x, y = data()
     found = []
     for policy in CHECKPOINTS:
         ours, _ = twins(model)
         pipe = Pipe(
-            ours, [1, length, 4], CHUNKS, checkpoint=policy, workers=workers, deferred_batch_norm=door == "deferred"
+            ours, [1, length, 4], CHUNKS, checkpoint=policy, workers=workers, deferred_batch_norm=entry == "deferred"
         )
         for seed in (1, 2, 3):
             torch.manual_seed(seed)
-            if door == "forward":
+            if entry == "forward":
                 mse(pipe(x), y).backward()
-            elif door == "create_graph":
+            elif entry == "create_graph":
                 wanted = list(pipe.parameters())
                 grads = torch.autograd.grad(mse(pipe(x), y), wanted, create_graph=True)
                 sum([grad.square().sum() for grad in grads]).backward()
-            elif door == "evaluate":
+            elif entry == "evaluate":
                 pipe.evaluate(x, y, loss_fn=mse)
-            elif door == "eager":
+            elif entry == "eager":
                 pipe.step(x, y, loss_fn=mse, optimizer=EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=0.1)))
             else:
                 pipe.step(x, y, loss_fn=mse)
@@ -146,9 +146,9 @@ class Captured(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["leaf", "computed", "loss"])
-@pytest.mark.parametrize("door", ["step", "forward", "store"])
+@pytest.mark.parametrize("entry", ["step", "forward", "store"])
 @pytest.mark.parametrize("policy", CHECKPOINTS)
-def test_a_captured_leaf_beside_a_reentrant_checkpoint_gets_its_whole_gradient_once(policy, door, place):
+def test_a_captured_leaf_beside_a_reentrant_checkpoint_gets_its_whole_gradient_once(policy, entry, place):
     found = []
     for ours in (True, False):
         torch.manual_seed(4)
@@ -165,16 +165,16 @@ def test_a_captured_leaf_beside_a_reentrant_checkpoint_gets_its_whole_gradient_o
 
         if ours:
             pipe = Pipe(model, [2, 2], CHUNKS, checkpoint=policy)
-            if door == "forward":
+            if entry == "forward":
                 loss_fn(pipe(x), y).backward()
             else:
-                grads = pipe.step(x, y, loss_fn=loss_fn, grads="store" if door == "store" else "param").grads
+                grads = pipe.step(x, y, loss_fn=loss_fn, grads="store" if entry == "store" else "param").grads
                 if grads is not None:
                     assert torch.equal(leaf.grad, torch.ones_like(leaf)) and not calls
                     grads.assign()
         else:
             loss_fn(torch.cat([model(piece) for piece in x.chunk(CHUNKS)]), y).backward()
-        assert len(calls) == 1 or door == "store"  # assign() is no backward
+        assert len(calls) == 1 or entry == "store"  # assign() is no backward
         found.append([leaf.grad, *[param.grad for param in model.parameters()]])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

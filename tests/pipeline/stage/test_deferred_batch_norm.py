@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[type[_BatchNorm], tuple[int, ...]]] = {
 CHANNELS = 3
 TOO_FEW = "Expected more than 1 value per channel when training"
 
-# ------------------------------------------------------------------------------------------------ models and doors
+# ---------------------------------------------------------------------------------------------- models, entry points
 
 
 def by_value(module: nn.Module) -> dict[str, Tensor]:
@@ -119,18 +119,18 @@ def square(out: Tensor, _: Any = None) -> Tensor:
     return out.square().sum()
 
 
-def run(pipe: nn.Module, x: Tensor, door: str) -> Tensor | None:
-    """One call through a door; a backward where the door has one. Returns the outputs."""
-    if door == "no_grad":
+def run(pipe: nn.Module, x: Tensor, entry: str) -> Tensor | None:
+    """One call through an entry point; a backward where the entry point has one. Returns the outputs."""
+    if entry == "no_grad":
         with torch.no_grad():
             return pipe(x)
-    if door == "inference":
+    if entry == "inference":
         with torch.inference_mode():
             return pipe(x)
-    if door == "step":
+    if entry == "step":
         return pipe.step(x, loss_fn=square, loss_reduction="sum", outputs=True).outputs
     out = pipe(x)
-    if door == "create_graph":
+    if entry == "create_graph":
         found = torch.autograd.grad(square(out), list(pipe.parameters()), create_graph=True, allow_unused=True)
         sum(square(grad) for grad in found if grad is not None).backward()
     else:
@@ -138,7 +138,7 @@ def run(pipe: nn.Module, x: Tensor, door: str) -> Tensor | None:
     return out.detach()
 
 
-DOORS = ("forward", "step", "no_grad", "inference", "create_graph")
+ENTRIES = ("forward", "step", "no_grad", "inference", "create_graph")
 
 # ---------------------------------------------------------------------------------------------------- the references
 
@@ -238,7 +238,7 @@ FIRST = pairwise({
     "rows": (1, 2, 3, 5, 7, 8, 13, 16),
     "checkpoint": CHECKPOINTS,
     "schedule": ("gpipe", "1f1b"),
-    "door": DOORS,
+    "entry": ENTRIES,
     "workers": ("inline", "threads"),
 })
 
@@ -255,11 +255,11 @@ def test_statistics_of_a_norm_that_comes_first_equal_the_plain_modules(config: d
         x = input_of(config["kind"], config["rows"], seed=step)
         if too_few(config["kind"], config["rows"], config["chunks"]):
             with untouched(model), pytest.raises(ValueError, match=TOO_FEW):
-                run(pipe, x, config["door"])
+                run(pipe, x, config["entry"])
         else:
             with torch.no_grad():
                 plain(x)
-            run(pipe, x, config["door"])
+            run(pipe, x, config["entry"])
             close(by_value(model), by_value(plain))
             assert by_value(model)["0.num_batches_tracked"] == 5 + step
 
@@ -308,7 +308,7 @@ DEEP = pairwise({
     "rows": (4, 5, 11, 16),
     "checkpoint": CHECKPOINTS,
     "schedule": ("gpipe", "1f1b"),
-    "door": DOORS,
+    "entry": ENTRIES,
 })
 
 
@@ -336,10 +336,10 @@ def test_statistics_of_any_norm_are_those_of_all_that_it_was_given(config: dict[
         _, x = deep_model(config["model"], config["rows"], seed=step)
         if config["rows"] // min(config["chunks"], config["rows"]) == 1:
             with untouched(model), pytest.raises(ValueError, match=TOO_FEW):
-                run(pipe, x, config["door"])
+                run(pipe, x, config["entry"])
             continue
         outputs, buffers = by_hand(model, x, config["chunks"])
-        found = run(pipe, x, config["door"])
+        found = run(pipe, x, config["entry"])
         assert torch.equal(found, outputs)
         close(by_value(model), buffers)
 
@@ -351,12 +351,12 @@ def test_outputs_and_gradients_are_those_without_deferring_bit_for_bit(config: d
     found = []
     for defers in (False, True):
         model, x = deep_model(config["model"], config["rows"])
-        x.requires_grad_(config["door"] not in ("no_grad", "inference"))
+        x.requires_grad_(config["entry"] not in ("no_grad", "inference"))
         pipe = Pipe(
             model, balance_of(config["balance"], len(model)), config["chunks"], checkpoint=config["checkpoint"],
             schedule=config["schedule"], deferred_batch_norm=defers,
         )
-        outputs = [run(pipe, x, config["door"]) for _ in range(2)]
+        outputs = [run(pipe, x, config["entry"]) for _ in range(2)]
         found.append([*outputs, x.grad, *(param.grad for param in model.parameters())])
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
@@ -407,8 +407,8 @@ def test_in_float32_statistics_are_float32_and_the_plain_modules() -> None:
         close(by_value(model), by_value(plain), 1e-6)
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "no_grad"])
-def test_under_autocast_bfloat16_inputs_give_float32_statistics_of_what_the_norm_was_given(door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step", "no_grad"])
+def test_under_autocast_bfloat16_inputs_give_float32_statistics_of_what_the_norm_was_given(entry: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     pipe = deferred(model, [1, 2])
     seen = []
@@ -416,7 +416,7 @@ def test_under_autocast_bfloat16_inputs_give_float32_statistics_of_what_the_norm
     x = normal(10, 4).float() + 3
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, buffers = by_hand(model, x, 3)
-        run(pipe, x, door)
+        run(pipe, x, entry)
     assert set(seen) == {torch.bfloat16}
     close(by_value(model), buffers, 1e-6)
 
@@ -653,11 +653,11 @@ def test_hooks_of_the_user_on_a_norm_act_as_ever_and_see_its_own_buffers() -> No
     assert (list(norm._forward_hooks.items()), list(norm._forward_pre_hooks.items())) == tables
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_no_hook_is_left_on_a_module_after_a_call(door: str) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_hook_is_left_on_a_module_after_a_call(entry: str) -> None:
     model = deep()
     pipe = deferred(model, [2, 3])
-    run(pipe, normal(9, 4), door)
+    run(pipe, normal(9, 4), entry)
     for module in model.modules():
         assert not any([module._forward_hooks, module._forward_pre_hooks, *_other_tables(module)])
 
@@ -794,11 +794,11 @@ class Bomb(nn.Module):
 
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
-@pytest.mark.parametrize("door", ["forward", "step", "no_grad"])
+@pytest.mark.parametrize("entry", ["forward", "step", "no_grad"])
 @pytest.mark.parametrize("chunk", [0, 2])
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
 def test_after_a_failing_forward_all_is_as_it_was_and_the_next_call_is_right(
-    place: int, chunk: int, door: str, workers: str
+    place: int, chunk: int, entry: str, workers: str
 ) -> None:
     bomb = Bomb("F", chunk)
     model = deep()
@@ -806,10 +806,10 @@ def test_after_a_failing_forward_all_is_as_it_was_and_the_next_call_is_right(
     places = [Place(torch.device("cpu"), name) for name in "ab"]
     pipe = deferred(model, [3, 3], devices=places, workers=workers)
     with untouched(model), pytest.raises(OSError, match="no luck"):
-        run(pipe, normal(9, 4), door)
+        run(pipe, normal(9, 4), entry)
     bomb.armed = False
     _, buffers = by_hand(model, normal(9, 4, seed=2), 3)
-    run(pipe, normal(9, 4, seed=2), door)
+    run(pipe, normal(9, 4, seed=2), entry)
     close(by_value(model), buffers)
 
 
@@ -837,7 +837,7 @@ def test_a_step_whose_backward_or_loss_fails_updates_no_statistics(policy: str, 
         close(by_value(model), buffers)
 
 
-def test_a_backward_that_fails_after_the_forward_door_leaves_the_statistics_of_the_forward() -> None:
+def test_a_backward_that_fails_after_the_forward_entry_point_leaves_the_statistics_of_the_forward() -> None:
     bomb = Bomb("B", 1)
     model = deep()
     model.append(bomb)
@@ -900,11 +900,11 @@ class Uses(nn.Module):
 
 
 def right_or_refused(
-    layer: nn.Module, door: str = "forward", steps: int = 3, policy: str = "never", chunks: int = 3
+    layer: nn.Module, entry: str = "forward", steps: int = 3, policy: str = "never", chunks: int = 3
 ) -> None:
     """A batch norm that is used oddly: statistics are the plain module's, outputs those without deferring; or an error
     by its words, and the statistics are as they were, or as the plain module's after its forward where a backward of
-    the forward door fails."""
+    the forward entry point fails."""
     model = randomised(nn.Sequential(layer, nn.Linear(3, 2)))
     plain, apart = copy.deepcopy(model), copy.deepcopy(model)
     try:
@@ -917,15 +917,15 @@ def right_or_refused(
         x = input_of("1d", 13, seed=step)
         started = _state(model)
         try:
-            out = run(pipe, x, door)
+            out = run(pipe, x, entry)
         except (CheckpointError, TypeError) as error:
             assert "deferred_batch_norm" in str(error)
-            if "in the backward" in str(error) and door != "step":
+            if "in the backward" in str(error) and entry != "step":
                 plain(x)
             close(by_value(model), by_value(plain))
             assert [one[:-1] for one in started] == [two[:-1] for two in _state(model)]
             return
-        assert torch.equal(out, run(other, x, door)), "outputs are not those without deferring"
+        assert torch.equal(out, run(other, x, entry)), "outputs are not those without deferring"
         square(plain(x)).backward()
         close(by_value(model), by_value(plain))
 
@@ -943,7 +943,7 @@ def tries_again(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x)
 
 
-@pytest.mark.parametrize("door", ["forward", "no_grad", "step"])
+@pytest.mark.parametrize("entry", ["forward", "no_grad", "step"])
 @pytest.mark.parametrize(
     "function",
     [
@@ -960,9 +960,9 @@ def tries_again(norm: nn.Module, x: Tensor) -> Tensor:
     ],
 )
 def test_a_norm_that_is_used_oddly_is_right_or_refused(
-    function: Callable[[nn.Module, Tensor], Tensor], door: str
+    function: Callable[[nn.Module, Tensor], Tensor], entry: str
 ) -> None:
-    right_or_refused(Uses(nn.BatchNorm1d(3), function), door)
+    right_or_refused(Uses(nn.BatchNorm1d(3), function), entry)
 
 
 @pytest.mark.parametrize(
@@ -1076,7 +1076,7 @@ def test_norms_that_share_their_statistics_are_updated_in_the_order_of_their_cal
 @pytest.mark.parametrize("policy", CHECKPOINTS)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "door",
+    "entry",
     [
         pytest.param("forward"),
         pytest.param("create_graph"),
@@ -1084,12 +1084,12 @@ def test_norms_that_share_their_statistics_are_updated_in_the_order_of_their_cal
         "step",  # refused, where a forward follows a backward
     ],
 )
-def test_a_norm_in_torchs_own_checkpoint_is_right_or_refused(reentrant: bool, door: str, policy: str) -> None:
+def test_a_norm_in_torchs_own_checkpoint_is_right_or_refused(reentrant: bool, entry: str, policy: str) -> None:
     """The plain module updates twice: in the forward, and when the backward computes it again."""
-    if reentrant and door == "create_graph":
-        door = "forward"  # torch refuses the other
+    if reentrant and entry == "create_graph":
+        entry = "forward"  # torch refuses the other
     layer = Uses(nn.BatchNorm1d(3), lambda norm, x: checkpoint(norm, x, use_reentrant=reentrant))
-    if door == "no_grad":
+    if entry == "no_grad":
         reentrant = False  # it warns that there is nothing to differentiate
         model = randomised(nn.Sequential(layer, nn.Linear(3, 2)))
         plain = copy.deepcopy(model)
@@ -1098,7 +1098,7 @@ def test_a_norm_in_torchs_own_checkpoint_is_right_or_refused(reentrant: bool, do
             deferred(model, checkpoint=policy)(input_of("1d", 13))
         close(by_value(model), by_value(plain))
     else:
-        right_or_refused(layer, door, policy=policy)
+        right_or_refused(layer, entry, policy=policy)
 
 
 def test_a_compiled_norm_is_right_or_refused() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from pipeline import Pipe, is_recomputing
 
 ROWS, WIDE, CHUNKS = 7, 4, 3
-DOORS = ("forward", "step", "step with optimizer", "step with store")
+ENTRIES = ("forward", "step", "step with optimizer", "step with store")
 
 
 def mlp():
@@ -30,13 +30,13 @@ def clipped(grad):
     return grad.clamp(-0.01, 0.01) + 0.001
 
 
-def run(door, pipe, x, y):
-    """One backward through a door; returns the gradients by name as they reach `.grad`, the optimizer or the store."""
-    if door == "forward":
+def run(entry, pipe, x, y):
+    """One backward through an entry point; gradients by name as they reach `.grad`, the optimizer or the store."""
+    if entry == "forward":
         mse(pipe(x), y).backward()
-    elif door == "step":
+    elif entry == "step":
         pipe.step(x, y, loss_fn=mse)
-    elif door == "step with store":
+    elif entry == "step with store":
         store = pipe.step(x, y, loss_fn=mse, grads="store").grads
         assert all(param.grad is None for param in pipe.parameters())
         return {name: store.get(name) for name, _ in pipe.named_parameters()}
@@ -47,9 +47,9 @@ def run(door, pipe, x, y):
     return {name: param.grad for name, param in pipe.named_parameters()}
 
 
-def whole_gradients(door, model, x, y):
+def whole_gradients(entry, model, x, y):
     """The plain module's, without hooks."""
-    if door == "forward":
+    if entry == "forward":
         reference = ByChunks(model, x, CHUNKS)
         reference.backward(mse(reference.output, y))
     else:
@@ -57,45 +57,45 @@ def whole_gradients(door, model, x, y):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_tensor_hooks_act_once_on_the_whole_gradient(door, checkpoint):
+def test_tensor_hooks_act_once_on_the_whole_gradient(entry, checkpoint):
     ours, theirs = twins(mlp())
     x, y = batch()
     seen = {name: [] for name, _ in ours.named_parameters()}
     for name, param in ours.named_parameters():
         param.register_hook(lambda grad, name=name: seen[name].append(grad.clone()))
         param.register_hook(clipped)
-    found = run(door, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
-    for name, grad in whole_gradients(door, theirs, x, y).items():
+    found = run(entry, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
+    for name, grad in whole_gradients(entry, theirs, x, y).items():
         assert len(seen[name]) == 1 and same(seen[name][0], grad), name
-        if door == "step with optimizer":
+        if entry == "step with optimizer":
             torch.testing.assert_close(found[name], clipped(grad), rtol=0, atol=1e-15)
         else:
             assert same(found[name], clipped(grad)), name
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_post_accumulate_hooks_act_once_when_the_whole_gradient_is_in_grad(door, checkpoint, schedule):
+def test_post_accumulate_hooks_act_once_when_the_whole_gradient_is_in_grad(entry, checkpoint, schedule):
     """Also where weight gradients are computed apart (zb-h1), and added by nobody's node of autograd."""
     ours, theirs = twins(mlp())
     x, y = batch()
     seen = {name: [] for name, _ in ours.named_parameters()}
     for name, param in ours.named_parameters():
         param.register_post_accumulate_grad_hook(lambda param, name=name: seen[name].append(param.grad.clone()))
-    run(door, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y)
-    for name, grad in whole_gradients(door, theirs, x, y).items():
-        if door == "step with store":
+    run(entry, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y)
+    for name, grad in whole_gradients(entry, theirs, x, y).items():
+        if entry == "step with store":
             assert not seen[name]  # nothing is accumulated into `.grad`
         else:
             assert len(seen[name]) == 1 and same(seen[name][0], grad), name
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_an_optimizer_in_post_accumulate_hooks_makes_one_step(door, checkpoint):
+def test_an_optimizer_in_post_accumulate_hooks_makes_one_step(entry, checkpoint):
     ours, theirs = twins(mlp())
     x, y = batch()
     for param in ours.parameters():
@@ -109,16 +109,16 @@ def test_an_optimizer_in_post_accumulate_hooks_makes_one_step(door, checkpoint):
     pipe = Pipe(ours, [2, 3], CHUNKS, checkpoint=checkpoint)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.1)
     for _ in range(3):
-        run(door, pipe, x, y)
+        run(entry, pipe, x, y)
         optimizer.zero_grad()
-        whole_gradients(door, theirs, x, y)
+        whole_gradients(entry, theirs, x, y)
         optimizer.step()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert same(one.data, other.data)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_hooks_act_on_each_backward_of_an_accumulation(door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_hooks_act_on_each_backward_of_an_accumulation(entry):
     ours, theirs = twins(mlp())
     weight, calls = ours[2].weight, []
     weight.register_hook(lambda grad: calls.append("hook") or clipped(grad))
@@ -127,9 +127,9 @@ def test_hooks_act_on_each_backward_of_an_accumulation(door):
     expected = None
     for _ in range(2):
         x, y = batch()
-        run(door, pipe, x, y)
+        run(entry, pipe, x, y)
         theirs.zero_grad()
-        grad = clipped(whole_gradients(door, theirs, x, y)["2.weight"])
+        grad = clipped(whole_gradients(entry, theirs, x, y)["2.weight"])
         expected = grad if expected is None else expected + grad
         assert same(weight.grad, expected) and same(calls[-1], expected)
     assert [call for call in calls if isinstance(call, str)] == ["hook"] * 2
@@ -147,9 +147,9 @@ class Unused(nn.Module):
         return {"used": self.linear(x), "other": self.other(x)}
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "autograd.grad", "create_graph"])
+@pytest.mark.parametrize("entry", ["forward", "step", "autograd.grad", "create_graph"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_hooks_of_parameters_without_a_gradient_do_not_run(door, checkpoint):
+def test_hooks_of_parameters_without_a_gradient_do_not_run(entry, checkpoint):
     model = nn.Sequential(nn.Linear(WIDE, WIDE), Unused()).double()
     ran = []
     for name, param in model[1].named_parameters():
@@ -157,11 +157,11 @@ def test_hooks_of_parameters_without_a_gradient_do_not_run(door, checkpoint):
         param.register_post_accumulate_grad_hook(lambda param, name=name: ran.append((name, "post")))
     pipe = Pipe(model, [1, 1], CHUNKS, checkpoint=checkpoint)
     x, y = batch()
-    if door == "step":
+    if entry == "step":
         pipe.step(x, y, loss_fn=lambda output, target: mse(output["used"], target))
-    elif door == "forward":
+    elif entry == "forward":
         mse(pipe(x)["used"], y).backward()
-    elif door == "autograd.grad":
+    elif entry == "autograd.grad":
         grads = torch.autograd.grad(mse(pipe(x)["used"], y), list(model.parameters()), allow_unused=True)
         assert [grad is None for grad in grads] == [False, False, True, False, False, True, True]
         assert all(not name.startswith(("other", "never")) for name, _ in ran)
@@ -245,9 +245,9 @@ class Scaled(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_hooks_of_a_captured_leaf_act_once_on_the_whole_gradient(door, checkpoint):
+def test_hooks_of_a_captured_leaf_act_once_on_the_whole_gradient(entry, checkpoint):
     x, y = batch()
     found = []
     for kind in ("pipe", "plain"):
@@ -258,18 +258,18 @@ def test_hooks_of_a_captured_leaf_act_once_on_the_whole_gradient(door, checkpoin
         if kind == "pipe":
             leaf.register_hook(lambda grad, calls=calls: calls.append("hook") or clipped(grad))
             leaf.register_post_accumulate_grad_hook(lambda param, calls=calls: calls.append("post"))
-            run(door, Pipe(model, [2, 2], CHUNKS, checkpoint=checkpoint), x, y)
+            run(entry, Pipe(model, [2, 2], CHUNKS, checkpoint=checkpoint), x, y)
             assert calls == ["hook", "post"]
             found.append(leaf.grad)
         else:
-            whole_gradients(door, model, x, y)
+            whole_gradients(entry, model, x, y)
             found.append(clipped(leaf.grad))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_hooks_of_a_weight_that_two_stages_share_act_once(door, checkpoint):
+def test_hooks_of_a_weight_that_two_stages_share_act_once(entry, checkpoint):
     model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)).double()
     model[2].weight = model[0].weight
     ours, theirs = twins(model)
@@ -277,23 +277,23 @@ def test_hooks_of_a_weight_that_two_stages_share_act_once(door, checkpoint):
     calls = []
     ours[0].weight.register_hook(lambda grad: calls.append("hook") or clipped(grad))
     ours[0].weight.register_post_accumulate_grad_hook(lambda param: calls.append("post"))
-    found = run(door, Pipe(ours, [2, 1, 1], CHUNKS, checkpoint=checkpoint), x, y)
-    expected = clipped(whole_gradients(door, theirs, x, y)["0.weight"])
+    found = run(entry, Pipe(ours, [2, 1, 1], CHUNKS, checkpoint=checkpoint), x, y)
+    expected = clipped(whole_gradients(entry, theirs, x, y)["0.weight"])
     torch.testing.assert_close(found["0.weight"], expected, rtol=1e-12, atol=1e-14)
-    assert calls == (["hook"] if door == "step with store" else ["hook", "post"])
+    assert calls == (["hook"] if entry == "step with store" else ["hook", "post"])
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_hooks_of_the_input_act_once(door):
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_hooks_of_the_input_act_once(entry):
     ours, theirs = twins(mlp())
     x, y = batch()
     x.requires_grad_()
     calls = []
     x.register_hook(lambda grad: calls.append("hook") or clipped(grad))
     x.register_post_accumulate_grad_hook(lambda leaf: calls.append("post"))
-    run(door, Pipe(ours, [2, 3], CHUNKS), x, y)
+    run(entry, Pipe(ours, [2, 3], CHUNKS), x, y)
     plain = x.detach().requires_grad_()
-    if door == "forward":
+    if entry == "forward":
         reference = ByChunks(theirs, plain, CHUNKS)
         reference.backward(mse(reference.output, y))
         expected = reference.input_grad
@@ -331,27 +331,27 @@ def hook_layers(model):
     model[4].register_full_backward_hook(halve_grads)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_module_hooks_on_layers_change_what_they_change_on_the_plain_module(door, checkpoint):
+def test_module_hooks_on_layers_change_what_they_change_on_the_plain_module(entry, checkpoint):
     ours, theirs = twins(mlp())
     x, y = batch()
     for model in (ours, theirs):
         hook_layers(model)
-    run(door, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
-    whole_gradients(door, theirs, x, y)
+    run(entry, Pipe(ours, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
+    whole_gradients(entry, theirs, x, y)
     assert_same_grads(ours, theirs)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_backward_hooks_on_a_layer_run_once_for_each_chunk(door, checkpoint):
+def test_backward_hooks_on_a_layer_run_once_for_each_chunk(entry, checkpoint):
     model = mlp()
     x, y = batch()
     calls = []
     model[2].register_forward_hook(lambda *_: calls.append("R" if is_recomputing() else "F"))
     model[2].register_full_backward_hook(lambda module, gin, gout: calls.append(("B", len(gout[0]))))
-    run(door, Pipe(model, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
+    run(entry, Pipe(model, [2, 2, 1], CHUNKS, checkpoint=checkpoint), x, y)
     assert calls.count("F") == CHUNKS and calls.count("R") == (CHUNKS if checkpoint == "always" else 0)
     assert [call for call in calls if call not in ("F", "R")] == [("B", 3), ("B", 2), ("B", 2)]
 
@@ -379,8 +379,8 @@ def test_module_hooks_on_the_pipe_are_those_of_the_plain_module(checkpoint):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("door", ["step", "step with optimizer", "step with store"])
-def test_a_parameter_hook_that_raises_leaves_everything_as_before(door):
+@pytest.mark.parametrize("entry", ["step", "step with optimizer", "step with store"])
+def test_a_parameter_hook_that_raises_leaves_everything_as_before(entry):
     model = nn.Sequential(nn.Linear(WIDE, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
     x, y = batch()
     pipe = Pipe(model, [2, 1], CHUNKS)
@@ -392,9 +392,9 @@ def test_a_parameter_hook_that_raises_leaves_everything_as_before(door):
         raise KeyError("in a hook")
 
     handle = model[0].bias.register_hook(fails)
-    options = {"step with optimizer": {"optimizer": torch.optim.SGD(pipe.parameters(), lr=0.1)}}.get(door, {})
+    options = {"step with optimizer": {"optimizer": torch.optim.SGD(pipe.parameters(), lr=0.1)}}.get(entry, {})
     with pytest.raises(KeyError, match="in a hook"):
-        pipe.step(x, y, loss_fn=mse, grads="store" if door == "step with store" else "param", **options)
+        pipe.step(x, y, loss_fn=mse, grads="store" if entry == "step with store" else "param", **options)
     handle.remove()
     for name, tensor in pipe.state_dict().items():
         assert same(tensor, before[name]), name
@@ -414,8 +414,8 @@ class Squares(nn.Module):
 
 
 @pytest.mark.parametrize("has_hook", [True, False])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_parameter_that_is_the_input_too_has_one_gradient_and_its_hook_runs_once(door, has_hook):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_parameter_that_is_the_input_too_has_one_gradient_and_its_hook_runs_once(entry, has_hook):
     model = nn.Sequential(Squares(), nn.Linear(WIDE, 2)).double()
     weight = model[0].weight
     target = torch.randn(WIDE, 2, dtype=torch.float64)
@@ -425,7 +425,7 @@ def test_a_parameter_that_is_the_input_too_has_one_gradient_and_its_hook_runs_on
     mse(model(weight), target).backward()
     expected = {name: param.grad for name, param in model.named_parameters()}
     model.zero_grad()
-    got = run(door, Pipe(model, [1, 1], CHUNKS), weight, target)
+    got = run(entry, Pipe(model, [1, 1], CHUNKS), weight, target)
     assert len(seen) == 2 * has_hook
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, rtol=1e-12, atol=1e-14)

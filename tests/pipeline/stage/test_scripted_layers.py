@@ -1,4 +1,4 @@
-"""Layers that torch.jit has compiled are layers like others: parameters, buffers, modes, ties, at every door."""
+"""Layers that torch.jit has compiled are layers like others: parameters, buffers, modes, ties, at every entry point."""
 
 import copy
 
@@ -93,35 +93,35 @@ def test_a_compiled_layer_has_the_gradients_of_the_loop(kind, schedule, checkpoi
     assert list(pipe.state_dict()) == list(theirs.state_dict())
 
 
-@pytest.mark.parametrize("door", ["forward", "create_graph", "evaluate", "eager", "store", "threads"])
+@pytest.mark.parametrize("entry", ["forward", "create_graph", "evaluate", "eager", "store", "threads"])
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "script that draws"])
-def test_a_compiled_layer_goes_through_every_door(kind, door):
+def test_a_compiled_layer_goes_through_every_entry_point(kind, entry):
     ours, theirs = model_of(kind), model_of(kind)
-    places = [Place(torch.device("cpu"), name) for name in "ab"] if door == "threads" else None
+    places = [Place(torch.device("cpu"), name) for name in "ab"] if entry == "threads" else None
     pipe = Pipe(ours, [2, 3], CHUNKS, checkpoint="always", devices=places, workers="threads" if places else None)
     x, y = data()
-    if door == "evaluate":
+    if entry == "evaluate":
         for model in (ours, theirs):
             model.requires_grad_(True)
         loss = pipe.evaluate(x, y, loss_fn=mse).loss
         torch.testing.assert_close(loss, mse(theirs.eval()(x), y), rtol=1e-11, atol=0.0)
         assert all(module.training for module in pipe.modules() if "training" in vars(module))
         return
-    if door == "forward":
+    if entry == "forward":
         mse(pipe(x), y).backward()
-    elif door == "create_graph":
+    elif entry == "create_graph":
         grads = torch.autograd.grad(mse(pipe(x), y), list(pipe.parameters()), create_graph=True)
         sum([grad.square().sum() for grad in grads]).backward()
-    elif door == "eager":
+    elif entry == "eager":
         pipe.step(x, y, loss_fn=mse, optimizer=EagerUpdate(torch.optim.SGD(pipe.parameters(), lr=1.0)))
         before = model_of(kind)
         for param, old in zip(ours.parameters(), before.parameters(), strict=True):
             param.grad = (old - param).detach()
-    elif door == "store":
+    elif entry == "store":
         pipe.step(x, y, loss_fn=mse, grads="store").grads.assign()
     else:
         pipe.step(x, y, loss_fn=mse)
-    if door == "create_graph":
+    if entry == "create_graph":
         outs = torch.cat([theirs(piece) for piece in torch.tensor_split(x, CHUNKS)])
         grads = torch.autograd.grad(mse(outs, y), list(theirs.parameters()), create_graph=True)
         sum([grad.square().sum() for grad in grads]).backward()

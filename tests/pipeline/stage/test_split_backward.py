@@ -474,11 +474,11 @@ def test_hooks_between_a_product_and_its_weight_act_as_in_a_hand_written_loop(
         assert all(torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-# --------------------------------------------------------------------------------------------------------- the doors
+# ------------------------------------------------------------------------------------------------------ entry points
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_the_forward_door_runs_i_and_w_again_where_the_graph_is_retained(checkpoint: str) -> None:
+def test_the_forward_entry_point_runs_i_and_w_again_where_the_graph_is_retained(checkpoint: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     plain = copy.deepcopy(model)
     pipe = Pipe(model, [2, 1], 3, schedule=SPLIT, checkpoint=checkpoint)

@@ -25,7 +25,8 @@ from pipeline import CheckpointError, EagerUpdate, Pipe
 from pipeline.recompute.randomness import draw_seed
 
 CALLS = 6
-AXES = {"door": ["forward", "step"], "schedule": ["gpipe", "1f1b", "zb-h1"], "mode": ["always", "except_last", "never"]}
+MODES_OF_CHECKPOINTING = ["always", "except_last", "never"]
+AXES = {"entry": ["forward", "step"], "schedule": ["gpipe", "1f1b", "zb-h1"], "mode": MODES_OF_CHECKPOINTING}
 MODES = either([tuple(row.values()) for row in pairwise(AXES)], [*product(*AXES.values())])
 
 
@@ -122,7 +123,7 @@ def model_with(stage: Callable[[], nn.Module]) -> nn.Sequential:
 
 
 def trained(
-    stage: Callable[[], nn.Module], door: str, schedule: str, checkpoint: str, calls: int, around: bool = True
+    stage: Callable[[], nn.Module], entry: str, schedule: str, checkpoint: str, calls: int, around: bool = True
 ) -> list[Any]:
     """Of each call: loss, gradients, buffers. `around`: it is one stage of three, else it has a stage for each part."""
     model = model_with(stage) if around else stage()
@@ -132,7 +133,7 @@ def trained(
     for call in range(calls):
         torch.manual_seed(call)
         x = torch.randn(9, 3)
-        if door == "forward":
+        if entry == "forward":
             loss = pipe(x).square().sum()
             loss.backward()
         else:
@@ -168,13 +169,13 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_gradients_have_the_bits_of_the_plain_module_in_every_call(name: str, door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_gradients_have_the_bits_of_the_plain_module_in_every_call(name: str, entry: str) -> None:
     expected = by_hand(PLAIN.get(name, STAGES[name]), CALLS)
     if name == "a hook that draws":  # seeded in a way of its own: see test_randomness.py
-        expected = trained(STAGES[name], door, "gpipe", "never", CALLS)
-    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == door]:
-        check_calls(trained(STAGES[name], door, schedule, checkpoint, CALLS), expected, schedule, checkpoint)
+        expected = trained(STAGES[name], entry, "gpipe", "never", CALLS)
+    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == entry]:
+        check_calls(trained(STAGES[name], entry, schedule, checkpoint, CALLS), expected, schedule, checkpoint)
 
 
 def triple(x: Any) -> Any:
@@ -211,11 +212,11 @@ def counted() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("model", [odd_messages, frozen_first, counted])
-@pytest.mark.parametrize("door", ["forward", "step"])
-def test_messages_may_change_from_stage_to_stage(model: Callable[[], nn.Sequential], door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_messages_may_change_from_stage_to_stage(model: Callable[[], nn.Sequential], entry: str) -> None:
     expected = by_hand(model, CALLS, around=False)
-    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == door]:
-        found = trained(model, door, schedule, checkpoint, CALLS, around=False)
+    for _, schedule, checkpoint in [mode for mode in MODES if mode[0] == entry]:
+        found = trained(model, entry, schedule, checkpoint, CALLS, around=False)
         check_calls(found, expected, schedule, checkpoint)
 
 
@@ -310,8 +311,8 @@ def test_late_chunks_whose_graphs_do_not_hold_their_input_hold_none() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("door", ["forward", "step", "evaluate"])
-def test_inference_tensors_come_in_in_every_call(door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate"])
+def test_inference_tensors_come_in_in_every_call(entry: str) -> None:
     torch.manual_seed(1)
     pipe = Pipe(nn.Sequential(Apply(lambda x: x * 2), linear(3)), [1, 1], 4, checkpoint="always")
     plain = pipe.to_sequential()
@@ -319,13 +320,13 @@ def test_inference_tensors_come_in_in_every_call(door: str) -> None:
         with torch.inference_mode():
             x = torch.randn(8, 3)
             expected = plain(x).square().mean()
-            if door == "evaluate":
+            if entry == "evaluate":
                 assert torch.allclose(pipe.evaluate(x, loss_fn=lambda out, _: out.square().mean()).loss, expected)
-        if door == "forward":
+        if entry == "forward":
             loss = pipe(x).square().mean()
             loss.backward()
             assert torch.allclose(loss, expected.clone())
-        if door == "step":
+        if entry == "step":
             loss = pipe.step(x, loss_fn=lambda out, _: out.square().mean()).loss
             assert torch.allclose(loss, expected.clone())
 
@@ -583,8 +584,8 @@ def test_a_stage_may_begin_to_detach_its_input_in_place(begins: int, checkpoint:
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
-@pytest.mark.parametrize("door", ["forward", "step", "evaluate", "eager"])
-def test_a_layer_sees_the_same_kind_of_input_in_every_call(door: str, schedule: str, checkpoint: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "step", "evaluate", "eager"])
+def test_a_layer_sees_the_same_kind_of_input_in_every_call(entry: str, schedule: str, checkpoint: str) -> None:
     """With what it gets in the plain module: a result of autograd, or where nothing wants a gradient a leaf."""
     seen: dict[int, set[tuple[Any, ...]]] = {}
     call = 0
@@ -597,7 +598,7 @@ def test_a_layer_sees_the_same_kind_of_input_in_every_call(door: str, schedule: 
 
         def forward(self, x: Tensor) -> Tensor:
             key = call, self.place
-            if torch.is_grad_enabled() or door == "evaluate":  # a recomputation looks, the probe's forwards do not
+            if torch.is_grad_enabled() or entry == "evaluate":  # a recomputation looks, the probe's forwards do not
                 seen.setdefault(key, set()).add((x.is_leaf, type(x.grad_fn).__name__, x.requires_grad, x.retains_grad))
             return torch.tanh(self.layer(x))
 
@@ -607,18 +608,18 @@ def test_a_layer_sees_the_same_kind_of_input_in_every_call(door: str, schedule: 
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     for call in range(1, 10):
         x = torch.randn(8, 4)
-        if door == "forward":
+        if entry == "forward":
             pipe(x).sum().backward()
-        if door == "step":
+        if entry == "step":
             pipe.step(x, loss_fn=lambda out, _: out.square().mean())
-        if door == "evaluate":
+        if entry == "evaluate":
             pipe.evaluate(x, loss_fn=lambda out, _: out.square().mean())
-        if door == "eager":
+        if entry == "eager":
             pipe.step(x, loss_fn=lambda out, _: out.square().mean(), optimizer=EagerUpdate(optimizer))
     for place in range(4):
         assert all([seen[call, place] == seen[1, place] for call in range(1, 10)])
         ((is_leaf, _, requires_grad, _),) = seen[1, place]
-        assert (is_leaf, requires_grad) == ((True, False) if place == 0 or door == "evaluate" else (False, True))
+        assert (is_leaf, requires_grad) == ((True, False) if place == 0 or entry == "evaluate" else (False, True))
 
 
 def test_a_layers_own_fault_with_a_leaf_of_its_own_is_shown_as_torch_says_it() -> None:
@@ -800,13 +801,13 @@ class WritesLateChunks(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("door", ["forward", "evaluate"])
-def test_without_gradients_no_chunk_of_the_callers_input_is_written(mode: type, door: str) -> None:
+@pytest.mark.parametrize("entry", ["forward", "evaluate"])
+def test_without_gradients_no_chunk_of_the_callers_input_is_written(mode: type, entry: str) -> None:
     pipe = Pipe(nn.Sequential(WritesLateChunks(), nn.Identity()), [1, 1], 4, mixes_rows=True)
     x = torch.arange(8.0)[:, None].repeat(1, 3)
     before = x.clone()
     for _ in range(3):
-        if door == "forward":
+        if entry == "forward":
             with mode():
                 out = pipe(x)
         else:

@@ -35,7 +35,7 @@ from pipeline.common.places import Place
 CPU = torch.device("cpu")
 SEED = 23
 PLACES = {"one": "***", "apart": "abcdef", "there and back": "abacab"}
-DOORS = ("forward", "step", "store")
+ENTRIES = ("forward", "step", "store")
 APART = {name: given for name, given in PLACES.items() if name != "one"}
 
 
@@ -57,13 +57,13 @@ loss_fn = row_loss("mean")
 # --------------------------------------------------------------------------------------------------- the reference
 
 
-def by_hand(model: nn.Sequential, balance: Sequence[int], x: Tensor, y: Tensor, chunks: int, door: str) -> Tensor:
+def by_hand(model: nn.Sequential, balance: Sequence[int], x: Tensor, y: Tensor, chunks: int, entry: str) -> Tensor:
     """One pass over untied copies of the stages. Adds to the model's `.grad`; returns the loss."""
     stages = split(model, balance)
     copies = [copy.deepcopy(stage) for stage in stages]
     apart = nn.Sequential(*(layer for stage in copies for layer in stage))
     seed = call_seed(SEED)
-    if door == "forward":
+    if entry == "forward":
         result = reference(apart, x, chunks, seed, lambda out: loss_fn(out, y))
     else:
         result = reference_step(apart, x, y, chunks, seed, loss_fn)
@@ -75,10 +75,10 @@ def by_hand(model: nn.Sequential, balance: Sequence[int], x: Tensor, y: Tensor, 
     return result.loss
 
 
-def grads_by_hand(model: nn.Sequential, x: Tensor, y: Tensor, door: str = "step") -> list[Tensor | None]:
+def grads_by_hand(model: nn.Sequential, x: Tensor, y: Tensor, entry: str = "step") -> list[Tensor | None]:
     """The gradients of 3 chunks with each layer a stage. Leaves every `.grad` None."""
     model.zero_grad()
-    by_hand(model, [1] * len(model), x, y, 3, door)
+    by_hand(model, [1] * len(model), x, y, 3, entry)
     return taken(model)
 
 
@@ -93,14 +93,14 @@ def all_same(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) ->
     return len(found) == len(wanted) and all(map(same, found, wanted))
 
 
-def by_pipe(pipe: Pipe, x: Tensor, y: Tensor, door: str) -> Tensor:
-    """The same through a door of a Pipe."""
+def by_pipe(pipe: Pipe, x: Tensor, y: Tensor, entry: str) -> Tensor:
+    """The same through an entry point of a Pipe."""
     torch.manual_seed(SEED)
-    if door == "forward":
+    if entry == "forward":
         loss = loss_fn(pipe(x), y)
         loss.backward()
         return loss.detach()
-    step = pipe.step(x, y, loss_fn=loss_fn, grads="store" if door == "store" else "param")
+    step = pipe.step(x, y, loss_fn=loss_fn, grads="store" if entry == "store" else "param")
     if step.grads is not None:
         assert all(parameter.grad is None for parameter in pipe.parameters())
         step.grads.assign()
@@ -130,7 +130,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "workers": ("inline", "threads"),
     "checkpoint": tuple(CHECKPOINTS),
     "schedule": ("gpipe", "1f1b"),
-    "door": DOORS,
+    "entry": ENTRIES,
     "optimizer": tuple(OPTIMIZERS),
 }
 
@@ -159,9 +159,9 @@ def test_training_with_shared_parameters_is_the_sum_of_the_stages_parts_bit_for_
     balance = balance_of(config["balance"], len(ours))
     x, y = input_of(config["kind"], config["rows"]), target_of(config["rows"])
     pipe = piped(ours, config)
-    found = trained(ours, pipe, lambda: by_pipe(pipe, x, y, config["door"]), config["optimizer"])
+    found = trained(ours, pipe, lambda: by_pipe(pipe, x, y, config["entry"]), config["optimizer"])
     wanted = trained(
-        theirs, theirs, lambda: by_hand(theirs, balance, x, y, config["chunks"], config["door"]), config["optimizer"]
+        theirs, theirs, lambda: by_hand(theirs, balance, x, y, config["chunks"], config["entry"]), config["optimizer"]
     )
     assert all_same(found, wanted)
 
@@ -172,7 +172,7 @@ def test_training_with_shared_parameters_equals_the_plain_modules_loop(config):
     ours, theirs = made(config["kind"]), made(config["kind"])
     x, y = input_of(config["kind"], config["rows"]), target_of(config["rows"])
     pipe = piped(ours, config)
-    found = trained(ours, pipe, lambda: by_pipe(pipe, x, y, config["door"]), "momentum")
+    found = trained(ours, pipe, lambda: by_pipe(pipe, x, y, config["entry"]), "momentum")
 
     def loop() -> Tensor:
         loss = reference(theirs, x, config["chunks"], call_seed(SEED), lambda out: loss_fn(out, y)).loss
@@ -184,13 +184,13 @@ def test_training_with_shared_parameters_equals_the_plain_modules_loop(config):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("kind", ["embedding_and_head", "layer_three_times"])
-def test_numbers_depend_on_neither_place_nor_driver_nor_schedule_nor_checkpoint_mode(kind, door):
+def test_numbers_depend_on_neither_place_nor_driver_nor_schedule_nor_checkpoint_mode(kind, entry):
     x, y = input_of(kind, 7), target_of(7)
     settings = some(product(PLACES, AXES["workers"], AXES["schedule"], ("always", "never")))
     first, *others = (
-        trained(model, pipe, lambda: by_pipe(pipe, x, y, door), "adam", steps=2)  # noqa: B023 called at once
+        trained(model, pipe, lambda: by_pipe(pipe, x, y, entry), "adam", steps=2)  # noqa: B023 called at once
         for places, workers, schedule, checkpoint in settings
         for model in [made(kind)]
         for pipe in [
@@ -260,26 +260,26 @@ def test_a_shared_parameter_counts_once_in_every_norm(places):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("places", PLACES)
-def test_hooks_of_a_shared_parameter_run_once_on_the_whole_gradient(places, door, checkpoint):
+def test_hooks_of_a_shared_parameter_run_once_on_the_whole_gradient(places, entry, checkpoint):
     weight, model, pipe = tied(places, checkpoint=checkpoint)
-    whole = grads_by_hand(model, TOKENS, TARGET, door)[0]
+    whole = grads_by_hand(model, TOKENS, TARGET, entry)[0]
     seen: list[Any] = []
     weight.register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
     weight.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
-    by_pipe(pipe, TOKENS, TARGET, door)
-    assert all(map(same, seen, [whole, 2 * whole])) and len(seen) == (1 if door == "store" else 2)
+    by_pipe(pipe, TOKENS, TARGET, entry)
+    assert all(map(same, seen, [whole, 2 * whole])) and len(seen) == (1 if entry == "store" else 2)
     assert same(weight.grad, 2 * whole)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("places", PLACES)
-def test_gradients_of_a_shared_parameter_accumulate_over_calls(places, door):
+def test_gradients_of_a_shared_parameter_accumulate_over_calls(places, entry):
     weight, model, pipe = tied(places)
-    once = grads_by_hand(model, TOKENS, TARGET, door)[0]
+    once = grads_by_hand(model, TOKENS, TARGET, entry)[0]
     for _ in range(3):
-        by_pipe(pipe, TOKENS, TARGET, door) if door != "store" else add_from_a_store(pipe)
+        by_pipe(pipe, TOKENS, TARGET, entry) if entry != "store" else add_from_a_store(pipe)
     assert same(weight.grad, once + once + once)
 
 
@@ -298,29 +298,29 @@ def test_stores_of_several_calls_merge_a_shared_parameter_once():
     assert len(total) == 3 and weight.grad is None
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_gradient_that_a_sparse_and_a_dense_reader_share_is_their_sum(door):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_gradient_that_a_sparse_and_a_dense_reader_share_is_their_sum(entry):
     def build() -> nn.Sequential:
         torch.manual_seed(0)
         tokens = nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
         return nn.Sequential(tokens, nn.Tanh(), head(tokens.weight))
 
     model, plain = build(), build()
-    by_pipe(piped(model, {"places": "apart"}), TOKENS, TARGET, door)
+    by_pipe(piped(model, {"places": "apart"}), TOKENS, TARGET, entry)
     loss_fn(plain(TOKENS), TARGET).backward()
     torch.testing.assert_close(model[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense(), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("door", ["forward", "step"])
+@pytest.mark.parametrize("entry", ["forward", "step"])
 @pytest.mark.parametrize("places", PLACES)
-def test_a_shared_parameter_that_the_loss_reads_too_gets_all_three_parts(places, door):
+def test_a_shared_parameter_that_the_loss_reads_too_gets_all_three_parts(places, entry):
     weight, model, pipe = tied(places)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return loss_fn(out, y) + weight.square().sum()
 
     wanted = torch.autograd.grad(loss(model(TOKENS), TARGET), weight)
-    if door == "forward":
+    if entry == "forward":
         loss(pipe(TOKENS), TARGET).backward()
     else:
         pipe.step(TOKENS, TARGET, loss_fn=loss)
@@ -367,29 +367,29 @@ class Noted(nn.Module):
 
 @pytest.mark.parametrize("workers", ["inline", "threads"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-@pytest.mark.parametrize("door", [*DOORS, "second order", "no_grad", "evaluate", "failure"])
-def test_no_copy_outlives_its_call(door, checkpoint, workers):
+@pytest.mark.parametrize("entry", [*ENTRIES, "second order", "no_grad", "evaluate", "failure"])
+def test_no_copy_outlives_its_call(entry, checkpoint, workers):
     seen: list[Any] = []
     weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    last = With(lambda self, x: 1 / 0, weight=weight) if door == "failure" else nn.Identity()
+    last = With(lambda self, x: 1 / 0, weight=weight) if entry == "failure" else nn.Identity()
     model = nn.Sequential(Noted(weight, seen), nn.Tanh(), Noted(weight, seen), last)
     pipe = piped(model, {"places": "apart", "checkpoint": checkpoint, "workers": workers})
     x = normal(7, 4)
     with no_collector():
-        if door == "failure":
+        if entry == "failure":
             with pytest.raises(ZeroDivisionError):
                 by_pipe(pipe, x, TARGET, "step")
-        elif door == "second order":
+        elif entry == "second order":
             (grad,) = torch.autograd.grad(loss_fn(pipe(x), TARGET), weight, create_graph=True)
             grad.square().sum().backward()
             del grad
-        elif door == "evaluate":
+        elif entry == "evaluate":
             pipe.evaluate(x, TARGET, loss_fn=loss_fn)
-        elif door == "no_grad":
+        elif entry == "no_grad":
             with torch.no_grad():
                 pipe(x)
         else:
-            by_pipe(pipe, x, TARGET, door)
+            by_pipe(pipe, x, TARGET, entry)
         assert len(seen) >= 2 and all(each() in (None, weight) for each in seen)  # no_grad at home: itself
 
 
@@ -453,15 +453,15 @@ def test_each_call_copies_what_the_parameter_holds_then(write, grad):
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_tie_made_or_cut_after_the_pipe_was_built_counts_from_the_next_call(places, door):
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_tie_made_or_cut_after_the_pipe_was_built_counts_from_the_next_call(places, entry):
     torch.manual_seed(0)
     model = nn.Sequential(table(), linear(), nn.Linear(4, 9, bias=False, dtype=torch.float64))
     pipe = piped(model, {"places": places})
     for tie in (lambda: model[0].weight, lambda: nn.Parameter(model[0].weight.detach() * 2), lambda: model[0].weight):
         model[2].weight = tie()
-        wanted = grads_by_hand(model, TOKENS, TARGET, door)
-        by_pipe(pipe, TOKENS, TARGET, door)
+        wanted = grads_by_hand(model, TOKENS, TARGET, entry)
+        by_pipe(pipe, TOKENS, TARGET, entry)
         assert [parameter is model[0].weight for parameter in pipe.parameters()].count(True) == 1
         assert all_same(taken(model), wanted)
 
@@ -674,14 +674,14 @@ def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name(mode, workers)
 
 
 @pytest.mark.parametrize(
-    "door",
+    "entry",
     ["forward", "step"],
 )
-def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name_under_recomputation(door):
+def test_a_forward_that_writes_a_copy_in_place_is_refused_by_name_under_recomputation(entry):
     _, model, pipe = tied(checkpoint="always")
     writing(model, 2, in_place)
     with pytest.raises(RuntimeError, match=r"wrote parameter '2.weight', which it shares with an earlier stage"):
-        by_pipe(pipe, TOKENS, TARGET, door)
+        by_pipe(pipe, TOKENS, TARGET, entry)
 
 
 def new_data(weight: Tensor) -> None:

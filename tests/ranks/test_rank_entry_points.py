@@ -1,4 +1,4 @@
-"""The forward door over ranks: a script that is written for one process trains the same bits on several."""
+"""The forward entry point over ranks: a script that is written for one process trains the same bits on several."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ from pathlib import Path
 import pytest
 from crew import Crew
 from one_and_many import agree, agree_all, agree_on
-from rank_door import OPTIMIZERS
+from rank_entry_points import OPTIMIZERS
 from under_torchrun import torchrun
 
 
-def test_training_through_the_forward_door_gives_the_bits_of_one_process(
+def test_training_through_the_forward_entry_point_gives_the_bits_of_one_process(
     crew2: Crew, crew3: Crew, crew4: Crew
 ) -> None:
-    agree_on((crew2, crew3, crew4), "rank_door:trained", lambda size: product(
+    agree_on((crew2, crew3, crew4), "rank_entry_points:trained", lambda size: product(
         (size, 2 * size), OPTIMIZERS, ("always", "except_last", "never")
     ))  # fmt: skip
 
 
 def test_inference_gives_every_rank_the_output_and_no_graph(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:inferred", [(3,), (6,)])
+    agree_all(crew3, "rank_entry_points:inferred", [(3,), (6,)])
 
 
 def test_several_forwards_may_wait_for_their_backwards_in_any_order(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:several", product((3, 6), ("first first", "last first", "joined")))
+    agree_all(crew3, "rank_entry_points:several", product((3, 6), ("first first", "last first", "joined")))
 
 
 def test_a_graph_that_is_kept_goes_backward_twice(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:twice", product((3, 6), ("always", "except_last", "never")))
+    agree_all(crew3, "rank_entry_points:twice", product((3, 6), ("always", "except_last", "never")))
 
 
 def test_gradients_accumulate_over_mini_batches(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:accumulated", [(3,), (6,)])
+    agree_all(crew3, "rank_entry_points:accumulated", [(3,), (6,)])
 
 
 def test_layers_around_the_pipe_have_the_same_gradients_on_every_rank(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:surrounded", [(3,), (6,)])
+    agree_all(crew3, "rank_entry_points:surrounded", [(3,), (6,)])
 
 
 def test_autograd_grad_gives_each_rank_what_it_asks_for(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:asked", product((3, 6), ("x", "parameters", "both")))
+    agree_all(crew3, "rank_entry_points:asked", product((3, 6), ("x", "parameters", "both")))
 
 
 def test_a_rank_without_parameters_takes_part_where_all_ask_for_those_of_the_pipe(crew3: Crew) -> None:
-    agree(crew3, "rank_door:asked_of_all", 3)
+    agree(crew3, "rank_entry_points:asked_of_all", 3)
 
 
 def test_frozen_stages_pass_gradients_on_or_have_no_backward(crew3: Crew) -> None:
     subsets = [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
-    agree_all(crew3, "rank_door:frozen", product((3,), subsets, (False, True)))
+    agree_all(crew3, "rank_entry_points:frozen", product((3,), subsets, (False, True)))
 
 
 def test_a_stage_without_parameters_takes_part(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:bare", product((3,), (0, 1, 2), ("forward", "step")))
+    agree_all(crew3, "rank_entry_points:bare", product((3,), (0, 1, 2), ("forward", "step")))
 
 
 def test_hooks_see_whole_gradients_once_on_their_rank(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:hooked", [(3,), (6,)])
+    agree_all(crew3, "rank_entry_points:hooked", [(3,), (6,)])
 
 
 def test_a_penalty_on_a_ranks_own_parameters_joins_the_pipes_gradient(crew3: Crew) -> None:
-    agree_all(crew3, "rank_door:weighed", [(3,), (6,)])
+    agree_all(crew3, "rank_entry_points:weighed", [(3,), (6,)])
 
 
 def test_autocast_reaches_all_ranks_stages(crew3: Crew) -> None:
-    agree(crew3, "rank_door:switched", 3)
+    agree(crew3, "rank_entry_points:switched", 3)
 
 
 REFUSED = {
@@ -86,14 +86,14 @@ REFUSED = {
 def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_call_is_right(
     crew: Crew, how: str
 ) -> None:
-    for words, wrong in crew.run("rank_door:refused", how):
+    for words, wrong in crew.run("rank_entry_points:refused", how):
         assert re.search(REFUSED[how], words), words
         assert wrong == []
 
 
 @pytest.mark.parametrize("crew", [2, pytest.param(3, marks=pytest.mark.soak)], indirect=True)
 def test_the_blocks_of_the_readme_run_over_ranks(crew: Crew) -> None:
-    assert crew.run("rank_door:readme") == [4] * crew.size
+    assert crew.run("rank_entry_points:readme") == [4] * crew.size
 
 
 SCRIPT = '''

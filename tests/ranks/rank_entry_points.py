@@ -149,7 +149,7 @@ def frozen(make: Make, stages: int, which: tuple[int, ...], input_grad: bool) ->
     return {"out": out.detach(), "requires grad": out.requires_grad, "x.grad": x.grad, **state_of(pipe)}
 
 
-def bare(make: Make, stages: int, which: int, door: str) -> Found:
+def bare(make: Make, stages: int, which: int, entry: str) -> Found:
     """A stage without a parameter."""
     layers = [nn.Linear(4, 4) if stage != which else nn.Tanh() for stage in range(stages)]
     torch.manual_seed(3)
@@ -161,7 +161,7 @@ def bare(make: Make, stages: int, which: int, door: str) -> Found:
     found: Found = {}
     for step in range(2):
         stepper.zero_grad()
-        if door == "step":
+        if entry == "step":
             found[f"{step} loss"] = pipe.step(rows(5), rows(5, seed=2), loss_fn=square, optimizer=stepper).loss
         else:
             loss = square(pipe(rows(5)), rows(5, seed=2))
