@@ -65,6 +65,12 @@ class StageAssignment(NamedTuple):
         """The rank that makes the output."""
         return self.rank_of[-1]
 
+    @property
+    def tied_pairs(self) -> list[tuple[int, int]]:
+        """The ordered pairs of ranks between which gradients of tied parameters travel."""
+        both = [(tied.owner, rank) for tied in self.tied_parameters for rank in tied.holders[1:]]
+        return [pair for one, other in both for pair in ((one, other), (other, one))]
+
     def copies_in(self, module: nn.Module) -> list[Tensor | None]:
         """This rank's copy of each tied parameter; None where it has none."""
         return [self._copy(tied, module) for tied in self.tied_parameters]

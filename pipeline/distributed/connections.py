@@ -1,15 +1,22 @@
 """The connections between the ranks of a group: channels of one generation, and the links over them.
 
     connect(pairs)  -->  rendezvous: Channels, between all ranks that have the same pairs  -->  Sender, Receiver
+    carry(pairs)    -->  rendezvous: payloads beside the channels of pairs whose ranks have devices
     a failure       -->  abort wakes all waits, close drops everything; the next call builds the next generation
 
 Channels connect ordered pairs of ranks: each is a process group of torch, so that no receive blocks a send.
+
+Payloads are connected when the first phase begins that needs them, and for the pairs of its plan alone: a communicator
+of NCCL takes memory and time, and a pair that only says yes and no has none. Whoever connects a pair waits for its
+other rank, so all ranks connect at one place of the call, and each takes its pairs in the order of all pairs. Of the
+pairs that are not yet connected, take the first: both of its ranks have connected all that they have before it, so both
+are at it, and it will be. So no two ranks wait for each other, whatever each of them would need first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +28,18 @@ from pipeline.transports.distributed import Channels
 from pipeline.transports.link import Receiver, Sender
 
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class Request(NamedTuple):
+    """A request of all ranks.
+
+    Attributes:
+        pairs: channels between them, or payloads.
+        able: those of them whose payloads can be connected; None: channels.
+    """
+
+    pairs: Pairs
+    able: Pairs | None = None
 
 
 class Connections:
@@ -51,21 +70,33 @@ class Connections:
         self._rendezvous = rendezvous
         self._monitor = monitor
         self._new_channels = new_channels
-        self._requests: list[Pairs] = []  # one entry for each `connect`
+        self._requests: list[Request] = []
         self._agreed = 0  # how many of them all ranks have made
-        self._channels: list[Channels] = []  # one entry for each request
+        self._channels: list[Channels] = []  # one entry for each request of channels
         self._of: dict[tuple[int, int], Channels] = {}  # by pair, of those with this rank
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Request channels for these ordered pairs. All ranks request the same ones, in the same order."""
-        known = {pair for request in self._requests for pair in request}
+        known = {pair for request in self._requests if request.able is None for pair in request.pairs}
         new = tuple(sorted(set(pairs) - known))
         if new:
-            self._requests.append(new)
-            if self._channels:
-                self._build(len(self._requests) - 1)
+            self._request(Request(new))
+
+    def uncarried(self, pairs: Collection[tuple[int, int]]) -> Pairs:
+        """Those of some pairs, which have channels, whose payloads were never requested."""
+        known = {pair for request in self._requests if request.able is not None for pair in request.pairs}
+        return () if known.issuperset(pairs) else tuple(sorted(set(pairs) - known))
+
+    def carry(self, pairs: Pairs, able: Iterable[tuple[int, int]]) -> None:
+        """Request payloads for these ordered pairs, as `connect` does. `able`: those whose ranks both have devices."""
+        self._request(Request(pairs, tuple(sorted(able))))
+
+    def _request(self, request: Request) -> None:
+        self._requests.append(request)
+        if self._channels:
+            self._build(len(self._requests) - 1)
 
     def agree(self) -> None:
         """Note that all ranks have made the same requests."""
@@ -83,12 +114,21 @@ class Connections:
 
     def _build(self, index: int) -> None:
         self._monitor.at = "the connecting of all ranks"
-        pairs = self._requests[index]
-        channels = self._rendezvous.build(f"{self.generation}/{index}", lambda store: self._new_channels(store, pairs))
-        self._channels.append(channels)
-        self._of.update({pair: channels for pair in pairs if self._rank in pair})
+        pairs, able = self._requests[index]
+        key = f"{self.generation}/{index}"
+        if able is None:
+            channels = self._rendezvous.build(key, lambda store: self._new_channels(store, pairs))
+            self._channels.append(channels)
+            self._of.update({pair: channels for pair in pairs if self._rank in pair})
+        elif able:
+            self._rendezvous.build(key, lambda store: self._carry(store, able))
         if self._rendezvous.is_given_up:  # some channels here may be new since then
             raise ChannelError(f"rank {self._rank} gave the call up")
+
+    def _carry(self, store: dist.Store, able: Pairs) -> None:
+        for pair in able:
+            if self._rank in pair:
+                self._of[pair].carry(dist.PrefixStore(f"{pair[0]}to{pair[1]}", store), pair)
 
     def abort(self) -> None:
         """Wake all waits for another rank. From any thread."""
@@ -112,6 +152,11 @@ class Connections:
         """Wait until others have received what they still have to."""
         for channels in self._channels:
             channels.drain(seconds)
+
+    @property
+    def place(self) -> str:
+        """The place of this rank's payloads. "": it has none."""
+        return self._channels[0].place
 
     def outgoing(self, to: int) -> Outgoing:
         """The channel to a rank."""

@@ -18,7 +18,7 @@ import atexit
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -103,6 +103,17 @@ class RankGroup:
         return place_in_tree(self.rank, self.size)
 
     # ----------------------------------------------------------------------------------------------------- messages
+
+    def carry(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Connect the devices of these pairs of ranks, which have channels, where each has a device of its own.
+
+        All ranks call this with the same pairs, at the same place of a call.
+        """
+        new = self.connections.uncarried(pairs)
+        if new:
+            places = self.exchange_texts(self.connections.place)
+            able = [(one, other) for one, other in new if "" != places[one] != places[other] != ""]
+            self.connections.carry(new, able)
 
     def send_one(self, to: int, series: str, what: str, message: Message) -> None:
         """Send a message by itself."""

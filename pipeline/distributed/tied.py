@@ -82,6 +82,7 @@ class TiedGradients(Gradients):
         return [*used, *more]
 
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
+        self._ranks.carry(self._assignment.tied_pairs)
         index_of = {id(copy): index for index, copy in enumerate(self.copies) if copy is not None}
         pairs = joined([part for part in parts if id(part[1]) not in index_of])
         by_stage: dict[int, dict[int, Tensor]] = {index: {} for index in index_of.values()}

@@ -156,10 +156,9 @@ def _words(parameter: Tensor) -> str:
 
 
 def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:
-    rank_of = assignment.rank_of
-    both = [(rank_of[row.producer], rank_of[row.reader]) for row in values.between_stages()]
-    both += [(tied.owner, rank) for tied in assignment.tied_parameters for rank in tied.holders]
-    for one, other in both:
+    yield from assignment.tied_pairs
+    for row in values.between_stages():
+        one, other = assignment.rank_of[row.producer], assignment.rank_of[row.reader]
         if one != other:
             yield one, other
             yield other, one

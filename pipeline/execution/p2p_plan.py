@@ -43,6 +43,7 @@ class P2PPlan:
         rank: this one.
 
     Attributes:
+        pairs: the channels of all ranks.
         channels: the messages of each channel from or to this rank, in order.
         name_of: for each message its name.
         channel_of: for each message its channel.
@@ -63,10 +64,12 @@ class P2PPlan:
         numbers = {row.name: number for number, row in enumerate(values.rows)}
         rows = values.between_stages()
         sent = messages(placement, [(row.producer, row.reader) for row in rows]).sent
+        pairs = set[Channel]()
         self.channels: dict[Channel, list[P2PMessage]] = {}
         for sender, order in enumerate(orders):
             for index, (stage, kind, chunk) in enumerate(order):
                 for way in sent.get((stage, kind), ()):
+                    pairs.add((sender, way.lane))
                     if rank in (sender, way.lane):
                         row, is_grad = rows[way.edge], way.send is Kind.SEND_B
                         takers = [Action(way.stage, needing, chunk) for needing in way.kinds]
@@ -74,6 +77,7 @@ class P2PPlan:
                         name = _message_name(row, numbers[row.name], chunk, is_grad)
                         message = P2PMessage(name, (row.name, chunk, is_grad), index, taken_at)
                         self.channels.setdefault((sender, way.lane), []).append(message)
+        self.pairs = frozenset(pairs)
         self.name_of = {message.key: message.name for messages in self.channels.values() for message in messages}
         self.channel_of = {message.key: channel for channel, messages in self.channels.items() for message in messages}
         self._delivered = {channel: self._proved(channel) for channel in self.channels if channel[1] == rank}

@@ -13,7 +13,7 @@ tell. `check_transport` of `pipeline.transports.testing` tries whether a channel
 
 A channel between two devices may have a third stream: payloads, which stay on the devices. The host waits for none of
 them. Nothing is posted ahead there: a receive is begun when the header has come that says how long the payload is.
-Either both ends have that stream, or neither.
+Either both ends have that stream, or neither; both may get it later, between two messages.
 """
 
 from __future__ import annotations

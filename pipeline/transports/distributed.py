@@ -9,8 +9,7 @@ of a rank share one device, which is one thread; groups have none of their own, 
 sent. The streams of a channel are tags. gloo is not told how long a message is: one that is longer than the buffer
 posted for it ends the process, a shorter one leaves garbage (`pipeline.transports.link` sees that neither happens).
 
-Where both ranks of a pair have a carrier, and devices of their own, payloads have a group beside that one
-(`pipeline.transports.payloads`). All are connected in one order.
+Payloads have a group beside that one (`pipeline.transports.payloads`), for the pairs for which `carry` makes one.
 
 Nothing wakes a thread that waits for a message but the end of its group, and nothing ends a group but a wait that
 runs out: `abort` posts a receive on each, of which nobody knows, and waits for it for a millisecond.
@@ -63,21 +62,45 @@ class Channels:
         carrier: Carrier | None = None,
     ) -> None:
         self._rank = rank
+        self._timeout = timeout
+        self._carrier = carrier
         self._ending = threading.Lock()
         self._edges: dict[tuple[int, int], _Edge] = {}
-        self._payloads: dict[tuple[int, int], Payloads] = {}
         options = _options(timeout)
-        places = dist.PrefixStore(f"{prefix}/places", store)
-        places.set(str(rank), "" if carrier is None else carrier.place)
         # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
         for pair in sorted({(a, b) for a, b in pairs}):
             if pair[0] == pair[1]:
                 raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
             if rank in pair:
-                self._edges[pair] = edge = _Edge(store, prefix, pair, rank, options)
-                if carrier is not None and places.get(str(sum(pair) - rank)).decode() not in ("", carrier.place):
-                    meeting = dist.PrefixStore(f"{prefix}/{pair[0]}to{pair[1]}/payloads", store)
-                    self._payloads[pair] = Payloads(edge.name, carrier, meeting, pair.index(rank), timeout)
+                self._edges[pair] = _Edge(store, prefix, pair, rank, options)
+
+    @property
+    def place(self) -> str:
+        """The place of this rank's payloads, which no other rank has. "": everything goes through the host."""
+        return "" if self._carrier is None else self._carrier.place
+
+    def carry(self, store: dist.Store, pair: tuple[int, int]) -> None:
+        """Connect the devices of a channel: its ends have payloads from now on.
+
+        Returns when both ranks have called this. Where several channels are connected, all ranks take them in one
+        order: see `Connections.carry`.
+
+        Args:
+            store: where the two find each other; nothing else is in it.
+            pair: the channel. Both of its ranks have a carrier, and their places differ.
+
+        Raises:
+            ChannelError: the other rank did not connect in time, or the channels were closed meanwhile.
+        """
+        assert self._carrier is not None  # it has a place
+        name = self._edge(*pair).name
+        payloads = Payloads(name, self._carrier, store, pair.index(self._rank), self._timeout)
+        with self._ending:
+            if pair in self._edges:
+                self._edges[pair].payloads = payloads
+                return
+        payloads.close()
+        raise ChannelError(f"{name} has been closed.")
 
     def outgoing(self, to: int) -> Outgoing:
         """The channel from this rank to another.
@@ -85,7 +108,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Outgoing(self._edge(self._rank, to), self._payloads.get((self._rank, to)))
+        return _Outgoing(self._edge(self._rank, to))
 
     def incoming(self, source: int) -> Incoming:
         """The channel from another rank to this one.
@@ -93,7 +116,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Incoming(self._edge(source, self._rank), self._payloads.get((source, self._rank)))
+        return _Incoming(self._edge(source, self._rank))
 
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
@@ -106,8 +129,8 @@ class Channels:
                 thread.start()
             for thread in threads:
                 thread.join()
-            drain(self._payloads.values(), LAST_WORDS)
-            for payloads in self._payloads.values():
+            drain(self._all_payloads(), LAST_WORDS)
+            for payloads in self._all_payloads():
                 payloads.abort()
 
     def drain(self, seconds: float) -> None:
@@ -116,7 +139,7 @@ class Channels:
         Handles say nothing of payloads; so this is for whoever leaves while all is well.
         """
         with self._ending:
-            drain(self._payloads.values(), seconds)
+            drain(self._all_payloads(), seconds)
 
     def close(self) -> None:
         """End the channels: afterwards no thread and no socket of them is left.
@@ -125,12 +148,14 @@ class Channels:
         before, they may lose it.
         """
         with self._ending:
-            for payloads in self._payloads.values():
+            for payloads in self._all_payloads():
                 payloads.close()
             for edge in self._edges.values():
                 edge.close()
-            self._payloads.clear()
             self._edges.clear()
+
+    def _all_payloads(self) -> list[Payloads]:
+        return [edge.payloads for edge in self._edges.values() if edge.payloads is not None]
 
     def _edge(self, source: int, to: int) -> _Edge:
         edge = self._edges.get((source, to))
@@ -140,13 +165,14 @@ class Channels:
 
 
 class _Edge:
-    """The group of one pair, and what is under way on it."""
+    """The group of one pair, and what is under way on it; its payloads, once they are connected."""
 
     def __init__(
         self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any
     ) -> None:
         source, to = pair
         self.name = f"the channel from rank {source} to rank {to}"
+        self.payloads: Payloads | None = None
         self._other = 1 if rank == source else 0  # which of the two in the group
         self._given_up = False
         self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
@@ -222,18 +248,24 @@ class _Handle(Handle):
 
 
 class _Outgoing(Outgoing):
-    def __init__(self, edge: _Edge, payloads: Payloads | None) -> None:
+    def __init__(self, edge: _Edge) -> None:
         self._edge = edge
-        self.payloads = payloads
+
+    @property
+    def payloads(self) -> Payloads | None:  # type: ignore[override]  # it is the edge's, which may get it later
+        return self._edge.payloads
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._edge.begin(buffer, True, extra)
 
 
 class _Incoming(Incoming):
-    def __init__(self, edge: _Edge, payloads: Payloads | None) -> None:
+    def __init__(self, edge: _Edge) -> None:
         self._edge = edge
-        self.payloads = payloads
+
+    @property
+    def payloads(self) -> Payloads | None:  # type: ignore[override]  # as above
+        return self._edge.payloads
 
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._edge.begin(buffer, False, extra)

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
-from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing
+from pipeline.transports.channel import Expected, Handle, Incoming, Outgoing, PayloadsOut
 from pipeline.transports.message import Message, MessageSpec, describe
 from pipeline.transports.packing import ALIGNMENT, Packing
 from pipeline.transports.spec_cache import HEADER, MessageSeries, SpecCache
@@ -57,7 +57,6 @@ class Sender:
 
     def __init__(self, outgoing: Outgoing, what: str) -> None:
         self._outgoing = outgoing
-        self._payloads = outgoing.payloads
         self._what = what
         self._specs = SpecCache(what)
         self._series: MessageSeries | None = None
@@ -65,6 +64,10 @@ class Sender:
         self._sizes: list[int] = []
         self._reaped = 0
         self._held = 0
+
+    @property
+    def _payloads(self) -> PayloadsOut | None:
+        return self._outgoing.payloads
 
     @property
     def held_bytes(self) -> int:
@@ -103,8 +106,7 @@ class Sender:
         if not fits:
             tensors = settle(tensors, f"{name} from {self._what}")
             fits = spec.packing.fits(tensors)
-        if self._payloads is not None:
-            fits = fits and spec.apart == self._goes_apart(spec.packing, tensors)
+        fits = fits and spec.apart == self._goes_apart(spec.packing, tensors)
         if fits and spec.says(message):
             buffer = self._packed(spec, _header(series.header(index)), tensors)
             self._keep(buffer.numel(), self._outgoing.send(buffer))
@@ -169,9 +171,10 @@ class Sender:
 
     def _packed(self, spec: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
         """The buffer that goes through the host; a payload is sent at once."""
-        if not spec.apart or self._payloads is None:
+        payloads = self._payloads
+        if not spec.apart or payloads is None:
             return spec.packing.pack(header, tensors)
-        self._payloads.send(spec.packing.pack_apart(tensors, self._payloads.device))
+        payloads.send(spec.packing.pack_apart(tensors, payloads.device))
         return header
 
     def _keep(self, nbytes: int, *handles: Handle) -> None:

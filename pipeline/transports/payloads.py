@@ -9,10 +9,11 @@ A Carrier is what they travel over: it makes the groups and knows how its device
 
 A group is used in one direction only, and both ends begin its transfers in one order, that of the headers. The first
 is a byte that says nothing, sent while the ranks connect: only then does NCCL connect the two, and whoever connects
-waits for the other; so that is done where all ranks keep to one order of pairs.
+waits for the other; so that is done where all ranks keep to one order of pairs (`pipeline.distributed.connections`).
 
 What is under way on several groups at a time shares a device: each transfer holds a few of its processors until the
-other end has begun it, too. A rank has two groups for each neighbour, and none holds more than one transfer at a time.
+other end has begun it, too. A rank has groups for those ranks alone that it exchanges values with: two for each
+neighbour, on a line four, and none holds more than one transfer at a time.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ def joined(devices: list[torch.device]) -> Iterator[list[Channels]]:
 
     def connect(rank: int) -> None:
         found[rank] = Channels(store, "gpu", rank, [(0, 1), (1, 0)], SOON, carried[rank])
+        for pair in ((0, 1), (1, 0)) if carried[0].place != carried[1].place else ():
+            found[rank].carry(dist.PrefixStore(f"{pair}", store), pair)
 
     threads = [threading.Thread(target=connect, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:

@@ -57,14 +57,44 @@ def trained(schedule: str, stages: int, place: str | None = None) -> tuple[list[
     return differences(*results), sum(len(carrier.received) for carrier in carriers)
 
 
-def failing() -> tuple[str, float, list[str]]:
-    """Rank 1 raises within a step: (what this rank hears, after how many seconds, what differs in the step after)"""
+def tied_ends(layers: int) -> nn.Sequential:
+    """A model whose first layer and last have one weight."""
+    model = layered(layers)
+    model[-1].weight = model[0].weight
+    return model
+
+
+def connected() -> list[int]:
+    """The groups for payloads that this rank has made after each kind of call, over ranks whose ends are tied."""
+    found = []
+    with carried() as carriers:
+        pipe = over_ranks(tied_ends(8), even(8, dist.get_world_size()), 4)
+        for call in (
+            lambda: pipe.full_state_dict(),
+            lambda: pipe.evaluate(rows(8), rows(8), loss_fn=square, outputs=True),
+            lambda: pipe.step(rows(8).requires_grad_(), rows(8), loss_fn=square, outputs=True, clip_grad_norm=1.0,
+                              optimizer=torch.optim.SGD(pipe.parameters(), lr=0.1)),
+            lambda: pipe.full_state_dict(),
+        ):  # fmt: skip
+            call()
+            found.append(sum(carrier.connected for carrier in carriers))
+    return found
+
+
+def failing(first: bool) -> tuple[str, float, list[str]]:
+    """Rank 1 raises within a step: (what this rank hears, after how many seconds, what differs in the step after)
+
+    Args:
+        first: in the first one, in which devices are connected; the ends are tied, so others wait to be connected.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     with carried():
-        pipe = over_ranks(layered(8), even(8, size), 4)
-        pipe.step(rows(8), rows(8), loss_fn=square)
+        pipe = over_ranks(tied_ends(8), even(8, size), 4)
+        if not first:
+            pipe.step(rows(8), rows(8), loss_fn=square)
         layer = next(module for module in pipe.modules() if isinstance(module, nn.Linear))
-        hook = layer.register_forward_pre_hook(_fail) if rank == 1 else None
+        fail = layer.register_full_backward_pre_hook if first else layer.register_forward_pre_hook
+        hook = fail(_fail) if rank == 1 else None
         begin = time.monotonic()
         try:
             pipe.step(rows(8), rows(8), loss_fn=square)
@@ -75,7 +105,7 @@ def failing() -> tuple[str, float, list[str]]:
         if hook is not None:
             hook.remove()
         after = _step_after(pipe)
-    alone = in_one_process(layered(8), even(8, size), 4)
+    alone = in_one_process(tied_ends(8), even(8, size), 4)
     return heard, waited, differences(after, _step_after(alone))
 
 

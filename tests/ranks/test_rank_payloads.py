@@ -22,6 +22,13 @@ def test_ranks_of_one_device_have_none(crew2: Crew) -> None:
     assert crew2.run("rank_payloads:trained", "1f1b", 2, "the GPU of both") == [([], 0), ([], 0)]
 
 
-def test_a_failure_reaches_all_ranks_and_the_next_step_is_right(crew2: Crew) -> None:
-    for heard, waited, wrong in crew2.run("rank_payloads:failing"):
+def test_pairs_that_carry_no_payloads_have_no_groups_for_them(crew4: Crew) -> None:
+    """An evaluation needs the ways forward; a step the ways back, and those between the ends, which are tied."""
+    assert crew4.run("rank_payloads:connected") == [[0, 1, 4, 4], [0, 2, 4, 4], [0, 2, 4, 4], [0, 1, 4, 4]]
+
+
+@pytest.mark.parametrize("crew", [2, 3], indirect=True)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_reaches_all_ranks_and_the_next_step_is_right(crew: Crew, first: bool) -> None:
+    for heard, waited, wrong in crew.run("rank_payloads:failing", first):
         assert "a layer's own" in heard and waited < 5 and wrong == []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ class GradientReducer:
 
     def _send(self, grads: Mapping[int, Tensor], more: tuple[Tensor, ...]) -> None:
         if not self._grads:
+            self._ranks.carry(list(permutations(range(self._ranks.size), 2)))
             self._begin("sums")
         bucket = self._buckets[len(self._grads)]
         mine = [grads.get(id(parameter)) for parameter in bucket.parameters]

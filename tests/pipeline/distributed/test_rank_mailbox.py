@@ -59,6 +59,9 @@ class Ranks:
         self.monitor = SimpleNamespace(at=("an action",))
         self.connections, self._links = self, links
 
+    def carry(self, pairs) -> None:
+        """There are no devices."""
+
     def sender(self, to: int) -> Link:
         return self._links[self.rank, to]
 

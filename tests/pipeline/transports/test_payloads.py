@@ -4,6 +4,8 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -44,8 +46,15 @@ def joined(*carriers, pairs=None):
     """The channels of several ranks, all in this process."""
     store, ranks = dist.HashStore(), range(len(carriers))
     pairs = pairs or [(a, b) for a in ranks for b in ranks if a != b]
-    make = [lambda rank=rank: Channels(store, "it", rank, pairs, SOON, carriers[rank]) for rank in ranks]
-    found = at_once(*make)
+
+    def make(rank):
+        channels = Channels(store, "it", rank, pairs, SOON, carriers[rank])
+        for a, b in sorted(pairs):
+            if rank in (a, b) and carriers[a] is not None and carriers[b] is not None:
+                channels.carry(dist.PrefixStore(f"{a}to{b}", store), (a, b))
+        return channels
+
+    found = at_once(*[partial(make, rank) for rank in ranks])
     assert None not in found
     yield found
     for each in found:
@@ -60,13 +69,56 @@ def apart(channels, a, b):
 # ----------------------------------------------------------------------------------------- which channels have payloads
 
 
-def test_two_ranks_have_payloads_where_both_have_a_carrier_and_a_device_of_their_own():
-    carriers = [OverGloo("a"), OverGloo("a"), OverGloo("b"), None]
-    with joined(*carriers) as channels:
-        for a in range(4):
-            for b in range(4):
-                if a != b:
-                    assert apart(channels, a, b) == [{a, b} in ({0, 2}, {1, 2})] * 2
+def test_a_channel_has_payloads_at_both_ends_once_they_are_connected():
+    with joined(OverGloo("a"), OverGloo("b"), None) as channels:
+        for a, b in permutations(range(3), 2):
+            assert apart(channels, a, b) == [2 not in (a, b)] * 2
+        assert [each.place for each in channels] == ["a", "b", ""]
+
+
+def test_a_link_takes_payloads_from_the_message_after_they_were_connected():
+    with joined(None, None, pairs=[(0, 1)]) as channels:
+        for each, carrier in zip(channels, (OverGloo("a"), OverGloo("b")), strict=True):
+            each._carrier = carrier
+        out, into = channels[0].outgoing(1), channels[1].incoming(0)
+        sender, receiver = Sender(out, "rank 0 to rank 1"), Receiver(into, "rank 0 to rank 1")
+
+        def go():
+            for end in sender, receiver:
+                end.begin("step", ["a"])
+            sender.send("a", Message((THERE,)))
+            assert torch.equal(receiver.receive("a").tensors[0], THERE)
+            for end in sender, receiver:
+                end.finish()
+            return [] if into.payloads is None else channels[1]._carrier.received
+
+        assert go() == go() == []
+        store = dist.HashStore()
+        at_once(*[partial(each.carry, store, (0, 1)) for each in channels])
+        assert go() == [1, 40] and go() == [1, 40, 40]
+
+
+def test_payloads_that_come_after_the_end_of_their_channel_are_ended():
+    carriers = OverGloo("a"), OverGloo("b")
+    store = dist.HashStore()
+    ends = at_once(*[partial(Channels, store, "it", rank, [(0, 1)], SOON, carriers[rank]) for rank in (0, 1)])
+    failed = []
+
+    def late(connect):
+        ends[0].close()
+        return connect()
+
+    def carry(rank):
+        try:
+            ends[rank].carry(dist.PrefixStore("payloads", store), (0, 1))
+        except ChannelError as error:
+            failed.append(str(error))
+
+    connect = carriers[0].connect
+    carriers[0].connect = lambda *args: late(partial(connect, *args))
+    at_once(partial(carry, 0), partial(carry, 1))
+    assert failed == ["the channel from rank 0 to rank 1 has been closed."] and carriers[0].aborted == 1
+    ends[1].close()
 
 
 def test_the_byte_that_connects_is_taken_before_anything_is_sent():
