@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -80,6 +81,30 @@ def test_every_backward_ends_with_the_gradients_of_the_plain_module(where: str, 
     pipe, expected = piped(where, workers=workers, mode=mode), grads_of(network(), rows())
     for _ in range(CALLS):
         assert_close(grads_of(pipe, rows()), expected)
+
+
+class Noise(nn.Module):
+    """Draws from its device's generator, some time after that was seeded for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+@pytest.mark.parametrize("where", PLACES)
+def test_layers_draw_the_same_numbers_in_threads_as_in_one(where: str, mode: str) -> None:
+    found = []
+    for workers in ("threads", "inline"):
+        model = network()
+        for place in (2, 5, 8, 11):
+            model[place] = Noise()
+        pipe = piped(where, model, workers, mode)
+        for call in range(CALLS):
+            torch.manual_seed(call)
+            grads = grads_of(pipe, rows())
+        found.append([grad.cpu() for grad in grads])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTS)
