@@ -276,3 +276,48 @@ def test_batched_gradients_are_those_of_the_plain_module(where: str) -> None:
         out, params = module(rows()), list(module.parameters())
         found.append(torch.autograd.grad(out, params, directions.to(out.device), is_grads_batched=True))
     assert_close(*found)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+@pytest.mark.parametrize("where", PLACES)
+def test_backwards_of_several_threads_take_turns(where: str, mode: str) -> None:
+    pipes, expected = [piped(where, mode=mode), piped("in turns", mode=mode)], grads_of(network(), rows())
+    owners = [list(pipe.parameters()) for pipe in pipes]
+    ended: list[bool] = []
+
+    def work(number: int) -> None:
+        for _ in range(CALLS):
+            out = pipes[number](rows())
+            assert_close(torch.autograd.grad(loss_of(out), owners[number]), expected)
+        ended.append(True)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 3
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTS)
+@pytest.mark.parametrize("where", PLACES)
+def test_hooks_act_once_in_each_backward_and_a_third_one_is_refused_in_torchs_words(where: str, mode: str) -> None:
+    found = []
+    for module in (piped(where, mode=mode), network()):
+        for _ in range(CALLS - 1 if isinstance(module, Pipe) else 0):
+            grads_of(module, rows())
+        calls: list[Any] = []
+        params, x = list(module.parameters()), rows().requires_grad_()
+        params[0].register_hook(lambda grad, calls=calls: calls.append("whole") or grad * 2)
+        params[-1].register_post_accumulate_grad_hook(lambda param, calls=calls: calls.append("added"))
+        out = module(x)
+        out.retain_grad()
+        out.register_hook(lambda grad, calls=calls: calls.append("output") or grad * 3)
+        loss = loss_of(out)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert sorted(calls) == ["added"] * 2 + ["output"] * 2 + ["whole"] * 2
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
+        found.append([tensor.grad for tensor in [x, out, *params] if tensor.grad is not None])
+    assert_close(*found)
