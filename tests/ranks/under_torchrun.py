@@ -37,6 +37,7 @@ def torchrun(
     """Run a script with `nproc` ranks of one thread each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
+    environment["RES_OPTIONS"] = "timeout:1"  # torch writes to stderr where it gets no names: see nursery.py
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         agent = subprocess.Popen(
             [*command, str(script), *args], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment,

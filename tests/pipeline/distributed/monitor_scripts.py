@@ -257,6 +257,7 @@ class Nursery:
         self.made: list[Remote] = []
         self.count = 0
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["RES_OPTIONS"] = "timeout:1"  # torch writes to stderr where it gets no names: see nursery.py
         command = [sys.executable, "-W", "error", __file__]
         self.errors = open(folder / "stderr", "w+")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=self.errors, text=True, env=environment)
