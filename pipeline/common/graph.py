@@ -196,9 +196,10 @@ def run_backward(
     )
 
 
-def finish_backward(root: Tensor) -> None:
-    """The same from one root, for a backward that must be finished even if a signal comes (common/interrupts.py)."""
-    _engine.run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+def finish_backward(roots: Sequence[Tensor]) -> None:
+    """The same from scalars, for a backward that must be finished even if a signal comes (common/interrupts.py)."""
+    grads = tuple([root.detach() for root in roots])
+    _engine.run_backward(tuple(roots), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @calls_users_code

@@ -47,15 +47,20 @@ def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients, on which tensor hooks have acted, to their owners' `.grad`. Empties `pairs`."""
+    """Add gradients, on which tensor hooks have acted, to their owners' `.grad`. Empties `pairs`.
+
+    Those of each device have a root there: autograd takes a gradient for one of its root's current stream.
+    """
     if not pairs:
         return
     owners = [owner for owner, _ in pairs]
-    grads = [grad for _, grad in pairs]
+    devices = dict.fromkeys([owner.device for owner in owners])
+    there = [[pair for pair in pairs if pair[0].device == device] for device in devices]
     pairs.clear()
     with torch.enable_grad(), hooks_asleep(owners):
-        root = _delivery(grads, *owners)
-        finish_backward(root)
+        roots = [_delivery([grad for _, grad in some], *[owner for owner, _ in some]) for some in there]
+        there.clear()
+        finish_backward(roots)
 
 
 @contextmanager
