@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
+from pipeline.data.pytrees import resolved
 
 
 class Parcel(NamedTuple):
@@ -84,6 +85,7 @@ class Local:
     ) -> Tensor:
         if _is_there(tensor, source, target):
             return tensor
+        tensor = resolved(tensor)  # of a conjugate torch would make a copy at each use, record_stream too
         span = _span(tensor)
         if span is not None:
             moved = self._moved(tensor.as_strided((span,), (1,), tensor.storage_offset()), source, target, streams)
@@ -143,7 +145,7 @@ def _span(tensor: Tensor) -> int | None:
     Expanded, as the gradient of a sum is, it needs less than a number each; with gaps, as a real part has, more. In
     another layout kernels add in another order, so the numbers would depend on the place.
     """
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return span if span != tensor.numel() and span <= 2 * tensor.numel() else None
