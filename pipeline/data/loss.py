@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import ceil, log2
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -173,19 +173,49 @@ class Loss:
         total = _sum(self._parts)
         return (total.double() / self._count()).to(total.dtype) if self._counts else total
 
-    def check(self, output: Any, target: Any) -> Tensor:
-        """Compare with loss_fn on the whole, joined output; return its value there.
+    def is_empty(self, chunk: int) -> bool:
+        """Whether loss_fn returned (sum, count) for a chunk, and counted nothing."""
+        return bool(self._counts) and not self._is_counted and not self._counts[chunk]
 
-        Raises:
-            ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
+    def of(self, chunks: Sequence[int]) -> tuple[Loss, Tensor | float]:
+        """The loss of some chunks, which have been computed, as of a mini-batch of their own.
+
+        Returns:
+            It, and the weight with which its gradient at an output is that of the chunk's own part of the whole.
         """
+        rows = [self._rows[chunk] for chunk in chunks]
+        own = Loss(self.loss_fn, self._asked, rows, True)
+        own._found = {index: self._found[chunk] for index, chunk in enumerate(chunks)}
+        own._is_counted = self._is_counted
+        if not self._counts:
+            return own, 1.0 if self._reduction == "sum" else sum(rows) / self._all_rows
+        own._counts = {index: self._counts[chunk] for index, chunk in enumerate(chunks)}
+        divisor = own.divisor
+        assert divisor is not None
+        return own, divisor / own._scale * self._scale
+
+    def whole(self, output: Any, target: Any) -> Tensor:
+        """The value of loss_fn on the whole, joined output."""
         value, _ = self._computed(output, target, self._all_rows, True)
         value = without_metrics(value)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
-            whole = (total.double() / count).to(total.dtype)
-        else:
-            whole = self._checked(value, "a loss")
+            return (total.double() / count).to(total.dtype)
+        return self._checked(value, "a loss")
+
+    def verdict(
+        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
+    ) -> Verdict:
+        """Compare the combined losses of the chunks with `whole`, and their gradients at the outputs with its.
+
+        No host waits here. The losses may agree where the gradients do not: those of surrogates, of which only the
+        gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
+
+        Args:
+            whole: from loss_fn on the joined output.
+            grads: (that of the chunk's own loss, that of the whole).
+            may_overflow: gradients of the chunks that are not finite are the scaler's affair.
+        """
         ours = self.value
         tolerance = max(_TOLERANCE.get(each.dtype, _LOOSE) for each in self._found.values())
         if whole.dtype in _HALF:
@@ -193,34 +223,37 @@ class Loss:
         # Parts that cancel (a policy gradient's) leave rounding errors relative to the parts, not to the small sum.
         scale = _sum({chunk: part.double().abs() for chunk, part in self._parts.items()})
         scale = scale / self._count().abs() if self._counts else scale
-        near = tolerance * (scale.nan_to_num(0.0, 0.0).item() + 1e-3)
-        found = whole.detach()
-        if not torch.allclose(ours.double(), found.to(ours).double(), rtol=tolerance, atol=near, equal_nan=True):
-            raise self._neither(
-                f"the chunks' losses ({list(self._rows)} rows) combine to {ours.item():.8g}, but on the whole output "
-                f"it is {found.item():.8g}"
-            )
-        return whole
+        near = tolerance * (scale.nan_to_num(0.0, 0.0) + 1e-3)
+        found = alone(whole)
+        same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
+        return Verdict(tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device))
 
-    def check_grads(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Compare the chunks' gradients of an output with those of the whole.
+    def _same_grads(self, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
+        with without_function_modes():
+            largest = [_largest(whole) for _, whole in grads]
+            same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
+            for ours, whole in grads:
+                tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
+                most = torch.stack([each.to(ours) for each in largest]).amax()
+                near = _is_near(ours, whole, tolerance, tolerance * most)
+                same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
+        return same
 
-        Args:
-            pairs: (that of the chunk's own loss, that of the whole), one for each chunk.
-
-        Raises:
-            ValueError: they disagree. The losses may agree nevertheless: those of surrogates, of which only the
-                gradient matters (a policy gradient, loss / loss.detach()), are the same number whatever the rows.
-        """
-        divisor = self.divisor
-        largest = max([_largest(whole) for _, whole in pairs], default=0.0)
-        for ours, whole in pairs:
-            ours = divided(ours, divisor)
-            tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-            if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+    def check(self, verdicts: Sequence[Verdict]) -> None:
+        """Raise ValueError if a verdict says that loss_fn is neither a mean nor a sum over rows. The host waits."""
+        with without_function_modes():
+            flags = [torch.stack([verdict.same_value, verdict.same_grads]) for verdict in verdicts]
+            rows = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+        for verdict, (same_value, same_grads) in zip(verdicts, rows, strict=True):
+            if not same_value:
                 raise self._neither(
-                    f"the chunks' losses ({list(self._rows)} rows) combine to the loss of the whole output, but their "
-                    "gradients do not combine to its gradient"
+                    f"the losses of two chunks ({list(verdict.rows)} rows) combine to {verdict.ours.item():.8g}, but "
+                    f"on both outputs joined it is {verdict.whole.item():.8g}"
+                )
+            if not same_grads:
+                raise self._neither(
+                    f"the losses of two chunks ({list(verdict.rows)} rows) combine to the loss of both outputs joined, "
+                    "but their gradients do not combine to its gradient"
                 )
 
     def check_counts(self) -> None:
@@ -318,8 +351,24 @@ def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax()) if tensor.numel() else 0.0
+class Verdict(NamedTuple):
+    """The comparison of the combined losses of some chunks with that of their joined output."""
+
+    rows: tuple[int, ...]
+    ours: Tensor
+    whole: Tensor
+    same_value: Tensor  # 0-d, bool
+    same_grads: Tensor  # 0-d, bool
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    return torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax() if tensor.numel() else tensor.new_zeros(())
+
+
+def _is_near(one: Tensor, other: Tensor, rtol: float, atol: Tensor) -> Tensor:
+    """torch.allclose with equal_nan, as a tensor: the host need not wait."""
+    near = (one - other).abs() <= atol + rtol * other.abs()
+    return (near | (one == other) | one.isnan() & other.isnan()).all()
 
 
 def _sum(by_chunk: dict[int, Tensor]) -> Tensor:

@@ -9,10 +9,10 @@ factors, its sum and count are known. Any other loss weighs a chunk by its rows,
 divides by is in proportion to them. Code that calls no torch function (a compiled or scripted loss, an
 autograd.Function) is not traced.
 
-To compare with the loss of the joined output in every step would keep all outputs, which are the largest tensors of a
-language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is made, and every step shows whether what
-it divides by has changed since. Where nothing is seen, or something uneven that a comparison found right, every step of
-that loss compares.
+To compare with the loss of joined outputs in every step would compute each chunk's three times, and hold two outputs,
+which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
+made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
+a comparison found right, every step of that loss compares.
 """
 
 from __future__ import annotations

@@ -73,6 +73,15 @@ class Batch:
         """Chunk `chunk` as the value it is a part of."""
         return self.tree.build([piece[chunk] for piece in self.pieces])
 
+    def joined(self, chunks: Sequence[int]) -> Any:
+        """Some chunks as one."""
+        with without_function_modes():
+            tensors = [
+                torch.cat([piece[chunk] for chunk in chunks], row_dim(piece[0], self.batch_dim)) if cut else piece[0]
+                for piece, cut in zip(self.pieces, self.cut, strict=True)
+            ]
+        return self.tree.build(tensors)
+
     def join_grads(self, grads: Sequence[Grads]) -> Grads:
         """From gradients per chunk to gradients of the whole tensors, in the order of `tree.tensors`."""
         return tuple(

@@ -1,16 +1,18 @@
 """The losses of the chunks behind the last stage, and the check that they combine to the loss of the mini-batch.
 
     output of a chunk --loss_fn, with its rows of the target--> its part of the loss
-    outputs of all chunks --join--> loss_fn --> the same value, and the same gradient at the output?
+    outputs of two chunks, one after the other --join--> loss_fn --> the same value, and the same gradient there?
 
-The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction.
+The gradient too: the values of a surrogate (a policy gradient, loss / loss.detach()) may agree by construction. Each
+chunk is compared with the one before, so that no more than two outputs are held: those of a language model are its
+largest tensors. If the chunks' weights are right in each pair, they are right in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast
-from pipeline.data.loss import Loss
+from pipeline.data.loss import Loss, Verdict
 from pipeline.data.microbatch import Batch, gather
-from pipeline.data.pytrees import Activations, Grads, Tree
+from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
 
 
@@ -32,7 +34,7 @@ class ChunkLosses:
         execution: of the call.
         loss: adds up the chunks'.
         target: cut like the input.
-        compares: whether to compare with the un-pipelined loss at the end.
+        compares: whether to compare with the un-pipelined loss.
     """
 
     def __init__(self, execution: Execution, loss: Loss, target: Batch, compares: bool) -> None:
@@ -40,7 +42,8 @@ class ChunkLosses:
         self.compares = compares
         self._execution = execution
         self._target = target
-        self._grads: dict[int, Grads] = {}  # by chunk, of the outputs; kept where they are compared
+        self._before: _ChunkEnd | None = None
+        self._verdicts: list[Verdict] = []
 
     def computed(
         self, loss: Loss, chunk: int, tree: Tree, given: Sequence[Tensor], ends: Sequence[Tensor | GradientEdge]
@@ -72,85 +75,71 @@ class ChunkLosses:
         device = tree.tensors[0].device
         return tree_map_only(Tensor, partial(self._execution.carried, device=device), target)
 
-    def note(self, chunk: int, tree: Tree, grads: Iterable[Tensor | None]) -> Grads:
-        """Keep the gradients of a chunk's outputs for `check`.
+    def compare(self, chunk: int, tree: Tree, grads: Grads, scale: float | None = None) -> None:
+        """Compare a chunk with the one before: with loss_fn on both. `check_all` has the result.
 
         Args:
-            chunk: which.
+            chunk: which. Its loss has been computed.
             tree: its output.
-            grads: of those of its tensors that require one.
-
-        Returns:
-            One for each of its tensors.
+            grads: of its loss, at the output's tensors.
+            scale: of a GradScaler: what these are multiplied by, and may have overflowed with. None: there is none.
         """
-        left = iter(grads)
-        of_outputs = tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
-        if self.compares:
-            self._grads[chunk] = of_outputs
-        return of_outputs
+        needs_grad = tuple([tensor.requires_grad for tensor in tree.tensors])
+        output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
+        now, before = _ChunkEnd(chunk, output, grads, self.loss.is_empty(chunk)), self._before
+        if before is not None and not (before.is_empty and now.is_empty):
+            self._verdicts.append(self._compared(sorted((before, now), key=lambda end: end.chunk), scale))
+        if before is None or before.is_empty or not now.is_empty:  # what counts nothing shows nothing
+            self._before = now
 
-    def check_all(self, outputs: Sequence[Activations], scale: float | None = None) -> None:
+    def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> Verdict:
+        chunks = [end.chunk for end in ends]
+        loss, weight = self.loss.of(chunks)
+        leaves = [_leaves(end.output) for end in ends]
+        with torch.set_grad_enabled(self._execution.setup.grad):
+            trees = [Tree(own, end.output.tree.skeleton) for own, end in zip(leaves, ends, strict=True)]
+            joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
+            whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
+        wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
+        if not wanted or not whole.requires_grad:
+            return loss.verdict(whole, ())
+        with without_autocast():
+            whole_grads = iter(gradients([whole], wanted, [torch.ones_like(whole).mul_(weight)], retain=True))
+        whole = whole.detach()
+        del trees, joined  # and with them the graph
+        expected = [[next(whole_grads) if leaf.requires_grad else None for leaf in own] for own in leaves]
+        pairs = [
+            (_or_zeros(ours, leaf, scale), _or_zeros(theirs, leaf, None))
+            for end, own, of_whole in zip(ends, leaves, expected, strict=True)
+            for leaf, ours, theirs in zip(own, end.grads or (None,) * len(own), of_whole, strict=True)
+            if leaf.requires_grad
+        ]
+        return loss.verdict(whole, pairs, may_overflow=scale is not None)
+
+    def forget(self) -> None:
+        """Forget what was compared: the chunks are computed anew."""
+        self._before = None
+        self._verdicts.clear()
+
+    def check_all(self) -> None:
         """Raise ValueError if the chunks' losses, which have been computed, do not combine to that of the mini-batch.
 
-        A validating call computes it on the joined output; any other checks the divisors in the chunks' losses.
-
-        Args:
-            outputs: of the chunks, where they are compared.
-            scale: what the gradients are multiplied by, see `check_joined`.
+        A validating call has compared; any other checks the divisors in the chunks' losses.
         """
-        execution = self._execution
         self.loss.check_counts()
-        if self.compares:
-            with execution.generators:
-                execution.seeder().seed(0, execution.layer_of_loss)
-                check_joined(self.loss, self._target, outputs, self._grads, execution.setup.grad, scale)
-        elif not self.loss.is_proven:
+        if not self.compares and not self.loss.is_proven:
             raise self.loss.unproven()
+        self._before = None
+        self.loss.check(self._verdicts)
 
 
-def check_joined(
-    loss: Loss,
-    target: Batch,
-    outputs: Sequence[Activations],
-    grads: Mapping[int, Grads],
-    needs_grad: bool,
-    scale: float | None,
-) -> None:
-    """Compare with loss_fn on the whole.
+class _ChunkEnd(NamedTuple):
+    """A chunk's output, detached, and the gradients of its loss there."""
 
-    Args:
-        loss: has seen all chunks.
-        target: of the mini-batch.
-        outputs: of the chunks, detached.
-        grads: by chunk, at its outputs.
-        needs_grad: whether to compare gradients.
-        scale: of a GradScaler: what `grads` are multiplied by, and may have overflowed with. None: there is none.
-
-    Raises:
-        ValueError: they disagree, so loss_fn is neither a mean nor a sum over rows.
-    """
-    whole_target = target.tree.build(target.tree.tensors)
-    leaves = [_leaves(message) for message in outputs]
-    with torch.set_grad_enabled(needs_grad):
-        trees = [Tree(own, message.tree.skeleton) for own, message in zip(leaves, outputs, strict=True)]
-        joined, _ = gather(trees, target.rows, target.batch_dim)
-        device = joined.tensors[0].device if joined.tensors else None
-        whole = loss.check(joined.build(joined.tensors), _moved(whole_target, device))
-    if not whole.requires_grad:
-        return
-    wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
-    with without_autocast():
-        whole_grads = iter(gradients([whole], wanted, [torch.ones_like(whole)], retain=True) if wanted else ())
-    expected = [tuple([next(whole_grads) if leaf.requires_grad else None for leaf in own]) for own in leaves]
-    for index in range(len(joined.tensors)):
-        pairs = [
-            _pair(own[index], grads.get(chunk, (None,) * (index + 1))[index], expected[chunk][index], scale)
-            for chunk, own in enumerate(leaves)
-            if own[index].requires_grad  # of a chunk that needs none there is none to compare
-        ]
-        # An overflow is the scaler's affair.
-        if scale is None or all([torch.isfinite(ours).all() for ours, _ in pairs]):
-            loss.check_grads(pairs)
+    chunk: int
+    output: Activations
+    grads: Grads
+    is_empty: bool  # it counts nothing
 
 
 def _leaves(message: Activations) -> tuple[Tensor, ...]:
@@ -158,11 +147,7 @@ def _leaves(message: Activations) -> tuple[Tensor, ...]:
     return tuple([tensor.detach().requires_grad_(need) for tensor, need in given])
 
 
-def _pair(leaf: Tensor, ours: Tensor | None, expected: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The chunk's own gradient of an output, unscaled, and that of the whole."""
-    own = torch.zeros_like(leaf, requires_grad=False) if ours is None else ours if scale is None else ours / scale
-    return own, torch.zeros_like(own) if expected is None else expected
-
-
-def _moved(value: Any, device: torch.device | None) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device else value
+def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None) -> Tensor:
+    """A gradient at a leaf, unscaled."""
+    own = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
+    return own if scale is None else own / scale

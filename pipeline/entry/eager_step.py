@@ -159,7 +159,7 @@ class EagerRun:
                 return
             if not by_threads:  # with threads, buffers are swapped during recomputations
                 call.check_forwards(memory=False)
-            end.check(call.outputs)
+            end.check()
 
         def late() -> set[int]:
             """The parameters whose gradients have parts from outside the stages."""

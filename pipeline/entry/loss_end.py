@@ -15,7 +15,7 @@ from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Activations, Tree, same_values
+from pipeline.data.pytrees import Tree, same_values
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.communicator import Pair
 from pipeline.execution.execution import Execution
@@ -41,7 +41,7 @@ class LossEnd(ChunkLosses):
         keeps_outputs: bool,
     ) -> None:
         super().__init__(execution, loss, target, compares)
-        self._keeps_outputs = keeps_outputs
+        self._is_apart = keeps_outputs or compares
         self._is_checked = False
         self._scaler = scaler
         self.reads: set[int] = set()  # the ids of leaves that the loss reads
@@ -50,7 +50,7 @@ class LossEnd(ChunkLosses):
         self._writes = False  # loss_fn writes its output
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
-        apart = self._keeps_outputs or not any([tensor.requires_grad for tensor in tree.tensors])
+        apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
         tensors = given = tree.tensors
         if apart:
             tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
@@ -62,6 +62,8 @@ class LossEnd(ChunkLosses):
         if apart and chunk == 0:
             self._writes = any(map(_is_written, given, tensors))
         if not loss.requires_grad:
+            if self.compares:
+                self.compare(chunk, tree, ())
             return Roots((), (), {})
         if self._scaler is not None:  # it may turn the loss into another type
             loss, weight = self._scaler.scale(loss * weight), 1.0
@@ -92,14 +94,21 @@ class LossEnd(ChunkLosses):
             if grad is not None:
                 earlier = self.sums.get(id(leaf))
                 self.sums[id(leaf)] = (leaf, owned(grad, leaf) if earlier is None else earlier[1] + grad)
-        of_outputs = self.note(chunk, tree, grads)
+        left = iter(grads)
+        of_outputs = tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
+        if self.compares:
+            self.compare(chunk, tree, of_outputs, None if self._scaler is None else self._scaler.get_scale())
         return roots_of(of_outputs, [tensor if tensor.requires_grad else None for tensor in tree.tensors])
 
-    def check(self, outputs: Sequence[Activations]) -> None:
+    def forget(self) -> None:
+        super().forget()
+        self.sums.clear()
+
+    def check(self) -> None:
         """Check the losses of all chunks, once, in the process that has them."""
         if not self._is_checked and self._execution.has_last:
             self._is_checked = True
-            self.check_all(outputs, None if self._scaler is None else self._scaler.get_scale())
+            self.check_all()
 
 
 def _is_written(clone: Tensor, tensor: Tensor) -> bool:

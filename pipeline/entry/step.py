@@ -99,15 +99,14 @@ class RunWithLoss:
         several = execution.batch.chunks > 1
         number = counts.get(loss.loss_fn) + several
         compare = several and validates(number)
-        keeps_outputs = arguments.outputs or compare
-        end = LossEnd(execution, loss, self._target, self._scaler, compare, keeps_outputs)
+        end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
         if self._scaler is not None and not execution.has_last:
             device = self.runtime.settings.layout.devices[0]
             self._scaler.scale(torch.zeros((), device=device))  # its scale exists from its first use on
         try:
-            with Call(execution, end, keeps_outputs) as call:
+            with Call(execution, end, arguments.outputs) as call:
                 call.run_forward(None if listens is None else listens(call, end, loss))
-                end.check(call.outputs)
+                end.check()
         except BaseException:  # the next call validates
             counts.set(loss.loss_fn, 0)
             raise

@@ -51,6 +51,9 @@ class LossEnd(Protocol):
 
     def __call__(self, chunk: int, tree: Tree) -> Roots: ...
 
+    def forget(self) -> None:
+        """Forget all chunks: they are computed anew."""
+
 
 class Call:
     """The state of one call. A context: an error within abandons the call.
@@ -155,7 +158,8 @@ class Call:
             stage.rewind()
             stage.snapshot.roll_attributes_back()
             stage.learn_draws()
-        self._loss_sums.clear()
+        if self._loss_end is not None:
+            self._loss_end.forget()
         self.outputs = []
         self.execution.forget()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, LossFn, scale_of
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Activations, Grads, Tree
+from pipeline.data.pytrees import Grads, Tree
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.execution import Execution
 
@@ -47,7 +47,6 @@ class LossProduct(ChunkLosses):
         self._loss_fn, self._reduction = loss_fn, reduction
         self._first_rows, self._rows = first_rows, sum(target.rows)
         self._seeder = execution.seeder()
-        self._outputs: list[Activations] = []
 
     def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A chunk's loss on `tensors`, and what its gradient begins with.
@@ -94,17 +93,17 @@ class LossProduct(ChunkLosses):
         return own, own
 
     def note_output(self, chunk: int, tree: Tree, grads: Grads) -> None:
-        """Keep a chunk's output and the gradient there, for `check`."""
+        """Compare a chunk's loss, and its gradients at those of the output's tensors that require one."""
         if self.compares:
-            needs = tuple([tensor.requires_grad for tensor in tree.tensors])
-            tensors = tuple([tensor.detach() for tensor in tree.tensors])
-            self._outputs.append(Activations(Tree(tensors, tree.skeleton), needs))
-            self.note(chunk, tree, [None if grad is None else grad / self._relative for grad in grads])
+            left = iter([None if grad is None else grad / self._relative for grad in grads])
+            self.compare(
+                chunk, tree, tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
+            )
 
     def check(self) -> None:
         """Check the losses of all chunks."""
-        if not self.compares or self._outputs and float(self.loss.weight[1]):
-            self.check_all(self._outputs)
+        if not self.compares or float(self.loss.weight[1]):
+            self.check_all()
         else:  # the loss of nothing is 0 / 0, which no other can be compared with
             self.loss.check_counts()
 
