@@ -36,10 +36,9 @@ def all_agree(crews: Iterable[Crew], configs_of: Callable[[int], Iterable[dict[s
         check_all(configs, crew.run("rank_transparency:compare_all", configs, timeout=300.0))
 
 
-@pytest.mark.parametrize("crew", [2, 3, 4], indirect=True)
-def test_ranks_give_the_bits_of_one_process_and_of_the_plain_module(crew: Crew) -> None:
+def test_ranks_give_the_bits_of_one_process_and_of_the_plain_module(crew2: Crew, crew3: Crew, crew4: Crew) -> None:
     configs = pairwise(COVER)
-    all_agree([crew], lambda size: configs if size == 2 else configs[size - 3 :: 2])
+    all_agree((crew2, crew3, crew4), lambda size: configs if size == 2 else configs[size - 3 :: 2])
 
 
 def test_what_goes_past_ranks_arrives_with_its_gradient(crew2: Crew, crew3: Crew, crew4: Crew) -> None:

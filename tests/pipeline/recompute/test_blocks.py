@@ -18,7 +18,6 @@ import torch
 from pipeline_probes import no_collector
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from pipeline import Pipe, is_checkpointing, is_recomputing
 from pipeline.common.errors import CheckpointError
@@ -28,15 +27,22 @@ TINY = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 
 
+# transformers takes two seconds to import, so only where a test needs one of its models.
 def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, loss_type="ForCausalLM", **TINY))
 
 
 def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     return LlamaForCausalLM(LlamaConfig(attention_dropout=0.1, max_position_embeddings=16, **SIZES, **TINY))
 
 
 def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
     return BertForMaskedLM(BertConfig(max_position_embeddings=16, **SIZES, **TINY))
 
 
