@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from absent_devices import leave_absent_devices_unseeded
 from cover import WHOLE, chosen, examples, is_whole
 from hypothesis import HealthCheck, settings
 from nursery import ENVIRONMENT
 
 torch.set_num_threads(1)
+leave_absent_devices_unseeded()
 os.environ.update(ENVIRONMENT)
 
 

@@ -15,6 +15,7 @@ from zlib import crc32
 import pytest
 import torch
 from cover import is_whole
+from probing import some_tests_probe  # noqa: F401 (a fixture)
 from torch import nn
 
 from pipeline import Pipe

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from probing import some_tests_probe  # noqa: F401 (a fixture)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "pipeline"))  # law_models.py and its like
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from crew_worker import CLEAN, Job, Raised, Returned
 from nursery import Nursery
+from probing import PROBES
 from torch.distributed import TCPStore
 
 HERE = Path(__file__).parent
@@ -141,7 +142,8 @@ class Crew:
         self._ensure()
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if agent else None
         port = store.port if store else _free_port()
-        known = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
+        probes = os.environ.get(PROBES, "yes")
+        known = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(agent), PROBES: probes}
         job = pickle.dumps(Job(function, args, {**known, **(environment or {})}, init))
         for rank in self._ranks:
             rank.send(job)

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy
+import probing
 import torch
 import torch.distributed as dist
 
@@ -126,6 +127,7 @@ def _as_rank(rank: int, job: Job) -> Iterator[None]:
     """As a script finds the process: torch's default seed differs from rank to rank."""
     kept = dict(os.environ)
     os.environ.update(job.environment)
+    probing.follow(os.environ)
     torch.manual_seed(1000 + rank)
     dtype = torch.get_default_dtype()
     try:

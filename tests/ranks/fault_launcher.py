@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nursery import POLL, Child, Nursery
+from probing import PROBES
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -78,6 +79,7 @@ class Launcher:
         folder = self._folder / str(self._runs)
         folder.mkdir()
         world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        world[PROBES] = os.environ.get(PROBES, "yes")
         ranks = []
         for rank in range(size):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TOLD": str(folder / f"{rank}.told")}

@@ -32,7 +32,9 @@ from collections.abc import Mapping  # noqa: E402
 from typing import Any  # noqa: E402
 
 import fault_injection  # noqa: E402
+import probing  # noqa: E402
 import torch._dynamo  # noqa: E402 (else optimizers import it, in each process)
+from absent_devices import leave_absent_devices_unseeded  # noqa: E402
 from fault_injection import Fault, Point, PointAdam, arm, hook_parameter, point, tell, watch_actions  # noqa: E402
 from nursery import serve  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -168,6 +170,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def main(order: Mapping[str, Any]) -> None:
     os.environ.update(order["environment"])
+    probing.follow(os.environ)
     run(order["job"])
 
 
@@ -275,5 +278,6 @@ def described(error: BaseException) -> Job:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    leave_absent_devices_unseeded()
     watch_actions()
     serve(main)

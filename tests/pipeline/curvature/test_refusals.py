@@ -118,6 +118,7 @@ def test_what_is_harmless_is_not_refused():
     refuse_modules([("0", nn.BatchNorm1d(8)), ("1", plain_batch_norm())], 1)
 
 
+@pytest.mark.probes
 @every_kind
 @every_cut
 @pytest.mark.parametrize("shape, chunks", [((8,), 2), ((2, 3, 3), 3), ((2, 3, 3), ROWS)], ids=str)

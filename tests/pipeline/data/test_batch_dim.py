@@ -138,6 +138,7 @@ def test_targets_that_count_otherwise_are_refused(target: Tensor, words: str) ->
         pipe.step(series(), target, loss_fn=lambda out, _: out.mean())
 
 
+@pytest.mark.probes
 def test_what_counts_rows_along_another_dim_is_refused() -> None:
     for name in ("LSTM", "TransformerEncoderLayer"):  # of the other layout
         model = nn.Sequential(

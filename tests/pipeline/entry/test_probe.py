@@ -34,6 +34,9 @@ ENTRIES: dict[str, Callable[[Pipe, Tensor], object]] = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.probes
+
+
 def square(output: Any, target: None) -> Tensor:
     outputs = output if isinstance(output, tuple) else (output,)
     return torch.stack([each.square().mean() for each in outputs]).sum()

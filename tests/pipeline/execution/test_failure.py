@@ -550,6 +550,7 @@ class Takes(nn.Module):
         return x + self.box["kept"] if self.on else x
 
 
+@pytest.mark.probes
 @pytest.mark.inline
 @pytest.mark.parametrize("probed", [True, False], ids=["in a call that probes", "in one that does not"])
 @pytest.mark.parametrize("entry", ["forward", "step"])

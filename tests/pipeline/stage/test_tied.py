@@ -779,6 +779,7 @@ def test_a_weight_that_two_stages_cache_is_refused(places):
         pipe(normal(7, 4))
 
 
+@pytest.mark.probes
 def test_a_weight_that_is_cached_gets_its_gradient():
     """What the probe computes without gradients does not stay in the cache."""
     found = []
