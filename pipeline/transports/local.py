@@ -98,7 +98,7 @@ class Local:
             return self._between_accelerators(tensor, there, streams)
         if here.type == "cpu" and writes and tensor.layout is torch.strided:
             stream = self._stream(there, there)
-            pinned = tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # the caller may write his own at once
             with entered_streams(stream):
                 streams.add(stream)
                 return pinned.to(there, non_blocking=True)
