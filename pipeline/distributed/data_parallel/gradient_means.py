@@ -8,10 +8,18 @@
 
 So a mean is the same to the bit on all replicas, and of n replicas each sends 2 (n - 1) / n of the bytes. A gradient
 that a replica does not have counts as zero; one that no replica has stays away. The messages tell which there are.
+
+Replica r sends to r + 1, r + 2, ... and takes from r - 1, r - 2, ...; of more than nine replicas none sends a message
+before it has taken what came in place of the eighth before. Between devices a transfer holds processors until its other
+end has begun, so many sends at a time could leave none for receives, on all replicas alike. In this order room for nine
+suffices. For suppose that all devices wait, which begin transfers in order, and take the one that stands earliest in
+this order, which is the same for all replicas. It is a send, since a receive stands after its send, and it has begun.
+What stands before its receive, at the other end, and has not ended, are eight sends: there is room, and it begins.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
@@ -26,6 +34,7 @@ from pipeline.transports.channel import ChannelError
 from pipeline.transports.message import Message
 
 Parts = list[Tensor | None]
+_AT_ONCE = 8  # messages that are sent before what came in place of the first is taken
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -47,9 +56,11 @@ class GradientReducer:
         self._series = series
         self._buckets = list(buckets)
         self._note: Sequence[int] = ()
-        self._others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        self._others = [(ranks.rank - turn) % ranks.size for turn in range(1, ranks.size)]  # as they are taken
         self._grads: list[list[Tensor | None]] = []  # of the buckets that were sent, by parameter
         self._shards: list[list[list[Piece]]] = []  # of those, by replica
+        self._expected = deque[tuple[int, str]]()  # for each message sent: the replica and the name of the one to take
+        self._arrived: dict[tuple[int, str], tuple[Tensor | None, ...]] = {}  # taken early
 
     @property
     def early(self) -> GradientBucket | None:
@@ -83,9 +94,8 @@ class GradientReducer:
         mine = [grads.get(id(parameter)) for parameter in bucket.parameters]
         cuts = shards_of([parameter.numel() for parameter in bucket.parameters], self._ranks.size)
         flat = [_flat(grad) for grad in mine]
-        for rank in self._others:
-            parts = [_cut(flat[piece.parameter], piece) for piece in cuts[rank]]
-            self._ranks.connections.sender(rank).send(_named("sums", bucket), Message((*parts, *more)))
+        parts = {rank: [_cut(flat[piece.parameter], piece) for piece in cuts[rank]] for rank in self._others}
+        self._send_each(_named("sums", bucket), {rank: Message((*own, *more)) for rank, own in parts.items()})
         self._grads.append(mine)
         self._shards.append(cuts)
 
@@ -101,7 +111,7 @@ class GradientReducer:
         with among_replicas():
             for index, bucket in enumerate(self._buckets):
                 for other in self._others:
-                    sums[index][other] = list(self._received(other, "sums", bucket))
+                    sums[index][other] = list(self._received(other, _named("sums", bucket)))
             self._finish()
         for other in self._others:
             note = sums[-1][other].pop()
@@ -131,8 +141,8 @@ class GradientReducer:
                 own.append([_mean(summands, divisors, bucket, piece) for piece, *summands in columns])
                 if not bucket.parameters:
                     continue
-                for other in self._others:
-                    self._ranks.connections.sender(other).send(_named("means", bucket), Message(tuple(own[-1])))
+                message = Message(tuple(own[-1]))
+                self._send_each(_named("means", bucket), dict.fromkeys(self._others, message))
             pairs = [pair for index in range(len(self._buckets)) for pair in self._whole(index, own[index])]
             self._finish()
         return pairs
@@ -144,7 +154,7 @@ class GradientReducer:
             return
         pieces: list[list[tuple[Piece, Tensor | None]]] = [[] for _ in bucket.parameters]
         for rank, cuts in enumerate(self._shards[index]):
-            theirs = mine if rank == self._ranks.rank else self._received(rank, "means", bucket)
+            theirs = mine if rank == self._ranks.rank else self._received(rank, _named("means", bucket))
             for piece, mean in zip(cuts, theirs, strict=True):
                 pieces[piece.parameter].append((piece, mean))
         for parameter, grad, means in zip(bucket.parameters, self._grads[index], pieces, strict=True):
@@ -158,11 +168,25 @@ class GradientReducer:
             self._ranks.connections.receiver(rank).begin(f"{self._series}/{what}", names)
             self._ranks.connections.sender(rank).begin(f"{self._series}/{what}", names)
 
-    def _received(self, rank: int, what: str, bucket: GradientBucket) -> tuple[Tensor | None, ...]:
-        self._ranks.monitor.at = f"the {_named(what, bucket)}, from replica {rank}"
-        return self._ranks.connections.receiver(rank).receive(_named(what, bucket)).tensors
+    def _send_each(self, name: str, messages: Mapping[int, Message]) -> None:
+        """Send a message to each other replica."""
+        here, size = self._ranks.rank, self._ranks.size
+        for turn, source in enumerate(self._others, 1):
+            if size - 1 > _AT_ONCE == len(self._expected):
+                early = self._expected.popleft()
+                self._arrived[early] = self._received(*early)
+            to = (here + turn) % size
+            self._ranks.connections.sender(to).send(name, messages[to])
+            self._expected.append((source, name))
+
+    def _received(self, rank: int, name: str) -> tuple[Tensor | None, ...]:
+        if (rank, name) in self._arrived:
+            return self._arrived.pop((rank, name))
+        self._ranks.monitor.at = f"the {name}, from replica {rank}"
+        return self._ranks.connections.receiver(rank).receive(name).tensors
 
     def _finish(self) -> None:
+        self._expected.clear()
         for rank in self._others:
             self._ranks.connections.receiver(rank).finish()
         for rank in self._others:
