@@ -135,15 +135,16 @@ def report(roots: dict[str, Path], ranks: int, turns: int, builds: int) -> None:
     print(f"| | {' | '.join(columns)} |")
     print(f"| --- |{' --- |' * len(columns)}")
     for name, rows in found.items():
-        print(f"| {name} | {' | '.join(f'{statistics.median(row[column] for row in rows):.3g}' for column in columns)} |")
+        medians = [statistics.median(row[column] for row in rows) for column in columns]
+        print(f"| {name} | {' | '.join(f'{median:.3g}' for median in medians)} |")
 
 
 def count() -> None:
     """Print what a line of n ranks has, from the tree and the plan alone."""
     from pipeline.distributed.tree import place_in_tree, tree_pairs
 
-    print("| ranks | channels, all | channels, most of a rank | messages of a step, all | sends of a step, most of a rank "
-          "| turns of an exchange | communicators, most of a rank |")  # fmt: skip
+    print("| ranks | channels, all | channels, most of a rank | messages of a step, all "
+          "| sends of a step, most of a rank | turns of an exchange | communicators, most of a rank |")  # fmt: skip
     print(f"| --- |{' --- |' * 6}")
     for ranks in (2, 4, 8, 16, 64, 512):
         line = {pair for rank in range(ranks - 1) for pair in ((rank, rank + 1), (rank + 1, rank))}

@@ -6,6 +6,9 @@
 Functions that connect processes block until all of them call, and cannot be woken. So no rank begins before all have
 come, for which it polls the store; a helper thread does that, since the store itself may not answer. Whether a
 rendezvous takes place is decided once, for all: a rank that gives up after all have come takes part nevertheless.
+
+One connection to the store serves them all, but where a helper thread is left behind on it: where many ranks connect to
+a store at once, some of them wait a second.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class AbortableRendezvous:
     def __init__(self, store: dist.Store, prefix: str, size: int) -> None:
         self._store = store
         self._prefix = prefix
-        self._own = _clone(store)  # now, while there is a store: this waits for one
+        self._own: dist.Store | None = _clone(store)  # now, while there is a store: this waits for one
         self._size = size
         self._changed = threading.Condition()
         self.is_given_up = False
@@ -73,8 +76,10 @@ class AbortableRendezvous:
 
         def work() -> None:
             try:
-                if self._takes_place(dist.PrefixStore(f"{self._prefix}/{key}", self._own)):
-                    made.append(make(dist.PrefixStore(f"{self._prefix}/{key}", _clone(self._store))))
+                self._own = self._own or _clone(self._store)
+                store = dist.PrefixStore(f"{self._prefix}/{key}", self._own)
+                if self._takes_place(store):
+                    made.append(make(store))
             except Exception as error:
                 failed.append(error)
             with self._changed:
@@ -88,6 +93,8 @@ class AbortableRendezvous:
         if made:
             return made[0]
         helper.join(4 * LONGEST)  # usually it sees the end; the store may block it
+        if helper.is_alive():
+            self._own = None  # the next helper takes a connection of its own
         if failed:
             raise ChannelError(f"the ranks cannot connect: {failed[0]}") from failed[0]
         raise ChannelError("not all ranks came to connect")
