@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.common.accelerators import entered, entered_streams, use_here
 from pipeline.transports.payloads import Carrier
 
 
@@ -32,7 +33,34 @@ def nccl_of(group: Any, device: torch.device) -> Carrier | None:
     return Nccl(device)
 
 
-class Nccl(Carrier):
+class StreamCarrier(Carrier):
+    """A carrier whose groups enqueue on streams of their own, as NCCL's do; of any accelerator."""
+
+    def __init__(self, device: torch.device, place: str) -> None:
+        super().__init__(device, place)
+        self._stream = torch.Stream(device)
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type
+
+    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
+        with entered_streams(self._stream):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return buffer, group.recv([buffer], 0, 0)
+
+    def take(self, buffer: Tensor, work: Any) -> Tensor:
+        work.wait()  # the current stream does
+        use_here([buffer])
+        return buffer
+
+    def has_ended(self, work: Any) -> bool:
+        return bool(work.is_completed())
+
+    def abort(self, group: Any) -> None:
+        group.abort()
+
+
+class Nccl(StreamCarrier):
     """NCCL, for one GPU of this process.
 
     Two ranks that share a GPU have one place, and so no payloads between them: NCCL would refuse.
@@ -47,33 +75,13 @@ class Nccl(Carrier):
     def __init__(self, device: torch.device) -> None:
         self._backend = _backend()
         super().__init__(device, str(torch.cuda.get_device_properties(device).uuid))
-        self._stream = torch.cuda.Stream(device)
 
     def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
         options = self._backend.Options()
         options._timeout = timeout
         options.config.blocking = 0  # so that a communicator can be aborted whatever it is at
-        with torch.cuda.device(self.device):  # each thread has a current one of its own
+        with entered(self.device):  # each thread has a current one of its own
             return self._backend(store, rank, 2, options)
-
-    def takes(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
-
-    def receive(self, group: Any, nbytes: int) -> tuple[Tensor, Any]:
-        with torch.cuda.stream(self._stream):
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            return buffer, group.recv([buffer], 0, 0)
-
-    def take(self, buffer: Tensor, work: Any) -> Tensor:
-        work.wait()  # the current stream does
-        buffer.record_stream(torch.cuda.current_stream(self.device))
-        return buffer
-
-    def has_ended(self, work: Any) -> bool:
-        return bool(work.is_completed())
-
-    def abort(self, group: Any) -> None:
-        group.abort()
 
 
 def _backend() -> Any:

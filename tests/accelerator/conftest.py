@@ -8,7 +8,7 @@ import pytest
 import simulated
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "pipeline"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("pipeline", "ranks")]
 
 
 @pytest.fixture(scope="session", autouse=True)

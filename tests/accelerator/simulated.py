@@ -39,7 +39,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ def load() -> ModuleType:
         atexit.register(torch.ops.sim.set_checks, False)  # no stacks can be gathered when Python ends
         # On PrivateUse1 Module.to() would replace parameters, and untie them. On CUDA it does not.
         torch.__future__.set_swap_module_params_on_conversion(True)
+        torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # swapping refuses these; it keeps objects
     return found
 
 
@@ -140,6 +141,7 @@ def _module() -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,
+        "get_device_properties": lambda device=None: SimpleNamespace(name="simulated"),
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],

@@ -19,7 +19,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe as connections
 from multiprocessing.connection import Connection, wait
@@ -58,10 +58,10 @@ class CrewFailed(AssertionError):
 class Rank:
     """One process and its connection."""
 
-    def __init__(self, rank: int, size: int, folder: Path) -> None:
+    def __init__(self, rank: int, size: int, folder: Path, nurseries: Sequence[Nursery]) -> None:
         self.rank = rank
         self.connection, theirs = connections()
-        self.process = NURSERIES[rank % 2].fork(folder / str(rank), [rank, size], theirs.fileno())
+        self.process = nurseries[rank % len(nurseries)].fork(folder / str(rank), [rank, size], theirs.fileno())
         theirs.close()
 
     def receive(self) -> Any:
@@ -96,11 +96,13 @@ class Crew:
     Args:
         size: how many ranks.
         grace: seconds that the others have left to answer once a rank has raised or died.
+        nurseries: fork the processes.
     """
 
-    def __init__(self, size: int, grace: float = 30.0) -> None:
+    def __init__(self, size: int, grace: float = 30.0, nurseries: Sequence[Nursery] = NURSERIES) -> None:
         self.size = size
         self.grace = grace
+        self._nurseries = nurseries
         self._ranks: list[Rank] = []
         self._folder = Path()
 
@@ -182,7 +184,7 @@ class Crew:
         self._folder = Path(tempfile.mkdtemp(prefix="crew"))
         try:
             for rank in range(self.size):
-                self._ranks.append(Rank(rank, self.size, self._folder))
+                self._ranks.append(Rank(rank, self.size, self._folder, self._nurseries))
             for each in self._ranks:
                 if not each.connection.poll(120) or each.connection.recv_bytes() != b"ready":
                     raise CrewFailed(f"rank {each.rank} did not start:\n{each.output()}")

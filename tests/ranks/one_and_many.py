@@ -133,8 +133,12 @@ def _unlike(one: Any, other: Any) -> list[str]:
     return [
         f"{pytree.keystr(path)}: {_short(mine)} instead of {_short(theirs)}"
         for (path, mine), (_, theirs) in zip(left, right, strict=True)
-        if not same(mine, theirs)
+        if not same(_on_host(mine), _on_host(theirs))
     ]
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _short(value: Any) -> str:

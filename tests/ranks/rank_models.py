@@ -50,4 +50,4 @@ def rows(count: int, width: int = 4, seed: int = 1) -> Tensor:
 
 def square(output: Tensor, target: Tensor) -> Tensor:
     """A mean over rows."""
-    return (output - target).square().sum(1).mean()
+    return (output - target.to(output.device)).square().sum(1).mean()

@@ -526,18 +526,17 @@ def test_the_carrier_of_nccl_makes_and_ends_groups_as_it_should(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeBackend, raising=False)
     monkeypatch.setattr(FakeBackend, "made", [])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", nothing)
-    monkeypatch.setattr(torch.cuda, "device", nothing)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
+    monkeypatch.setattr(torch, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(nccl, "entered_streams", nothing)
+    monkeypatch.setattr(nccl, "entered", nothing)
+    monkeypatch.setattr(nccl, "use_here", lambda tensors: recorded.append(len(tensors[0])))
     carriers = [nccl.Nccl(torch.device("cpu")), nccl.Nccl(torch.device("cpu", 0))]
     assert [carrier.place for carrier in carriers] == ["cpu", "cpu:0"]
-    assert not carriers[0].takes(THERE)  # which is on no GPU
+    assert not carriers[0].takes(torch.empty(3, device="meta"))
     with joined(*carriers, pairs=[(0, 1)]) as channels:
         channels[0].outgoing(1).payloads.send(torch.full((5,), 7, dtype=torch.uint8))
         assert channels[1].incoming(0).payloads.post(5).take().tolist() == [7] * 5
         assert [group.blocking for group in FakeBackend.made] == [0, 0] and not any(g.aborted for g in FakeBackend.made)
         for each in channels:
             each.drain(10)
-    assert all(group.aborted for group in FakeBackend.made) and recorded == ["current of cpu:0"] * 2
+    assert all(group.aborted for group in FakeBackend.made) and recorded == [1, 5]

@@ -1,0 +1,47 @@
+"""Jobs for ranks with a simulated accelerator each, whose payloads go from device to device: scripts of tests/ranks.
+
+    job("rank_transparency:compare_all", configs)     what it returns, if nothing raced; and how many payloads came
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import rank_curvature  # noqa: F401 (imported once, before the ranks are forked)
+import rank_eager  # noqa: F401
+import rank_transparency  # noqa: F401
+import replica_training  # noqa: F401
+import torch
+from carrier import Simulated
+
+from pipeline.distributed import group as rank_group
+
+
+@contextmanager
+def carried(**how: Any) -> Iterator[list[Simulated]]:
+    """Within: the Pipe finds a carrier."""
+    carriers: list[Simulated] = []
+
+    def carrier_of(group: Any, device: torch.device) -> Simulated:
+        assert device.type == "sim"
+        carriers.append(Simulated(device, **how))
+        return carriers[-1]
+
+    found, rank_group.nccl_of = rank_group.nccl_of, carrier_of  # type: ignore[assignment]
+    try:
+        yield carriers
+    finally:
+        rank_group.nccl_of = found
+
+
+def job(function: str, *args: Any) -> tuple[Any, int]:
+    """(what a script's function returns, how many payloads came to this rank)"""
+    module, _, name = function.partition(":")
+    with carried() as carriers:
+        result = getattr(importlib.import_module(module), name)(*args)
+        torch.accelerator.synchronize()
+        torch.sim.check()
+    return result, sum(len(carrier.received) for carrier in carriers)
