@@ -76,6 +76,9 @@ class Deferral:
     def end(self, note: str = "") -> None:
         """From now on signals are handled at once, first those that have waited. Their handlers may raise.
 
+        Another thread than the main one may end a section: autograd ends a backward in that of a device. What was put
+        in the place of handlers then stays there, and passes signals on, until the main thread ends another section.
+
         Args:
             note: added to an exception that they raise.
         """
@@ -83,7 +86,7 @@ class Deferral:
         handlers, self._handlers = self._handlers, []
         came, self._came = self._came, []
         try:
-            for handler in handlers:
+            for handler in handlers if threading.current_thread() is threading.main_thread() else ():
                 standing = _standing(handler.number)
                 if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
                     _signal.signal(handler.number, standing)

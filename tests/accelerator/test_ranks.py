@@ -82,7 +82,7 @@ COVER = {
     "stages": tuple(STAGES),
     "rows": tuple(ROWS),
     "chunks": (1, 2, 4, 5),
-    **{axis: AXES[axis] for axis in ("checkpoint", "train", "door", "input_grad")},
+    **{axis: AXES[axis] for axis in ("checkpoint", "train", "entry", "input_grad")},
 }
 
 

@@ -415,3 +415,23 @@ def test_calls_in_other_threads_leave_handlers_alone():
     assert set(found) == {signal.default_int_handler}
     step(trained)
     assert found[-1] is not signal.default_int_handler and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_section_may_end_in_another_thread_and_the_next_one_puts_the_handlers_back():
+    """As autograd ends a backward: in the thread of a device."""
+    deferral, came = interrupts.Deferral(), []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(threading.current_thread()))
+    mine = signal.getsignal(signal.SIGINT)
+    for times in 1, 3:
+        deferral.begin()
+        signal.raise_signal(signal.SIGINT)
+        assert len(came) == times - 1
+        thread = threading.Thread(target=deferral.end)
+        thread.start()
+        thread.join()
+        assert came == [threading.main_thread()] * times
+        signal.raise_signal(signal.SIGINT)
+        assert len(came) == times + 1
+    deferral.begin()
+    deferral.end()
+    assert signal.getsignal(signal.SIGINT) is mine and len(came) == 4
