@@ -5,11 +5,11 @@
 
 What it has of NCCL:
 
-* The transfers of a communicator are one after the other, in the order in which they were begun, on a stream of its own.
+* The transfers of a communicator are one after the other, as they were begun, on a stream of its own.
 * Each waits for the stream that was current when it was begun.
-* A send ends when its receive is under way and has got it: nothing is buffered. A receive ends when its data has come.
-* `wait` makes the current stream wait. So what is missing there is a race: neither end's transfer is ordered before what
-  the compute stream does next, and freed memory counts as written. The host knows no more than before.
+* A send ends when its receive has begun and got it: nothing is buffered. A receive ends when its data has come.
+* `wait` makes the current stream wait, and the host knows no more than before. So a missing wait is a race: the
+  transfer is not ordered before what the compute stream does next, and freed memory counts as written.
 * `abort` ends what is under way, and returns when the device has left it.
 
 Kernels of these devices run at once, so `wait` also blocks the thread until the data is there, of which the clocks of

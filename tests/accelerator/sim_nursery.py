@@ -12,7 +12,8 @@ from nursery import serve
 if __name__ == "__main__":
     torch.set_num_threads(1)
     simulated.load()
-    importlib.import_module("sim_ranks")
+    for module in ("sim_ranks", "rank_curvature", "rank_transparency"):  # which import the others
+        importlib.import_module(module)
     warnings.resetwarnings()
     warnings.simplefilter("error")
     serve(crew_worker.main)

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import rank_curvature  # noqa: F401 (imported once, before the ranks are forked)
-import rank_eager  # noqa: F401
-import rank_transparency  # noqa: F401
-import replica_training  # noqa: F401
+import rank_payloads
 import torch
 from carrier import Simulated
 
@@ -45,3 +42,19 @@ def job(function: str, *args: Any) -> tuple[Any, int]:
         torch.accelerator.synchronize()
         torch.sim.check()
     return result, sum(len(carrier.received) for carrier in carriers)
+
+
+def failing(first: bool) -> tuple[str, float, list[str]]:
+    """A failure of one rank, with payloads from device to device."""
+    return rank_payloads.failing(first, carried)
+
+
+def in_one_order() -> str:
+    """What this rank hears where all its transfers have one order, and each way of two ranks waits for the other."""
+    with carried(in_one=True, seconds=1.0):
+        pipe = rank_payloads.over_ranks(rank_payloads.layered(8), rank_payloads.even(8, 2), 4, schedule="1f1b")
+        try:
+            pipe.step(rank_payloads.rows(8), rank_payloads.rows(8), loss_fn=rank_payloads.square)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"

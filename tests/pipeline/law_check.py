@@ -77,7 +77,13 @@ def ready(case: Case, train: bool, input_grad: bool, rows: int) -> Any:
 
 def row_loss(reduction: str) -> Callable[[Any, Tensor], Tensor]:
     """A mean or a sum over rows of a non-linear number for each."""
-    return lambda out, y: getattr(per_row(out) * y, reduction)()
+
+    def loss_fn(out: Any, y: Tensor) -> Tensor:
+        rows = per_row(out)
+        loss: Tensor = getattr(rows * y.to(rows.device), reduction)()
+        return loss
+
+    return loss_fn
 
 
 def target_of(rows: int) -> Tensor:

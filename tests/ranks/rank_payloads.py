@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -81,11 +81,15 @@ def connected() -> list[int]:
     return found
 
 
-def failing(first: bool) -> tuple[str, float, list[str]]:
+Carried = Callable[[], AbstractContextManager[Any]]
+
+
+def failing(first: bool, carried: Carried = carried) -> tuple[str, float, list[str]]:
     """Rank 1 raises within a step: (what this rank hears, after how many seconds, what differs in the step after)
 
     Args:
         first: in the first one, in which devices are connected; the ends are tied, so others wait to be connected.
+        carried: within, the Pipe finds a carrier.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     with carried():

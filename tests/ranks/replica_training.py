@@ -128,11 +128,12 @@ def half() -> nn.Sequential:
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum(1).mean()
+    return (output - target.to(output.device)).square().sum(1).mean()
 
 
 def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """A weighted mean: the weights' sum is another one in each replica."""
+    target = target.to(output.device)
     weights = target[:, 0].abs().mul(8).ceil() + 1  # a count is a whole number
     return ((output - target).square().sum(1) * weights).sum(), weights.sum()
 
