@@ -4,6 +4,7 @@
     identity(device)                     its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
+    moved_in_place(device)               within: parameters that move there stay the same objects
     beside(streams)                      the same, in the order of the streams that were current
     default_generators(devices)          what layers there draw from
     is_capturing(devices)                whether a graph of their work is being made
@@ -114,6 +115,22 @@ def use_here(tensors: Iterable[Tensor | None]) -> None:
         if tensor is not None and is_accelerator(tensor.device) and not is_legacy_batchedtensor(tensor):
             for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
                 part.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+@contextmanager
+def moved_in_place(device: torch.device) -> Iterator[None]:
+    """Within: `Module.to(device)` leaves parameters the objects that they are, on any device as on CUDA.
+
+    By default it replaces them on devices of other backends than torch's own, which unties weights.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    on_host, there = torch.empty(0, device="cpu"), torch.empty(0, device=device)
+    if not torch._has_compatible_shallow_copy_type(on_host, there):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class PipeTopology(Topology):
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
         own_names: of the parameters that this rank alone has.
         nothing: an empty one, for a rank without any.
-        known: the names of the whole module's parameters, by id, and themselves.
+        known: the names of the whole module's parameters, by id, and what gives them, while there are such.
     """
 
     ranks: RankGroup
@@ -43,7 +44,7 @@ class PipeTopology(Topology):
     pairs: frozenset[tuple[int, int]]
     parameters: str
     first_names: Mapping[str, str]
-    known: Mapping[int, tuple[str, ReferenceType[Tensor]]]
+    known: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
     own_names: frozenset[str]
     nothing: nn.Parameter
 
@@ -135,9 +136,15 @@ def topology_of(
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     }
     lines = [f"{name}: {_words(parameter)}" for name, parameter in named.values()]
-    known: dict[int, tuple[str, ReferenceType[Tensor]]] = {
-        key: (name, ref(parameter)) for key, (name, parameter) in named.items()
+    # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
+    here = {
+        id(parameter): partial(module._parameters.get, name)
+        for stage, rank in zip(stages, rank_of, strict=True)
+        if rank == ranks.rank
+        for module in stage.modules()
+        for name, parameter in module._parameters.items()
     }
+    known = {key: (name, here.get(key) or ref(parameter)) for key, (name, parameter) in named.items()}
     pairs = frozenset(_pairs(assignment, values))
     tied = {parameter.name for parameter in assignment.tied_parameters}
     own = frozenset(

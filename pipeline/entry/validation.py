@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from partition import balance_costs
 from partition.contiguous import whole
 from partition.splitting import check_balance
-from pipeline.common.accelerators import accelerators
+from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
 from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
@@ -243,7 +243,8 @@ def settle(
             index += 1
     materialize(to_fill, how, places, seed() if how is not None else 0)
     for stage in sorted(own, reverse=True):
-        stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
+        with moved_in_place(devices[stage]):
+            stages[stage].to(devices[stage])  # a layer that several stages share stays with the first
 
 
 def check_step(

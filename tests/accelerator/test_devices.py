@@ -6,12 +6,16 @@ an error (tests/accelerator/simulated.py).
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from partition.profiling import layer_sizes, layer_times
@@ -173,6 +177,91 @@ def test_every_layer_computes_with_its_accelerator_as_the_current_one(
     assert [note for note in notes if note[2].type == "sim" and note[1] != note[2].index] == []
 
 
+@pytest.mark.parametrize("where", ["one, not the current one", "not said", "host between"])
+def test_parameters_stay_the_objects_that_they_are_and_tied(where: str) -> None:
+    """As on CUDA. On devices of backends that are not torch's own, `.to()` would replace them."""
+    layers, plain = ([nn.Linear(4, 4).double() for _ in range(3)] for _ in range(2))
+    x = torch.randn(4, 4).double()
+    for some in (layers, plain):
+        some[2].weight = some[0].weight
+        some[1].bias = some[0].bias
+    before = list(nn.Sequential(*layers).parameters())
+    plain_model = nn.Sequential(*plain)
+    plain_model.load_state_dict(nn.Sequential(*layers).state_dict())
+    optimizers = [torch.optim.SGD(before, lr=0.1), torch.optim.SGD(plain_model.parameters(), lr=0.1)]
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        pipe = Pipe(nn.Sequential(*layers), [1, 1, 1], 2, devices=PLACES[where]())
+        assert not torch.__future__.get_swap_module_params_on_conversion()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    assert all(one is other for one, other in zip(pipe.parameters(), before, strict=True)) and len(before) == 4
+    for _ in range(2):
+        pipe.step(x, x, loss_fn=mean_square, optimizer=optimizers[0])
+        optimizers[1].zero_grad()
+        mean_square(plain_model(x), x).backward()
+        optimizers[1].step()
+    for one, other in zip(pipe.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-13, atol=1e-15)
+
+
+# -------------------------------------------------------------------------------------------------------- over ranks
+
+
+def over_ranks(rank: int, port: int, results: Any) -> None:
+    """One of two ranks: with the same device, then with devices of their own. Puts what was said, and the gradients."""
+    simulated.load()
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    dist.init_process_group("gloo")
+    try:
+        Pipe(model(), [2, 4], CHUNKS, group=dist.new_group())
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    os.environ["LOCAL_RANK"] = str(2 * rank)
+    pipe = Pipe(model(), [2, 4], CHUNKS)
+    grads: list[dict[str, Tensor]] = []
+    for entry in ("step", "forward"):
+        x, y = torch.ones(8, 6).double().cumsum(0), torch.ones(8, 4).double()
+        pipe.zero_grad()
+        torch.manual_seed(7)
+        trained(pipe, x, y, entry)
+        grads.append({name: parameter.grad.cpu() for name, parameter in pipe.named_parameters() if parameter.numel()})
+    torch.sim.check()
+    results.put((rank, said, str(pipe.devices[0]), [{k: g.numpy() for k, g in some.items()} for some in grads]))
+    dist.destroy_process_group()
+
+
+def test_ranks_compute_on_devices_of_their_own() -> None:
+    """The numbers are those of one process on the host, and two ranks on one device are told so."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=over_ranks, args=(rank, store.port, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    found = sorted((results.get(timeout=60) for _ in ranks), key=lambda result: result[0])
+    for rank in ranks:
+        rank.join()
+    assert [(rank, device) for rank, _, device, _ in found] == [(0, "sim:0"), (1, "sim:2")]
+    assert all(said.startswith("ranks [0, 1] all take device sim:1 on host ") for _, said, _, _ in found)
+    plain = Pipe(model(), [2, 4], CHUNKS, devices=["cpu", "cpu"])
+    for number, entry in enumerate(("step", "forward")):
+        x, y = torch.ones(8, 6).double().cumsum(0), torch.ones(8, 4).double()
+        plain.zero_grad()
+        torch.manual_seed(7)
+        trained(plain, x, y, entry)
+        grads = {name: grad for *_, each in found for name, grad in each[number].items()}
+        assert grads.keys() == dict(plain.named_parameters()).keys()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None and torch.equal(torch.from_numpy(grads[name]), parameter.grad)
+
+
 # ----------------------------------------------------------------------------------------------------------- streams
 
 
@@ -200,9 +289,10 @@ def test_a_stream_may_be_entered_by_several_threads_at_a_time() -> None:
     assert found == [True] * 8
 
 
+@pytest.mark.parametrize("entry", ["step", "forward"])
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("where", ["one", "not said", "host between", "parts of one"])
-def test_a_step_on_streams_of_the_callers_own(where: str, workers: str | None) -> None:
+def test_calls_on_streams_of_the_callers_own(where: str, workers: str | None, entry: str) -> None:
     x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
     grads: list[list[Tensor]] = []
     for streams in ([], [torch.Stream(device=sim(index)) for index in range(3)]):
@@ -210,7 +300,7 @@ def test_a_step_on_streams_of_the_callers_own(where: str, workers: str | None) -
             pipe = Pipe(model().eval(), [2, 2, 2], CHUNKS, devices=PLACES[where](), workers=workers)
             for _ in range(2):
                 pipe.zero_grad()
-                pipe.step(x, y, loss_fn=mean_square)
+                trained(pipe, x, y, entry)
             grads.append([param.grad.cpu() for param in pipe.parameters() if param.grad is not None])
     assert all(map(torch.equal, *grads)) and len(grads[0]) == 8
 

@@ -175,3 +175,16 @@ def test_a_capture_is_asked_for_where_there_may_be_one(monkeypatch: pytest.Monke
     assert not accelerators.is_capturing([xpu])  # it has no graphs
     monkeypatch.setattr(machine, "is_current_stream_capturing", lambda: True, raising=False)
     assert accelerators.is_capturing([CPU, xpu]) and not accelerators.is_capturing([CPU])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_that_move_stay_the_objects_that_they_are(device: str) -> None:
+    """On the meta device, as on backends that are not torch's own, `.to()` replaces them by default."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[1].weight = layers[0].weight
+    before = list(layers.parameters())
+    with accelerators.moved_in_place(torch.device(device)):
+        layers.to(device)
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+    assert all(one is other for one, other in zip(layers.parameters(), before, strict=True))
+    assert all(parameter.device.type == device for parameter in before)
