@@ -246,7 +246,10 @@ class GradStore:
         """
         self._check_alive()
         refuse_verdict(self.keys())
-        return all(bool(torch.isfinite(entries(grad)).all()) for _, grad in self.items())
+        flags: dict[torch.device, list[Tensor]] = {}  # one wait for each device
+        for _, grad in self.items():
+            flags.setdefault(grad.device, []).append(torch.isfinite(entries(grad)).all())
+        return all(bool(torch.stack(found).all()) for found in flags.values())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
         """Hold all gradients on another device or in another type from now on; returns the store.

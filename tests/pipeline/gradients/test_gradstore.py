@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import GradStore
 
@@ -794,3 +795,20 @@ class AgainstADict(RuleBasedStateMachine):
 
 TestAgainstADict = AgainstADict.TestCase
 TestAgainstADict.settings = settings(max_examples=examples(60), stateful_step_count=20)
+
+
+def test_a_store_asks_the_device_once_whether_all_is_finite():
+    class Waits(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func._opname == "_local_scalar_dense"
+            return func(*args, **(kwargs or {}))
+
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    for param in params:
+        param.grad = torch.ones(3)
+    store = GradStore.from_grads(params)
+    with Waits() as waits:
+        assert store.is_finite()
+    assert waits.count == 1
