@@ -142,6 +142,7 @@ def _module() -> ModuleType:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "get_device_properties": lambda device=None: SimpleNamespace(name="simulated"),
+        "_initialized": True,  # torch.utils.checkpoint asks
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
