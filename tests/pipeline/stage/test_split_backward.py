@@ -63,7 +63,7 @@ class Log:
         def wrapped(stage: StageRun, chunk: int, *args: Any) -> Any:
             result = real(stage, chunk, *args)
             there = {slot.name for slot in stage.aliases._slots if slot.alias.grad is not None}
-            self.after.append((kind, stage.index, chunk, there))
+            self.after.append((kind, stage.layers.index, chunk, there))
             return result
 
         monkeypatch.setattr(StageRun, method, wrapped)
