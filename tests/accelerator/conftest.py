@@ -16,6 +16,7 @@ def _loaded() -> None:
     if simulated.compiler() is None:
         pytest.skip("needs a C++ compiler, which builds the simulated accelerator: set CXX, or install g++")
     simulated.load()
+    torch.set_warn_always(True)  # what torch says once in a process is an error of each test that causes it
 
 
 @pytest.fixture(autouse=True)
