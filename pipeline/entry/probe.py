@@ -34,6 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
@@ -292,7 +293,8 @@ class ProbeCall:
     def _again(self, run: StageRun, inbox: Sequence[Activations], states: Sequence[Any]) -> list[Activations] | None:
         """Run a stage as before, but after others."""
         run.rewind()
-        with self._generators.at(states):
+        place = self._execution.setup.layout.places[run.layers.index]
+        with self._generators.at(states), entered(place.device):
             return self._made_by(run, inbox)
 
     def _forward(self, stage: int, chunk: int) -> None:
