@@ -131,7 +131,7 @@ def _serve(rank: int, port: int, connection: Connection, verbose: bool) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo")
     try:
         while True:
             work, args = connection.recv()

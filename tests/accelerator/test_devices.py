@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from partition.profiling import layer_sizes, layer_times
-from pipeline import Pipe, Place
+from pipeline import Pipe, Place, checkpoint_blocks
 from pipeline.common import accelerators
 from pipeline.common.places import place_of
 from pipeline.distributed.digests import Fingerprint, Sketches
@@ -347,6 +347,20 @@ def test_a_pipe_without_parameters_seeds_the_generators() -> None:
     pipe(x)
     now = [generator.get_state() for generator in torch.sim.default_generators]
     assert all(map(torch.equal, now, found))
+
+
+def test_checkpointed_blocks_repeat_the_masks_of_their_device() -> None:
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)]).to(sim(1))
+    grads: list[list[Tensor]] = []
+    for checkpointed in (False, True):
+        blocks = checkpoint_blocks(layers, lambda name, module: name.isdigit()) if checkpointed else None
+        torch.sim.manual_seed_all(3)
+        layers.zero_grad()
+        layers(torch.ones(5, 8, device=sim(1))).square().sum().backward()
+        grads.append([parameter.grad.cpu() for parameter in layers.parameters() if parameter.grad is not None])
+        if blocks is not None:
+            blocks.remove()
+    assert all(map(torch.equal, *grads)) and len(grads[0]) == 6
 
 
 @pytest.mark.parametrize("source", ["cpu", "sim:0", "sim:2"])

@@ -1,4 +1,4 @@
-"""Payloads over NCCL: what only GPUs show. Two ranks with NCCL need two GPUs; two on one GPU go through the host.
+"""Payloads over NCCL: what only GPUs show. They need two GPUs.
 
     make test-gpu
 
@@ -264,6 +264,8 @@ def train(pipe, device):
     return losses
 
 os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % torch.cuda.device_count())
+if "BACKEND" in os.environ:
+    torch.distributed.init_process_group(os.environ["BACKEND"])
 pipe = Pipe(network(), [3, 2], 4)
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 losses = train(pipe, device)
@@ -301,9 +303,15 @@ def scripts_of_two_ranks(tmp_path: Any, **environment: str) -> list[Any]:
     return [json.loads(output.split("FOUND ")[1].splitlines()[0]) for output in outputs]
 
 
-def test_two_ranks_on_one_gpu_train_as_one_process_does_through_the_host(tmp_path: Any) -> None:
+def test_two_ranks_on_one_gpu_are_told_so(tmp_path: Any) -> None:
     one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    for losses, alone, has_payloads in scripts_of_two_ranks(tmp_path, CUDA_VISIBLE_DEVICES=one):
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] all take device "):
+        scripts_of_two_ranks(tmp_path, CUDA_VISIBLE_DEVICES=one)
+
+
+@two_gpus
+def test_two_ranks_without_nccl_train_as_one_process_does_through_the_host(tmp_path: Any) -> None:
+    for losses, alone, has_payloads in scripts_of_two_ranks(tmp_path, BACKEND="gloo"):
         assert losses == pytest.approx(alone, rel=1e-10) and not has_payloads
 
 
