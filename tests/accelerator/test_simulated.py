@@ -442,7 +442,29 @@ def test_a_copy_from_pinned_memory_reads_it_when_it_is_used(waits: bool) -> None
     if waits:
         current().synchronize()
     batch.fill_(7)
-    assert there.eq(1 if waits else 7).all()
+    if waits:
+        assert there.eq(1).all()
+        return
+    used = there * 2
+    with pytest.raises(RuntimeError, match="race: the host has written pinned memory before it waited for a copy"):
+        torch.accelerator.synchronize()
+    assert used.eq(14).all()
+
+
+def test_pinned_memory_is_the_copys_until_the_host_has_waited_even_if_it_is_used() -> None:
+    batch = torch.ones(NUMBERS).pin_memory()
+    side = stream()
+    with side:
+        used = batch.to("sim", non_blocking=True) * 2
+        del used
+    current().synchronize()  # of another stream
+    batch.fill_(7)
+    with pytest.raises(RuntimeError, match="race: the host has written pinned memory"):
+        side.synchronize()
+    target = batch.to("sim", non_blocking=True)
+    batch.copy_(target * 3, non_blocking=True)  # a device may write it, in the stream's order
+    current().synchronize()
+    assert batch.eq(21).all()
 
 
 def test_copies_of_other_memory_are_made_at_once_and_blocking_ones_wait() -> None:

@@ -207,11 +207,12 @@ void Machine::copy_later(const Use& from, const Use& to, const c10::Storage& pin
   const auto operation = launch(to_host ? "copy to the host" : "copy from the host", stream, {from, to});
   std::unique_lock<std::mutex> lock(mutex_);
   Copy copy{operation->stream, operation->time, from, to, pinned, to_host, {}};
+  copy.taken.assign(from.block->data + from.begin, from.block->data + from.end);
   if (to_host) {
-    copy.taken.assign(from.block->data + from.begin, from.block->data + from.end);
     std::memset(to.block->data + to.begin, kPoison, to.end - to.begin);
   } else {
     ++from.block->copies;
+    from_host_.push_back(copy);
   }
   ++to.block->copies;
   copies_.push_back(std::move(copy));
@@ -225,6 +226,23 @@ void Machine::perform(const Use& use, std::list<Copy>& done) {
     }
     copy = next;
   }
+  for (auto copy = from_host_.begin(); use.writes && use.block->pinned && copy != from_host_.end();) {
+    const auto next = std::next(copy);
+    if (same_memory(use, copy->from)) { // from here on a device writes it, in the stream's order
+      end_of(copy, done);
+    }
+    copy = next;
+  }
+}
+
+void Machine::end_of(std::list<Copy>::iterator copy, std::list<Copy>& done) {
+  const auto& [block, begin, end, writes] = copy->from;
+  if (checks && std::memcmp(block->data + begin, copy->taken.data(), end - begin) != 0) {
+    found_.push_back(
+        "race: the host has written pinned memory before it waited for a copy from there, on " +
+        stream_name(copy->stream) + ". The writer has to wait for an event behind the copy, or write other memory.");
+  }
+  done.splice(done.end(), from_host_, copy);
 }
 
 void Machine::perform(std::list<Copy>::iterator copy, std::list<Copy>& done) {
@@ -265,6 +283,13 @@ void Machine::knows(const Clock& clock, std::unique_lock<std::mutex>& lock) {
     const auto next = std::next(copy);
     if (known.covers(copy->stream, copy->time)) {
       perform(copy, done);
+    }
+    copy = next;
+  }
+  for (auto copy = from_host_.begin(); copy != from_host_.end();) {
+    const auto next = std::next(copy);
+    if (known.covers(copy->stream, copy->time)) {
+      end_of(copy, done);
     }
     copy = next;
   }

@@ -5,7 +5,8 @@
 // remembers who read and wrote it. A use that is not ordered after an earlier one that it conflicts with is a race.
 //
 // Copies between pinned memory and a device that do not block are performed as late as is permitted: to the host when
-// the host has waited for them (until then the target holds NaN), from the host when the target is used.
+// the host has waited for them (until then the target holds NaN), from the host when the target is used. If the host has
+// written what is copied before it has waited for the copy, that is a race, too.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -126,7 +127,7 @@ class Machine {
     Use from, to;
     c10::Storage pinned; // owns the memory of the host
     bool to_host;
-    std::vector<char> taken; // to the host: what the device's memory held in the stream's order
+    std::vector<char> taken; // what the source held: of a device in the stream's order, of the host at first
   };
 
   Machine();
@@ -136,6 +137,7 @@ class Machine {
   // Performs what a use needs, or one copy. The caller destroys `done` when it has unlocked.
   void perform(const Use& use, std::list<Copy>& done);
   void perform(std::list<Copy>::iterator copy, std::list<Copy>& done);
+  void end_of(std::list<Copy>::iterator copy, std::list<Copy>& done); // of a copy from the host: was its source left alone?
   void knows(const Clock& clock, std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
@@ -143,7 +145,8 @@ class Machine {
   std::vector<Clock> clocks_; // by stream
   Clock one_host_;
   std::map<size_t, Clock> hosts_; // by thread
-  std::list<Copy> copies_;
+  std::list<Copy> copies_; // that are not yet performed
+  std::list<Copy> from_host_; // that the host has not waited for
   std::map<const char*, Block*> pinned_;
   std::vector<c10::CachingDeviceAllocator::DeviceStats> stats_;
   std::vector<std::string> found_;
