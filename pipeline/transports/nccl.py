@@ -5,11 +5,21 @@
     own stream                                  (memory for it) ─┘
 
 The host only enqueues. A send begins when the compute stream has packed; the compute stream never waits for one. A
-receive begins at once, whatever the compute stream still has to do, since its memory comes from a stream of its own.
+receive begins at once, whatever the compute stream still has to do, since its memory comes from a stream of its own. It
+occupies multiprocessors of the GPU until its payload has come, so a communicator may take few (`MOST_BLOCKS`).
+
+Failures are noticed by `pipeline.distributed.failure`, which aborts the groups of all ranks. torch's own watchdog of a
+group would end the process when a transfer fails or runs out of time, and its heartbeat monitor would in any case
+(pytorch/pytorch#155916), before the error that names the reason; both are off for these groups. Communicators are
+blocking ones, as torch makes them since 2.7.1: non-blocking ones hang at random with NCCL 2.26
+(pytorch/pytorch#154055). What blocks is the connecting, which another thread can leave.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +29,9 @@ from torch import Tensor
 
 from pipeline.common.accelerators import entered, entered_streams, use_here
 from pipeline.transports.payloads import Carrier
+
+MOST_BLOCKS = 4  # thread blocks of a transfer, of up to 32; each occupies a multiprocessor
+UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}  # a group reads them once
 
 
 def nccl_of(group: Any, device: torch.device) -> Carrier | None:
@@ -79,9 +92,24 @@ class Nccl(StreamCarrier):
     def connect(self, store: dist.Store, rank: int, timeout: timedelta) -> Any:
         options = self._backend.Options()
         options._timeout = timeout
-        options.config.blocking = 0  # so that a communicator can be aborted whatever it is at
-        with entered(self.device):  # each thread has a current one of its own
+        options.config.max_ctas = MOST_BLOCKS
+        with entered(self.device), _environment(UNWATCHED):  # each thread has a current device of its own
             return self._backend(store, rank, 2, options)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within: environment variables have these values."""
+    found = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _backend() -> Any:

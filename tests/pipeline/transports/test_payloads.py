@@ -1,5 +1,6 @@
 """Payloads beside the header: over a second gloo group that stands in for NCCL, in one process."""
 
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -500,14 +501,14 @@ class FakeBackend:
 
     class Options:
         def __init__(self):
-            self.config, self._timeout = SimpleNamespace(blocking=1), None
+            self.config, self._timeout = SimpleNamespace(max_ctas=None), None
 
     made = []
 
     def __init__(self, store, rank, size, options):
         assert size == 2
         self._group = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-        self.blocking, self.aborted = options.config.blocking, False
+        self.options, self.aborted = vars(options.config), False
         self.made.append(self)
 
     def send(self, tensors, to, tag):
@@ -536,7 +537,29 @@ def test_the_carrier_of_nccl_makes_and_ends_groups_as_it_should(monkeypatch):
     with joined(*carriers, pairs=[(0, 1)]) as channels:
         channels[0].outgoing(1).payloads.send(torch.full((5,), 7, dtype=torch.uint8))
         assert channels[1].incoming(0).payloads.post(5).take().tolist() == [7] * 5
-        assert [group.blocking for group in FakeBackend.made] == [0, 0] and not any(g.aborted for g in FakeBackend.made)
+        assert [group.options for group in FakeBackend.made] == 2 * [{"max_ctas": nccl.MOST_BLOCKS}]
+        assert not any(group.aborted for group in FakeBackend.made)
         for each in channels:
             each.drain(10)
     assert all(group.aborted for group in FakeBackend.made) and recorded == [1, 5]
+
+
+class Watched:
+    """A class of groups that notes what it finds in the environment, as NCCL's reads it."""
+
+    Options = FakeBackend.Options
+
+    def __init__(self, store, rank, size, options):
+        self.found = [os.environ.get(name) for name in nccl.UNWATCHED]
+
+
+def test_torchs_watchdogs_are_off_for_our_groups_alone(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Watched, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
+    monkeypatch.setattr(torch, "Stream", lambda device: None)
+    monkeypatch.setattr(nccl, "entered", nothing)
+    kept, unset = nccl.UNWATCHED
+    monkeypatch.setenv(kept, "1")
+    monkeypatch.delenv(unset, raising=False)
+    group = nccl.Nccl(torch.device("cpu")).connect(dist.HashStore(), 0, timedelta(seconds=1))
+    assert group.found == ["0", "0"] and os.environ[kept] == "1" and unset not in os.environ
