@@ -8,7 +8,9 @@
 of them in both ways. Tests marked `inline` are about the one order in which the inline driver runs lanes.
 """
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -20,6 +22,8 @@ from torch import nn
 
 from pipeline import Pipe
 from pipeline.common.places import Place
+
+sys.path.append(str(Path(__file__).parents[1] / "scheduler"))  # scheduler_strategies.py
 
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = {

@@ -74,8 +74,8 @@ def test_a_lowered_schedule_ends_even_where_receives_wait_too(schedule):
 
 @pytest.mark.parametrize("name", names())
 def test_named_schedules_lower_to_right_programs(name):
-    for lanes in range(1, 7):
-        for chunks in (1, 2, 3, 5, 8, 12, 13):
+    for lanes in range(1, 9):
+        for chunks in (1, 2, 3, 5, 8, 12, 16):
             try:
                 schedule = by_name(name, lanes, chunks)
             except ScheduleError:
