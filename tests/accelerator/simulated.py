@@ -17,9 +17,9 @@ What only this one has:
   as written by the stream of its allocation, so that a missing record_stream is a race; as a destructor cannot raise,
   the next operation or `torch.sim.check()` does.
 * A copy with non_blocking=True from pinned memory, or to it, happens as late as it may: to the host when the host has
-  waited for it, till then the target is NaN (integers: -1); from the host when the copy is used. Writing
-  pinned memory before the host has waited for a copy from there is an error of that wait. (Other memory of the host
-  is copied at once, as CUDA does.)
+  waited for it, till then the target is NaN (integers: -1); from the host when the copy is used. Writing pinned
+  memory before the host has waited for a copy from there is an error of that wait. (Other memory of the host is copied
+  at once, as CUDA does.)
 * New memory is NaN, and freed memory is.
 * An operation on tensors of several devices raises.
 * `with torch.sim.no_synchronisation():` raises where the host waits within an operation (item(), copies that block);
