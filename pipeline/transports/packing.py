@@ -89,8 +89,10 @@ class Packing:
 
     def pack_apart(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A new buffer on a device: the tensors, which fit, on whatever device. The host waits for none of them."""
-        nothing = torch.zeros(ALIGNMENT, dtype=_UINT8, device=device)
-        gaps = [None if gap is None else nothing[: gap.numel()] for gap in self._gaps]
+        gaps = self._gaps
+        if any([gap is not None for gap in gaps]):
+            nothing = torch.zeros(ALIGNMENT, dtype=_UINT8, device=device)
+            gaps = [None if gap is None else nothing[: gap.numel()] for gap in gaps]
         return torch.cat([_on_device(piece, device) for piece in self._pieces([], tensors, gaps)])
 
     def _pieces(

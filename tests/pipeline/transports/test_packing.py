@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.data.pytrees import storage_of
 from pipeline.transports.packing import Packing
@@ -290,3 +291,24 @@ def test_tensors_on_a_gpu_are_staged_and_come_out_there():
         assert (one is None) == (other is None)
         if one is not None:
             assert one.is_cuda and torch.equal(one.to_dense().cpu(), other.to_dense().cpu())
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_contiguous_tensor_is_packed_by_one_kernel():
+    tensors = (torch.arange(12.0).view(3, 4),)
+    packing = Packing.of(tensors)
+    with Operators() as operators:
+        packed = packing.pack_apart(tensors, CPU)
+    assert [name for name in operators.ran if name not in ("as_strided", "view", "detach")] == ["cat"]
+    assert packed.view(torch.float32).tolist() == list(range(12)) and packed.data_ptr() != tensors[0].data_ptr()
