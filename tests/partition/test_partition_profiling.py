@@ -313,7 +313,7 @@ def test_layers_run_where_the_parameters_are_or_where_they_are_told() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda_sizes_are_those_on_the_cpu_and_the_generator_is_left_alone() -> None:  # pragma: no cover  # needs CUDA
     module = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.ReLU())
     generator = torch.cuda.get_rng_state()
