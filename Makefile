@@ -14,7 +14,7 @@ TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(DO
 # and beside torch's CPU build one breaks what imports it.
 PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: demo test test-accelerator check soak bench test-gpu clean
+.PHONY: demo test test-accelerator check soak bench test-gpu test-gpu-sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -55,6 +55,12 @@ bench: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest --whole -m gpu
+
+# The first thing to run on a GPU: torch raises where a kernel's use of memory is ordered by no event; a test that takes
+# ten minutes prints the stacks of all threads, and ends the run.
+test-gpu-sanitize: $(READY)
+	TORCH_CUDA_SANITIZER=1 $(BIN)/python -m pytest --whole -m gpu tests/gpu \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

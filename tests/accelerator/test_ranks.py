@@ -29,7 +29,6 @@ SIZES = (2, 3, 4)
 NURSERY = Nursery(HERE / "sim_nursery.py", {"PYTHONPATH": f"{HERE}{os.pathsep}{PATH}", "SIMULATED_DEVICES": "4"})
 # These compute with tensors of the host wherever they stand, or with attention of which the host has a kernel.
 ON_THE_HOST = {"private_generator", "closure", "encoder_layers"}
-CHECKPOINTED = {"checkpoint_reentrant", "checkpoint_nonreentrant"}  # torch's, which seed no generators of this device
 CAPTURED = {"captured"}  # a parameter that its module does not know, and does not move
 
 
@@ -55,7 +54,7 @@ def share(cases: list[Any], size: int) -> list[Any]:
 
 COVER = {
     "schedule": names(),
-    "model": tuple({*MODELS, *SKIPS} - ON_THE_HOST - CHECKPOINTED - CAPTURED),
+    "model": tuple({*MODELS, *SKIPS} - ON_THE_HOST - CAPTURED),
     "stages": tuple(STAGES),
     "rows": tuple(ROWS),
     "chunks": (1, 2, 4, 5),
