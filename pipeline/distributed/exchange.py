@@ -24,7 +24,7 @@ from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Exchange
 from pipeline.execution.mailbox import Mailbox
-from pipeline.gradients.clip import joined_norm, norm_of
+from pipeline.gradients.clip import joined_norm, norm_of, values_of
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
@@ -145,7 +145,10 @@ class RankExchange(Exchange):
         return self.joined_norm(norms, norm_type)
 
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
-        mine = [[name, str(norm.dtype).removeprefix("torch."), float(norm.item()).hex()] for name, norm in norms]
+        mine = [
+            [name, str(norm.dtype).removeprefix("torch."), value.hex()]
+            for (name, norm), value in zip(norms, values_of([norm for _, norm in norms]), strict=True)
+        ]
         first_names = self._topology.first_names
         by_name: dict[str, tuple[str, str]] = {}
         unnamed = []

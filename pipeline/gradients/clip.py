@@ -32,6 +32,18 @@ def joined_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return total
 
 
+def values_of(norms: Sequence[Tensor]) -> list[float]:
+    """The norms as numbers. The host waits once for those of one device and type."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, norm in enumerate(norms):
+        alike.setdefault((norm.device, norm.dtype), []).append(index)
+    values = [0.0] * len(norms)
+    for indices in alike.values():
+        for index, value in zip(indices, torch.stack([norms[index] for index in indices]).tolist(), strict=True):
+            values[index] = value
+    return values
+
+
 def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The same from the gradients."""
     return torch.nn.utils.get_total_norm([entries(grad) for grad in grads], norm_type)

@@ -23,6 +23,7 @@ from pipeline import Pipe, Place, checkpoint_blocks
 from pipeline.common import accelerators
 from pipeline.common.places import place_of
 from pipeline.distributed.digests import Fingerprint, Sketches
+from pipeline.gradients.clip import values_of
 from pipeline.randomness import layer_seed
 from pipeline.transports.local import Local
 from pipeline.transports.packing import Packing
@@ -411,3 +412,11 @@ def test_a_pinned_mini_batch_may_be_written_while_its_copy_is_under_way() -> Non
     batch.fill_(9)
     (moved,) = mover.receive(parcel)
     assert moved is not None and moved.eq(1).all()
+
+
+def test_the_host_waits_once_for_the_norms_of_a_device_and_a_type() -> None:
+    numbers = [torch.tensor(number, dtype=dtype) for number in (0.1, 2.5) for dtype in (torch.float32, torch.float64)]
+    there = [number.to(device) for number in numbers for device in (sim(0), sim(2))]
+    before = torch.sim.host_waits()
+    assert values_of(there) == [number.item() for number in numbers for _ in range(2)]
+    assert torch.sim.host_waits() == before + 4
