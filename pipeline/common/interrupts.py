@@ -82,11 +82,12 @@ class Deferral:
         Args:
             note: added to an exception that they raise.
         """
+        may_set = threading.current_thread() is threading.main_thread()
         self.is_on = False
         handlers, self._handlers = self._handlers, []
         came, self._came = self._came, []
         try:
-            for handler in handlers if threading.current_thread() is threading.main_thread() else ():
+            for handler in handlers if may_set else ():
                 standing = _standing(handler.number)
                 if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
                     _signal.signal(handler.number, standing)

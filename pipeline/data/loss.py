@@ -234,7 +234,7 @@ class Loss:
             same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
             for ours, whole in grads:
                 tolerance = _TOLERANCE.get(ours.dtype, _LOOSE)
-                most = torch.stack([each.to(ours) for each in largest]).amax()
+                most = torch.stack([each.to(ours.device, ours.real.dtype) for each in largest]).amax()
                 near = _is_near(ours, whole, tolerance, tolerance * most)
                 same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
         return same
@@ -362,7 +362,7 @@ class Verdict(NamedTuple):
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    return torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax() if tensor.numel() else tensor.new_zeros(())
+    return torch.nan_to_num(tensor.abs(), 0.0, 0.0).amax() if tensor.numel() else tensor.real.new_zeros(())
 
 
 def _is_near(one: Tensor, other: Tensor, rtol: float, atol: Tensor) -> Tensor:
