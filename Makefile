@@ -6,9 +6,9 @@ READY := .venv/ready
 # One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in several processes. Each of
 # these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Three processes for two cores: tests over ranks, which one of them runs (tests/conftest.py), wait half of the time.
+# Four processes for two cores: tests over ranks, which one of them runs first (tests/conftest.py), wait half of the time.
 DOCUMENTS := tests/test_docs.py tests/test_architecture.py
-TESTS := $(BIN)/python -m pytest -n 3 --dist loadfile $(addprefix --ignore=,$(DOCUMENTS))
+TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(DOCUMENTS))
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
 # and beside torch's CPU build one breaks what imports it.

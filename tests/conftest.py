@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # pytest orders what is left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not _is_long(item.nodeid))  # first what would else be left for one process at the end
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -82,18 +83,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests over ranks go to one process, which starts their crews once; of others, those of a file."""
+    """Tests over crews of ranks go to one process, which starts them once, those that wait most of their time to
+    another; of others, those of a file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "crews" if "/ranks/" in file and not file.endswith(OWN_RANKS) else file
+            return "waiting" if file.endswith(WAITING) else "crews" if "/ranks/" in file else file
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-OWN_RANKS = "test_faults.py", "test_curvature_example.py"  # they start their ranks themselves
+WAITING = "test_faults.py", "test_curvature_example.py", "test_monitor.py"  # they start their ranks themselves
+
+
+def _is_long(nodeid: str) -> bool:
+    file = nodeid.partition("::")[0]
+    return "/ranks/" in file or file.endswith(WAITING)
 
 
 def _values(item: pytest.Item) -> dict[Any, Any]:

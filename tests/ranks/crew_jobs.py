@@ -67,8 +67,11 @@ def signal_on(rank: int, number: int) -> str:
 
 
 def kill_and_wait(rank: int) -> None:
-    """This rank dies, and the next one waits for it."""
+    """This rank dies when all have begun, and the next one waits for it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"begun/{dist.get_rank()}", "")
     if dist.get_rank() == rank:
+        store.wait([f"begun/{other}" for other in range(dist.get_world_size())])
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == (rank + 1) % dist.get_world_size():
         sleep()
