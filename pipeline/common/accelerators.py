@@ -4,8 +4,9 @@
     identity(device)                     its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
+    beside(streams)                      the same; they wait for those that were current, and these for them
+    use_here(tensors)                    tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
-    beside(streams)                      the same, in the order of the streams that were current
     default_generators(devices)          what layers there draw from
     is_capturing(devices)                whether a graph of their work is being made
 

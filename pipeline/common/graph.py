@@ -24,7 +24,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 _MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for

@@ -44,7 +44,6 @@ class StageTraits:
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules
-    captures: set[int] = field(default_factory=set)  # leaves that are no parameters of its modules
     only_reads: set[tuple[object, ...]] = field(default_factory=set)  # its input, with these training flags and shapes
 
 

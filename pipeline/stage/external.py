@@ -27,12 +27,10 @@ class ExternalLeaves:
 
     Attributes:
         leaves: by id.
-        walked: the numbers of nodes of the graphs that were walked.
     """
 
     def __init__(self, stage: str, lock: threading.Lock) -> None:
         self.leaves: dict[int, Tensor] = {}
-        self.walked: set[int] = set()
         self._versions: dict[int, int] = {}  # when a forward met it first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage = stage
@@ -44,13 +42,15 @@ class ExternalLeaves:
         Args:
             reached: the leaves, by id.
             own: the chunk's entry leaves, and what the layers got: of that a layer may make leaves.
-            aliases: the stage's parameters.
+            aliases: the stage's parameters, which note those that are theirs.
 
         Raises:
             RuntimeError: a leaf belongs to another stage or to an earlier call.
         """
         for key, leaf in reached.items():
-            if key not in aliases and not any([leaf is tensor for tensor in own]):
+            if key in aliases:
+                aliases.use(key)
+            elif not any([leaf is tensor for tensor in own]):
                 refuse_marked(leaf, self._stage)
                 self.leaves[key] = leaf
                 self._versions.setdefault(key, leaf._version)

@@ -93,20 +93,19 @@ class Aliases:
                     self._slots.append(_Slot(module, table, name, real, alias, then, own, here, is_home))
         self._places = _by_table([(slot, slot.alias) for slot in self._slots])
         self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
-        self._unused = dict(self._trained)  # by no output, as far as is known
+        self._used: set[int] = set()
         self._guard = guard
         self._is_summing = False
         if compares:
-            self._guard_aliases([slot.alias for slot in self._trained.values()])
+            self._guard_aliases(lambda alias: True)
         self._sums = checksums([slot.alias for slot in self._slots]) if compares else []
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
 
-    def note_used(self) -> None:
-        """Note the aliases that a graph holds now, beside Python. Called while a chunk's outputs are there."""
-        for key in [key for key, slot in self._unused.items() if _is_held(slot.alias)]:
-            del self._unused[key]
+    def use(self, leaf: int) -> None:
+        """Note that an output depends on the alias with this id."""
+        self._used.add(leaf)
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
@@ -120,12 +119,12 @@ class Aliases:
     @property
     def used(self) -> list[Tensor]:
         """The aliases that an output depends on."""
-        return [slot.alias for key, slot in self._trained.items() if key not in self._unused]
+        return [slot.alias for key, slot in self._trained.items() if key in self._used]
 
     @property
     def used_parameters(self) -> list[Tensor]:
         """The real parameters that an output depends on, in the order of the modules."""
-        return [slot.real for key, slot in self._trained.items() if key not in self._unused]
+        return [slot.real for key, slot in self._trained.items() if key in self._used]
 
     @property
     def trained(self) -> list[tuple[Tensor, Tensor]]:
@@ -168,12 +167,13 @@ class Aliases:
             if slot.alias.grad is not None:
                 sums.append((slot.real, slot.alias.grad))
                 slot.alias.grad = None
-        self._guard_aliases([slot.alias for slot in self._trained.values() if _is_held(slot.alias)])
+        self._guard_aliases(_is_held)
         return sums
 
-    def _guard_aliases(self, aliases: Iterable[Tensor]) -> None:
-        for alias in aliases:  # as registering a hook does, in less time
-            alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
+    def _guard_aliases(self, which: Callable[[Tensor], bool]) -> None:
+        for slot in self._trained.values():
+            if which(slot.alias):  # as registering a hook does, in less time
+                slot.alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
 
     @staticmethod
     def add(alias: Tensor, grad: Tensor) -> None:
@@ -189,11 +189,10 @@ class Aliases:
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
-        self._guard_aliases([slot.alias for slot in self._trained.values() if _is_held(slot.alias)])
+        self._guard_aliases(_is_held)
         self._slots.clear()
         self._places.clear()
         self._trained.clear()
-        self._unused.clear()
 
     # ------------------------------------------------------------------------------------------------------ checks
 

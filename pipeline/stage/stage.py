@@ -34,7 +34,6 @@ from pipeline.common.graph import (
     reached,
     refuse_tangents,
     run_backward,
-    sequence_number,
 )
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
@@ -153,7 +152,6 @@ class StageRun:
         self._cut.begin(read)
         if keep:
             self.snapshot.before_forward(chunk)
-        first = sequence_number()
         try:
             inputs, given, made = self._run(chunk, read, needs_grad, self._around_forward(chunk, recompute))
         except DroppedError:
@@ -171,9 +169,7 @@ class StageRun:
         grad = self._settings.grad
         need = tuple([grad and tensor.requires_grad for tensor in made.tensors])
         if True in need:
-            self.aliases.note_used()
-            size = sequence_number() - first
-            self._records[chunk] = self._record(chunk, read, needs_grad, before, inputs, given, made, recompute, size)
+            self._records[chunk] = self._record(chunk, read, needs_grad, before, inputs, given, made, recompute)
         return self._messages(chunk, inbox, given, made, tensors, need)
 
     def _run(
@@ -222,25 +218,16 @@ class StageRun:
         given: Sequence[Tensor],
         made: Bundle,
         recompute: bool,
-        size: int,
     ) -> ChunkRecord:
-        """The record of a chunk, whose graph is walked to find external leaves.
-
-        Not if one of `size` nodes was walked in this call, and no validating call has seen the stage capture a leaf:
-        one that a later chunk captures instead of a constant gets its gradient as parts, until such a call.
-        """
+        """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         sites: Sequence[Site] = ()
-        captures, walks = self._settings.known.captures, self._settings.compares or size not in self.external.walked
         if chunk in self._split and not recompute:
             graph, sites = survey(roots, self.aliases.may_wait)
             self.external.learn(graph.leaves, (*inputs.leaves, *given), self.aliases)
-        elif walks or self.layers.index in captures:
-            self.external.walked.add(size)
+        else:
             graph = reached(nodes_of(roots, ends=(inputs.entry,)))
             self.external.learn(graph.leaves, given, self.aliases)
-            if self.external.leaves:
-                captures.add(self.layers.index)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)

@@ -6,32 +6,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import rank_payloads
 import torch
 from carrier import Simulated
 
-from pipeline.distributed import group as rank_group
 
-
-@contextmanager
-def carried(**how: Any) -> Iterator[list[Simulated]]:
+def carried(**how: Any) -> AbstractContextManager[list[Simulated]]:
     """Within: the Pipe finds a carrier."""
-    carriers: list[Simulated] = []
-
-    def carrier_of(group: Any, device: torch.device) -> Simulated:
-        assert device.type == "sim"
-        carriers.append(Simulated(device, **how))
-        return carriers[-1]
-
-    found, rank_group.nccl_of = rank_group.nccl_of, carrier_of  # type: ignore[assignment]
-    try:
-        yield carriers
-    finally:
-        rank_group.nccl_of = found
+    return rank_payloads.carried_by(lambda device: Simulated(device, **how))
 
 
 def job(function: str, *args: Any) -> tuple[Any, int]:

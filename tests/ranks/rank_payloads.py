@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,18 @@ from rank_models import even, layered, rows, square
 from torch import nn
 
 from pipeline.distributed import group as rank_group
+from pipeline.transports.payloads import Carrier
+
+Carried = TypeVar("Carried", bound=Carrier)
 
 
 @contextmanager
-def carried(place: str | None = None) -> Iterator[list[OverGloo]]:
-    """Within: the Pipe finds a carrier, of another place on each rank where none is given."""
-    carriers: list[OverGloo] = []
+def carried_by(make: Callable[[torch.device], Carried]) -> Iterator[list[Carried]]:
+    """Within: the Pipe finds a carrier, which is made for the device of this rank."""
+    carriers: list[Carried] = []
 
-    def carrier_of(group: Any, device: torch.device) -> OverGloo:
-        carriers.append(OverGloo(place or str(dist.get_rank())))
+    def carrier_of(group: Any, device: torch.device) -> Carried:
+        carriers.append(make(device))
         return carriers[-1]
 
     found, rank_group.nccl_of = rank_group.nccl_of, carrier_of  # type: ignore[assignment]
@@ -31,6 +34,11 @@ def carried(place: str | None = None) -> Iterator[list[OverGloo]]:
         yield carriers
     finally:
         rank_group.nccl_of = found
+
+
+def carried(place: str | None = None) -> AbstractContextManager[list[OverGloo]]:
+    """Within: the Pipe finds a carrier, of another place on each rank where none is given."""
+    return carried_by(lambda device: OverGloo(place or str(dist.get_rank())))
 
 
 def trained(schedule: str, stages: int, place: str | None = None) -> tuple[list[str], int]:

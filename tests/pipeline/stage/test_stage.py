@@ -283,16 +283,22 @@ def test_a_layer_that_begins_late_to_count_is_found_out() -> None:
     refused_in_the_third(calls, "gave other values than its forward")
 
 
-def test_a_leaf_that_late_chunks_begin_to_capture_gets_one_whole_gradient_from_the_next_validating_call_on() -> None:
+def test_a_leaf_that_only_late_chunks_capture_gets_one_whole_gradient() -> None:
     leaf, seen = torch.ones(4, requires_grad=True), []
     leaf.register_hook(lambda grad: seen.append(grad.clone()))
-    before = 0
     for number, pipe in enumerate(with_late(lambda x: x * leaf, linear(), "never"), 1):
         one_step(pipe)
-        parts, before = len(seen) - before, len(seen)
-        assert (parts > 0) == (number >= 3) and (parts == 1 or number != 4)
+        assert len(seen) == (number >= 3) + (number >= 4)
         if seen:
-            assert leaf.grad is not None and torch.allclose(leaf.grad, sum(seen[1:], seen[0]), rtol=1e-6)
+            assert leaf.grad is not None and torch.equal(leaf.grad, sum(seen[1:], seen[0]))
+
+
+def test_a_leaf_that_only_late_chunks_capture_is_an_input_of_the_call() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    for number, pipe in enumerate(with_late(lambda x: x * leaf, linear(), "never"), 1):
+        out = pipe(torch.randn(8, 4)).sum()
+        (grad,) = torch.autograd.grad(out, [leaf], allow_unused=True)
+        assert (grad is not None) == (number >= 3) and leaf.grad is None
 
 
 @pytest.mark.inline
