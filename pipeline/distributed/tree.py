@@ -114,7 +114,7 @@ def _turn(connections: Connections, place: TreePlace, size: int, data: bytes, ro
         told = connections.outgoing(place.parent).send(known)
         buffer = _buffer(size, room)
         connections.incoming(place.parent).post(buffer).wait()
-        told.wait()
+        told.collect()
         known = buffer[: _LENGTH.size + len(_content(buffer))]
     for handle in [connections.outgoing(child.start).send(known) for child in place.children]:
         handle.wait()

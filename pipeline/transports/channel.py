@@ -35,11 +35,15 @@ class Handle(ABC):
     def wait(self) -> None:
         """Block until a sent buffer may be given away, or a posted one holds what was sent.
 
-        Further calls return at once.
+        On one stream, what was begun before has then ended, too. Further calls return at once.
 
         Raises:
             ChannelError: the channel died before.
         """
+
+    def collect(self) -> None:
+        """`wait`, for what is known to have ended: the other end has received it, or what was sent after it."""
+        self.wait()
 
 
 class Expected(ABC):

@@ -11,8 +11,10 @@ posted for it ends the process, a shorter one leaves garbage (`pipeline.transpor
 
 Payloads have a group beside that one (`pipeline.transports.payloads`), for the pairs for which `carry` makes one.
 
-Nothing wakes a thread that waits for a message but the end of its group, and nothing ends a group but a wait that
-runs out: `abort` posts a receive on each, of which nobody knows, and waits for it for a millisecond.
+Nothing ends a group but a wait that runs out: `abort` posts a receive on each, of which nobody knows, and waits for it
+for a millisecond. That wakes those who wait, but for a message that is under way: once some of it has been written or
+read, or a write has failed, gloo has it in no list of what waits (gloo/transport/tcp/pair.cc, signalException), and its
+wait goes on until its time is over. So other threads wait for sends, and for long receives; a short one comes whole.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from torch import Tensor
 
 from pipeline.transports.channel import ChannelError, Handle, Incoming, Outgoing
 from pipeline.transports.payloads import Carrier, Payloads, drain
+from pipeline.transports.waiters import Waiters
 
 _STREAM, _EXTRA, _NOBODYS = 0, 1, 2  # tags
+_SHORT = 2**16  # bytes that a socket has room for
 LAST_WORDS = 1.0  # seconds for payloads under way when a channel is given up: calls that went well need theirs
 
 
@@ -65,6 +69,7 @@ class Channels:
         self._timeout = timeout
         self._carrier = carrier
         self._ending = threading.Lock()
+        self._waiters = Waiters()
         self._edges: dict[tuple[int, int], _Edge] = {}
         options = _options(timeout)
         # In one order on all ranks: of the pairs not yet connected, both ranks of the first one are at it.
@@ -72,7 +77,7 @@ class Channels:
             if pair[0] == pair[1]:
                 raise ValueError(f"a channel leads from one rank to another, got the pair {pair}.")
             if rank in pair:
-                self._edges[pair] = _Edge(store, prefix, pair, rank, options)
+                self._edges[pair] = _Edge(store, prefix, pair, rank, options, self._waiters)
 
     @property
     def place(self) -> str:
@@ -129,6 +134,7 @@ class Channels:
                 thread.start()
             for thread in threads:
                 thread.join()
+            self._waiters.wake()
             drain(self._all_payloads(), LAST_WORDS)
             for payloads in self._all_payloads():
                 payloads.abort()
@@ -153,6 +159,7 @@ class Channels:
             for edge in self._edges.values():
                 edge.close()
             self._edges.clear()
+            self._waiters.wake()
 
     def _all_payloads(self) -> list[Payloads]:
         return [edge.payloads for edge in self._edges.values() if edge.payloads is not None]
@@ -168,13 +175,14 @@ class _Edge:
     """The group of one pair, and what is under way on it; its payloads, once they are connected."""
 
     def __init__(
-        self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any
+        self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any, waiters: Waiters
     ) -> None:
         source, to = pair
         self.name = f"the channel from rank {source} to rank {to}"
         self.payloads: Payloads | None = None
         self._other = 1 if rank == source else 0  # which of the two in the group
         self._given_up = False
+        self._waiters = waiters
         self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
         self._count = 0
         try:
@@ -197,18 +205,21 @@ class _Edge:
             raise self._error(error) from error
         self._count += 1
         self._under_way[self._count] = work
-        return _Handle(self, self._count)
+        return _Handle(self, self._count, not sends and buffer.numel() <= _SHORT)
 
-    def wait(self, number: int) -> None:
-        """Wait for what was begun as this number."""
-        work = self._under_way.pop(number, None)
+    def wait(self, number: int, at_once: bool) -> None:
+        """Wait for what was begun as this number. `at_once`: it has ended, or comes whole."""
+        work = self._under_way.get(number)
         if work is None:
             raise self._error(None)
         try:
-            work.wait()
+            has_ended = bool(work.wait()) if at_once else self._waiters.wait(work.wait)
         except RuntimeError as error:
             del work
             raise self._error(error) from error
+        if not has_ended:
+            raise self._error(None)
+        self._under_way.pop(number, None)
 
     def abort(self) -> None:
         """Wake all that wait."""
@@ -235,15 +246,21 @@ class _Edge:
 
 
 class _Handle(Handle):
-    __slots__ = ("_edge", "_number")
+    __slots__ = ("_edge", "_number", "_comes_whole")
 
-    def __init__(self, edge: _Edge, number: int) -> None:
+    def __init__(self, edge: _Edge, number: int, comes_whole: bool) -> None:
         self._edge: _Edge | None = edge
         self._number = number
+        self._comes_whole = comes_whole
 
     def wait(self) -> None:
         if self._edge is not None:
-            self._edge.wait(self._number)
+            self._edge.wait(self._number, self._comes_whole)
+            self._edge = None
+
+    def collect(self) -> None:
+        if self._edge is not None:
+            self._edge.wait(self._number, True)
             self._edge = None
 
 

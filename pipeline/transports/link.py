@@ -125,7 +125,7 @@ class Sender:
             raise RuntimeError(f"{self._what}: {count} messages cannot have been received: {sent} were sent.")
         while self._reaped < count:
             for handle in self._sent[self._reaped]:
-                handle.wait()
+                handle.collect()
             self._sent[self._reaped] = ()
             self._held -= self._sizes[self._reaped]
             self._reaped += 1
@@ -146,6 +146,11 @@ class Sender:
                 f"{self._what}: {len(self._sent)} of the {len(series.names)} messages of {series.name!r} were sent; "
                 f"{missing} is the first that was not."
             )
+        for index in range(self._reaped, len(self._sent)):
+            for extra in self._sent[index][1:]:
+                extra.wait()
+        if self._reaped < len(self._sent):
+            self._sent[-1][0].wait()
         self.reap(len(self._sent))
         self._series = None
 

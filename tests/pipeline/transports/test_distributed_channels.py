@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,6 +257,41 @@ def test_the_end_of_the_other_process_wakes_who_waits_for_it():
             waiter.join(10)
             assert isinstance(waiter.error, ChannelError) and "has died: the other rank is gone" in str(waiter.error)
         channels.close()
+
+
+LONG = 64 << 20  # bytes, more than sockets have room for
+
+
+def stop_within(store, rank, ranks):
+    """Stop this process while a message is under way each way: some of it has gone, and not all."""
+    channels = Channels(store, "0", rank, all_pairs(ranks), SOON)
+    handles = [channels.incoming(0).post(torch.zeros(LONG, dtype=torch.uint8))]
+    store.set("process", str(os.getpid()))
+    store.wait(["posted"], SOON)
+    time.sleep(0.1)  # for gloo to know of it: only then does it write
+    handles.append(channels.outgoing(0).send(torch.zeros(LONG, dtype=torch.uint8)))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_wait_for_a_message_of_which_a_part_has_come_or_gone_is_woken_too():
+    with company(stop_within, 2) as (store, _):
+        channels = Channels(store, "0", 0, all_pairs(2), timedelta(seconds=20))
+        other = int(store.get("process"))
+        posted = channels.incoming(1).post(torch.zeros(LONG, dtype=torch.uint8))
+        store.set("posted", "")
+        while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        waiters = [Waiter(posted.wait), Waiter(channels.outgoing(1).send(torch.zeros(LONG, dtype=torch.uint8)).wait)]
+        time.sleep(0.2)
+        begin = time.monotonic()
+        assert all(waiter.is_alive() for waiter in waiters)
+        channels.abort()
+        for waiter in waiters:
+            waiter.join(5)
+            assert isinstance(waiter.error, ChannelError) and "was given up by this rank" in str(waiter.error)
+            assert waiter.when - begin < 2
+        channels.close()
+        os.kill(other, signal.SIGKILL)
 
 
 # --------------------------------------------------------------------------------------------- ranks in one process
