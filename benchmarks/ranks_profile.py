@@ -7,7 +7,8 @@ same core), and neither: waiting for the other rank.
 
 The parts: a clock round each of the functions in PARTS, on both ranks. What a part takes is its own: the parts that it
 calls are not counted in it, so that they add up to the step. "receive" has the waiting for the other rank in it,
-"stage" torch's own work; what gloo's thread takes shows in whatever it interrupts.
+"stage" torch's own work; what gloo's thread takes shows in whatever it interrupts. "thread" is the time of this thread
+on its core, without waiting, gloo and other processes.
 
 The functions: Python's cProfile on one rank, in time of this thread (waiting and gloo's thread left out), less what its
 hooks take: as much for every call, half of it in the caller, so that the whole is as long as without them. What runs in
@@ -68,33 +69,37 @@ CLOCKS = (time.perf_counter, time.thread_time, time.process_time)
 
 
 class Clocks:
-    """Own time and calls of parts: a part's clock stands while a part that it calls runs."""
+    """Calls of parts, their own time and that of this thread: a part's clocks stand while a part that it calls runs."""
 
     def __init__(self) -> None:
-        self._us = dict.fromkeys(PARTS, 0.0)
-        self._calls = dict.fromkeys(PARTS, 0)
-        self._inner = [0.0]  # of each part under way, what its parts took
+        self._found = {part: [0.0, 0.0, 0.0] for part in PARTS}
+        self._inner = [(0.0, 0.0)]  # of each part under way, what its parts took
 
     def round(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, clocked."""
 
         def clocked(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
-            start = time.perf_counter()
+            self._inner.append((0.0, 0.0))
+            start, thread = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                took = time.perf_counter() - start
-                self._us[part] += (took - self._inner.pop()) * 1e6
-                self._inner[-1] += took
-                self._calls[part] += 1
+                took = time.perf_counter() - start, time.thread_time() - thread
+                inner = self._inner.pop()
+                outer = self._inner[-1]
+                self._inner[-1] = outer[0] + took[0], outer[1] + took[1]
+                found = self._found[part]
+                found[0] += 1
+                found[1] += (took[0] - inner[0]) * 1e6
+                found[2] += (took[1] - inner[1]) * 1e6
 
         return clocked
 
     def taken(self) -> list[float]:
-        """Microseconds of all parts, then their calls, since the last time; from now on anew."""
-        found = [*self._us.values(), *self._calls.values()]
-        self._us, self._calls = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
+        """Calls, microseconds and those of this thread, of each part since the last time; from now on anew."""
+        found = [number for numbers in self._found.values() for number in numbers]
+        for numbers in self._found.values():
+            numbers[:] = 0.0, 0.0, 0.0
         return found
 
     def __enter__(self) -> Clocks:
@@ -115,7 +120,7 @@ class Profile(NamedTuple):
     """What a rank has to tell of a step, in microseconds."""
 
     shares: list[tuple[str, list[float]]]  # contender; in all, this thread on the core, others on it
-    parts: list[tuple[str, float, float]]  # part, calls, time
+    parts: list[tuple[str, float, float, float]]  # part, calls, time, time of this thread
     functions: list[tuple[str, float, float]]  # function, calls, own time of this thread
 
 
@@ -138,11 +143,11 @@ def sampled(case: Case, contender: Contender, steps: int, clocks: Clocks | None 
 
 def profile(shape: Shape, schedule: str, steps: int, watched: int, count: int) -> Profile:
     """On a rank."""
-    case, found = prepared(shape, schedule, contenders(schedule), warm=20)
+    case, found = prepared(shape, schedule, contenders(), warm=20)
     shares = [(name, sampled(case, contender, steps)) for name, contender in found.items()]
     with Clocks() as clocks:
         clocked = sampled(case, found["ours"], steps, clocks)[len(CLOCKS) :]
-    parts = list(zip(PARTS, clocked[len(PARTS) :], clocked[: len(PARTS)]))
+    parts = list(zip(PARTS, clocked[::3], clocked[1::3], clocked[2::3], strict=True))
     profiler = cProfile.Profile(time.thread_time)
     mine = 0.0
     for _ in range(steps):
@@ -186,14 +191,16 @@ def report_profile(shape: Shape, schedule: str, steps: int, watched: int, count:
     for lines in zip(*(each.shares for each in ranks)):
         for rank, (name, (wall, mine, others)) in enumerate(lines):
             print(f"| {name} | {rank} | {wall:.0f} | {mine:.0f} | {others:.0f} | {wall - mine - others:.0f} |")
-    print("\n| part, by its own time | rank 0: calls | us a call | us a step | rank 1: calls | us a call | us a step |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    columns = " | ".join(f"rank {rank}: calls | us a step | thread, us a call | a step" for rank in range(2))
+    print(f"\n| part, by its own time | {columns} |")
+    print(f"| --- |{' --- |' * 8}")
     for (part, *one), (_, *two) in zip(*(each.parts for each in ranks), strict=True):
         if one[0] or two[0]:
-            cells = [f"{calls:.0f} | {us / max(calls, 1e-9):.1f} | {us:.0f}" for calls, us in (one, two)]
+            cells = [f"{calls:.0f} | {us:.0f} | {thread / max(calls, 1e-9):.1f} | {thread:.0f}"
+                     for calls, us, thread in (one, two)]  # fmt: skip
             print(f"| {part} | {' | '.join(cells)} |")
-    totals = [sum(us for _, _, us in each.parts) for each in ranks]
-    print(f"| all | | | {totals[0]:.0f} | | | {totals[1]:.0f} |")
+    totals = [[sum(part[number] for part in each.parts) for number in (2, 3)] for each in ranks]
+    print(f"| all | {' | '.join(f' | {us:.0f} | | {thread:.0f}' for us, thread in totals)} |")
     print(f"\n| function, on rank {watched} | calls a step | own us a call | own us a step |")
     print("| --- | --- | --- | --- |")
     for name, calls, own in ranks[watched].functions:
