@@ -4,6 +4,7 @@
     python benchmarks/overhead.py --quick    fewer rounds, one process
     python benchmarks/overhead.py --blocks small [--table gpt ...]    models as users write them, launch-bound
     python benchmarks/overhead.py --blocks large [--table gpt ...]    the same, compute-bound
+    python benchmarks/overhead.py --blocks small --table checkpoint_blocks    without a Pipe, over torch's checkpoint
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for `pipe(x)` one joined
 loss, for a step one loss per chunk; for "always" they run each chunk's forward twice. "in its order" is over a loop by
@@ -16,6 +17,9 @@ turns' medians, which lie seconds apart; a process gives the median over its rou
 processes (where memory lies differs from one to the next, and with it the ratio, by a per cent or two), and the
 smallest and largest.
 
+"checkpoint_blocks" compares a forward and backward of all blocks, each checkpointed, with torch's own checkpoint called
+by hand around each: single runs in turns, in CPU time, for blocks as they are and with a dropout behind each.
+
 glibc gives free memory at the end of the heap back to the system, and each page of it costs a fault of microseconds
 when it is used again. Which contender that hits depends on what the others have left, so the processes keep what
 they have; with --malloc default they do not.
@@ -24,6 +28,7 @@ they have; with --malloc default they do not.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import os
 import platform
@@ -41,8 +46,9 @@ from typing import NamedTuple
 import torch
 from models.blocks import FAMILIES, build
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pipeline import Pipe
+from pipeline import Pipe, checkpoint_blocks
 from pipeline.execution.plan import plan_forward, plan_step
 from scheduler import Action, Kind, by_name
 
@@ -256,6 +262,63 @@ def report(title: str, shape: Shape, processes: int, rows: Sequence[str]) -> Non
         print(f"| {row.replace('/', ' | ')} | {ms:.2f} | {spread} | {ordered} | {more:.0f} | {peer} |", flush=True)
 
 
+class Checkpointed(NamedTuple):
+    """What checkpointing costs, in one process: medians over pairs of runs."""
+
+    ours: float  # seconds of a forward and backward
+    torchs: float
+    ratio: float
+
+
+def checkpointed(shape: Shape, dropout: float) -> Checkpointed:
+    """A forward and backward of blocks that are checkpointed, by us and by torch."""
+    torch.set_num_threads(shape.threads)
+    blocks, x, y = build(shape.family, shape.size, shape.depth, shape.rows)
+    model = nn.Sequential(*[nn.Sequential(block, nn.Dropout(dropout)) if dropout else block for block in blocks])
+    ours = copy.deepcopy(model)
+    checkpoint_blocks(ours, lambda name, _: name.isdigit())
+
+    def by_hand() -> None:
+        value = x
+        for block in model:
+            value = checkpoint(block, value, use_reentrant=False)
+        mean_square(value, y).backward()
+
+    runs = cleared(ours, lambda: mean_square(ours(x), y).backward()), cleared(model, by_hand)
+    pairs = []
+    for number in range(WARM + shape.rounds):
+        first = number % 2
+        pair = {which: cpu_time(runs[which]) for which in (first, 1 - first)}
+        pairs.append((pair[0], pair[1]))
+    found = pairs[WARM:]
+    one, other = (statistics.median(seconds) for seconds in zip(*found, strict=True))
+    return Checkpointed(one, other, statistics.median(one / other for one, other in found))
+
+
+def cpu_time(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def report_checkpointed(shapes: Sequence[Shape], processes: int) -> None:
+    """Print the table of checkpointed blocks."""
+    rounds, depth = shapes[0].rounds, shapes[0].depth
+    print(f"\ncheckpoint_blocks: {depth} {shapes[0].size} blocks, {processes} processes, each {rounds} pairs of runs\n")
+    print("| blocks | dropout | ms | torch's checkpoint, ms | over torch's checkpoint |")
+    print("| --- | --- | --- | --- | --- |")
+    for shape in shapes:
+        for dropout in (0.0, 0.1):
+            found = []
+            for _ in range(processes):
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                    found.append(pool.submit(checkpointed, shape, dropout).result())
+            ratios = sorted(each.ratio for each in found)
+            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            ours, torchs = (statistics.median(times) * 1e3 for times in list(zip(*found, strict=True))[:2])
+            print(f"| {shape.family} | {dropout or '-'} | {ours:.2f} | {torchs:.2f} | {spread} |", flush=True)
+
+
 def _median(ratios: Sequence[float | None], digits: int) -> str:
     known = [ratio for ratio in ratios if ratio is not None]
     return f"{statistics.median(known):.{digits}f}" if known else "-"
@@ -269,10 +332,13 @@ def main() -> None:
     parser.add_argument("--malloc", choices=("keeps", "default"), default="keeps", help="free memory (default: keeps)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     parser.add_argument("--blocks", choices=("small", "large"), help="models as users write them")
-    parser.add_argument("--table", choices=("tiny", "one", "four", *FAMILIES), action="append", help="only this table")
+    tables = ("tiny", "one", "four", *FAMILIES, "checkpoint_blocks")
+    parser.add_argument("--table", choices=tables, action="append", help="only this table")
     parser.add_argument("--row", choices=ROWS, action="append", help="only this row of each")
     parser.add_argument("--rounds", type=int, help="how many, where the table's own number is too noisy")
     options = parser.parse_args()
+    if "checkpoint_blocks" in (options.table or ()) and not options.blocks:
+        parser.error("--table checkpoint_blocks is one of --blocks small or large")
     warnings.simplefilter("ignore")
     if options.malloc == "keeps":
         os.environ.update(KEEPING)  # for the processes that are started from here
@@ -292,6 +358,11 @@ def main() -> None:
             for family in FAMILIES
         }
     for name in options.table or shapes:
+        if name == "checkpoint_blocks":
+            depth, rounds = (8, 200) if options.blocks == "small" else (2, 15)
+            families = [shape._replace(depth=depth, rounds=options.rounds or rounds) for _, shape in shapes.values()]
+            report_checkpointed(families, processes)
+            continue
         title, shape = shapes[name]
         report(title, shape._replace(rounds=options.rounds or shape.rounds), processes, options.row or ROWS)
 
