@@ -344,8 +344,7 @@ class Call:
 
     def _taken(self, stage: StageRun) -> list[Pair]:
         place = self.execution.setup.layout.places[stage.layers.index]
-        to_owner = self.execution.placement.to_owner
-        return [(owner, to_owner(owner, grad, place)) for owner, grad in stage.take_sums()]
+        return self.execution.placement.to_owners(list(stage.take_sums()), place)
 
     def owners(self) -> list[Tensor]:
         """The parameters and external leaves that an output depends on, each once."""

@@ -107,8 +107,8 @@ class Execution:
         """A seeder of the generators of all stages in this process."""
         return Seeder(self.setup.seed, self.devices, self.generators)
 
-    def bring(self, stage: int) -> Callable[[Tensor], Tensor]:
-        """From a parameter to its values at the place of a stage: itself, or a copy."""
+    def bring(self, stage: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """From parameters to their values at the place of a stage: themselves, or copies."""
         return partial(self.placement.bring, self.setup.layout.places[stage])
 
     def carried(self, tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """The placement of parameters that stages on several devices read: an owner's device, and copies on the others.
 
     owner of p = the place of the first stage that reads it     bring: a copy elsewhere, for the length of a call
-                                                                to_owner: gradients computed there, back
+                                                                to_owners: gradients computed there, back
 
 Copies kept between calls would save their transfer, but each write of the parameter would have to reach all of them.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.places import Place
+from pipeline.execution.communicator import Pair
 from pipeline.transports.local import Local
 
 
@@ -37,14 +38,23 @@ class ParameterPlacement:
                         if owner.device != parameter.device == place.device:  # tied after the Pipe was built
                             self._of[id(parameter)] = place
 
-    def bring(self, place: Place, parameter: Tensor) -> Tensor:
-        """The values of a parameter at a place: itself, or a copy where another place owns it."""
+    def bring(self, place: Place, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Parameters as a place has them: themselves, or copies where another place owns them."""
+        if not self._of:
+            return parameters
+        return [self._brought(place, parameter) for parameter in parameters]
+
+    def _brought(self, place: Place, parameter: Tensor) -> Tensor:
         owner = self._of.get(id(parameter), place)
         if owner == place:
             return parameter
         with torch.inference_mode(False):  # a copy has a version counter, in every mode
             return self._transport.carry(parameter.detach(), owner, place)
 
-    def to_owner(self, parameter: Tensor, grad: Tensor, place: Place) -> Tensor:
-        """A gradient that was computed at a place, at the place that owns the parameter."""
-        return self._transport.carry(grad, place, self._of.get(id(parameter), place))
+    def to_owners(self, pairs: Sequence[Pair], place: Place) -> list[Pair]:
+        """(Parameter, gradient) that were computed at a place, with the gradients where the parameters are owned."""
+        if not self._of:
+            return list(pairs)
+        return [
+            (owner, self._transport.carry(grad, place, self._of.get(id(owner), place))) for owner, grad in pairs
+        ]

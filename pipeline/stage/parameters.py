@@ -21,9 +21,9 @@ rounded once, when they reach the parameter. Nothing is kept between calls, so `
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,20 @@ from pipeline.data.pytrees import checksums, same_checksums, versions
 HALF = (torch.float16, torch.bfloat16)
 
 
-class _Slot(NamedTuple):
-    module: nn.Module
-    table: Table  # of its parameters; under functional_call it holds plain tensors
-    name: str
-    real: Tensor
-    alias: Tensor
-    version: int  # of the parameter
-    alias_version: int
-    here: Tensor  # the parameter, or its copy. Referenced, so that its address is not reused
-    is_home: bool
+class _Parameters(NamedTuple):
+    """The parameters of a stage, each once, in the order of the modules.
+
+    Attributes:
+        real: those of the modules.
+        here: themselves, or their copies. Referenced, so that their addresses are not reused.
+        aliases: on the memory of `here`.
+        versions: of the real parameters, as the call begins. An alias of one at this place has the same.
+    """
+
+    real: Sequence[Tensor]
+    here: Sequence[Tensor]
+    aliases: Sequence[Tensor]
+    versions: tuple[int, ...]
 
 
 class Aliases:
@@ -58,7 +62,7 @@ class Aliases:
         guard: refuses gradients that another backward brings.
         compares: whether to check for parameters that a forward wrote without their version counters, and to guard
             every alias from the beginning.
-        bring: from a parameter to its values at this place: itself, or a copy.
+        bring: from parameters to their values at this place: themselves, or copies.
         grad: whether the call has gradients. Without, only parameters of other places need an alias.
         wanted: the ids of the parameters whose gradients are wanted, of those that require one. None: all.
     """
@@ -70,35 +74,46 @@ class Aliases:
         stage: str,
         guard: StrayGradientGuard,
         compares: bool,
-        bring: Callable[[Tensor], Tensor],
+        bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         grad: bool,
         wanted: Container[int] | None = None,
     ) -> None:
-        found: dict[int, tuple[Tensor, Tensor]] = {}  # by the parameter's id: what it is here, its alias
-        self._layers = layers
-        self._stage = stage
-        self._slots: list[_Slot] = []
+        tables: list[tuple[nn.Module, Table]] = []
+        found: dict[int, Tensor] = {}
         for module in modules:
             table = parameters_of(module)
-            for name, real in table.items():
-                if real is None:
-                    continue
-                if id(real) not in found:
-                    here = bring(real)
-                    found[id(real)] = here, _alias(real, here.detach(), stage, wanted is None or id(real) in wanted)
-                here, alias = found[id(real)]
-                is_home = here is real
-                if grad or not is_home:
-                    then, own = versions([real, alias])
-                    self._slots.append(_Slot(module, table, name, real, alias, then, own, here, is_home))
-        self._places = _by_table([(slot, slot.alias) for slot in self._slots])
-        self._trained = {id(slot.alias): slot for slot in self._slots if slot.alias.requires_grad}
+            if table and (own := [real for real in table.values() if real is not None]):
+                tables.append((module, table))
+                found.update(zip(map(id, own), own))
+        here = dict(zip(found, bring(list(found.values()))))
+        if not grad:  # parameters of this place stay where they are
+            found = {key: real for key, real in found.items() if here[key] is not real}
+            tables = [pair for pair in tables if not found.keys().isdisjoint(map(id, pair[1].values()))]
+        aliases: dict[int, Tensor] = {}
+        self._trained: dict[int, tuple[Tensor, Tensor]] = {}  # by the alias's id: parameter, alias
+        what = f"a parameter of {stage}"
+        for key, real in found.items():
+            trains = real.requires_grad and (wanted is None or key in wanted)
+            aliases[key] = alias = _alias(real, here[key], trains, what)
+            if trains:
+                self._trained[id(alias)] = real, alias
+        self._layers = layers
+        self._stage = stage
+        reals = list(found.values())
+        self._all = _Parameters(reals, [here[key] for key in found], list(aliases.values()), versions(reals))
+        self._copies = [  # parameter, copy, alias, its version
+            (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
+        ]
+        self._modules = [module for module, _ in tables]
+        self._places = [  # of these modules
+            (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
+        ]
         self._used: set[int] = set()
         self._guard = guard
         self._is_summing = False
         if compares:
-            self._guard_aliases(lambda alias: True)
-        self._sums = checksums([slot.alias for slot in self._slots]) if compares else []
+            self._guard_aliases([alias for _, alias in self._trained.values()])
+        self._sums = checksums(self._all.aliases) if compares else []
 
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
@@ -114,22 +129,22 @@ class Aliases:
     @property
     def owners(self) -> set[int]:
         """The ids of the real parameters."""
-        return {id(slot.real) for slot in self._slots}
+        return set(map(id, self._all.real))
 
     @property
     def used(self) -> list[Tensor]:
         """The aliases that an output depends on."""
-        return [slot.alias for key, slot in self._trained.items() if key in self._used]
+        return [alias for key, (_, alias) in self._trained.items() if key in self._used]
 
     @property
     def used_parameters(self) -> list[Tensor]:
         """The real parameters that an output depends on, in the order of the modules."""
-        return [slot.real for key, slot in self._trained.items() if key in self._used]
+        return [real for key, (real, _) in self._trained.items() if key in self._used]
 
     @property
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         """(real parameter, alias) of all whose gradients are wanted, each once, in the order of the modules."""
-        return [(slot.real, slot.alias) for slot in self._trained.values()]
+        return list(self._trained.values())
 
     def stand_in(self) -> Swap:
         """Within: the aliases stand in the modules."""
@@ -137,11 +152,15 @@ class Aliases:
 
     def stand_back(self, views: dict[int, Tensor]) -> Swap:
         """Within: `views` of the real parameters (by their ids) stand in the modules."""
-        here: dict[int, Tensor] = {}
-        for slot in self._slots:
-            view = views.get(id(slot.real), slot.alias)
-            here[id(slot.real)] = view if view.device == slot.alias.device else view.to(slot.alias.device)
-        return Swap(_by_table([(slot, here[id(slot.real)]) for slot in self._slots]), self._changed)
+        stand_ins: dict[int, Tensor] = {}  # by alias
+        for real, alias in zip(self._all.real, self._all.aliases):
+            view = views.get(id(real), alias)
+            stand_ins[id(alias)] = view if view.device == alias.device else view.to(alias.device)
+        places = [
+            (table, {name: stand_ins.get(id(alias), alias) for name, alias in within.items()})
+            for table, within in self._places
+        ]
+        return Swap(places, self._changed)
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -153,7 +172,7 @@ class Aliases:
         """
         if not self._is_summing:
             self._is_summing = True
-            if any([slot.alias.grad is not None for slot in self._trained.values()]):
+            if any([alias.grad is not None for _, alias in self._trained.values()]):
                 self._guard()
 
     def take_sums(self) -> list[tuple[Tensor, Tensor]]:
@@ -162,18 +181,21 @@ class Aliases:
         An alias that some graph still holds is guarded from now on.
         """
         self._is_summing = False
-        sums = []
-        for slot in self._trained.values():
-            if slot.alias.grad is not None:
-                sums.append((slot.real, slot.alias.grad))
-                slot.alias.grad = None
-        self._guard_aliases(_is_held)
+        sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
+        for _, alias in self._trained.values():
+            alias.grad = None
+        self._guard_aliases(self._held)
         return sums
 
-    def _guard_aliases(self, which: Callable[[Tensor], bool]) -> None:
-        for slot in self._trained.values():
-            if which(slot.alias):  # as registering a hook does, in less time
-                slot.alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
+    @property
+    def _held(self) -> list[Tensor]:
+        """The aliases that something holds besides Python: a graph, or a view."""
+        aliases: list[Any] = [alias for _, alias in self._trained.values()]  # torch's stub lacks _use_count
+        return [alias for alias in aliases if alias._use_count() > 1]
+
+    def _guard_aliases(self, aliases: Sequence[Tensor]) -> None:
+        for alias in aliases:  # as registering a hook does, in less time
+            alias._post_accumulate_grad_hooks = OrderedDict({self._guard: self._guard})
 
     @staticmethod
     def add(alias: Tensor, grad: Tensor) -> None:
@@ -181,16 +203,11 @@ class Aliases:
         grad = grad.float() if alias.dtype in HALF else grad
         alias.grad = owned(grad, alias) if alias.grad is None else alias.grad + grad
 
-    def drop_sums(self) -> None:
-        """Drop the sums."""
-        self._is_summing = False
-        for slot in self._trained.values():
-            slot.alias.grad = None
-
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
-        self._guard_aliases(_is_held)
-        self._slots.clear()
+        self._guard_aliases(self._held)
+        self._all = _Parameters((), (), (), ())
+        self._copies.clear()
         self._places.clear()
         self._trained.clear()
 
@@ -198,71 +215,90 @@ class Aliases:
 
     def check_versions(self, chunk: int) -> None:
         """Raise if a parameter was written since F."""
-        for slot in self._slots:
-            if not slot.is_home:
-                self._check_unwritten(slot)
-            version = slot.alias._version if slot.is_home else versions([slot.real])[0]
-            if version != slot.version:
-                raise CheckpointError(
-                    f"parameter '{self._name_of(slot)}' (shape {list(slot.real.shape)}) of {self._stage} was changed "
-                    f"in place between the forward and the recomputation of chunk {chunk}: it is at version "
-                    f"{version}, expected version {slot.version}. Step the optimizer after backward(). "
-                    "If a layer writes it within its forward (nn.Embedding(max_norm=...), an initialisation from the "
-                    "first data), use checkpoint='never', or let it write before: torch.no_grad() around "
-                    "pipe.to_sequential()(x)."
-                )
+        self._check_copies()
+        for real, then, now in self._written():
+            raise CheckpointError(
+                f"parameter '{self._name_of(real)}' (shape {list(real.shape)}) of {self._stage} was changed in place "
+                f"between the forward and the recomputation of chunk {chunk}: it is at version {now}, expected version "
+                f"{then}. Step the optimizer after backward(). "
+                "If a layer writes it within its forward (nn.Embedding(max_norm=...), an initialisation from the "
+                "first data), use checkpoint='never', or let it write before: torch.no_grad() around "
+                "pipe.to_sequential()(x)."
+            )
 
     def check_memory(self) -> None:
         """Raise if a forward set a parameter's data (only its alias got that), or wrote it past its version counter."""
-        for slot in self._slots:
-            if not slot.is_home:
-                self._check_unwritten(slot)
-                if versions([slot.real]) != (slot.version,):
-                    raise RuntimeError(
-                        f"parameter '{self._name_of(slot)}' of {self._stage} was written in place within this call, by "
-                        "the earlier stage at another place that owns it, or by other code: this stage computes with a "
-                        "copy from before. Write it before the forward, in a torch.no_grad() block (for "
-                        "nn.Embedding(max_norm=...): renormalise the weight there)."
-                    )
-            if slot.is_home and slot.alias.data_ptr() != slot.here.data_ptr():
+        self._check_copies()
+        copied = {id(real) for real, *_ in self._copies}
+        for real, _, _ in self._written() if copied else ():
+            if id(real) in copied:
                 raise RuntimeError(
-                    f"parameter '{self._name_of(slot)}' of {self._stage} got new data within the forward (param.data "
-                    "= ...). Write it in place before the forward, in a torch.no_grad() block."
+                    f"parameter '{self._name_of(real)}' of {self._stage} was written in place within this call, by "
+                    "the earlier stage at another place that owns it, or by other code: this stage computes with a "
+                    "copy from before. Write it before the forward, in a torch.no_grad() block (for "
+                    "nn.Embedding(max_norm=...): renormalise the weight there)."
                 )
-        if not self._sums or any(versions([slot.alias]) != (slot.alias_version,) for slot in self._slots):
+        for real in self._moved():
+            raise RuntimeError(
+                f"parameter '{self._name_of(real)}' of {self._stage} got new data within the forward (param.data "
+                "= ...). Write it in place before the forward, in a torch.no_grad() block."
+            )
+        if not self._sums or versions(self._all.real) != self._all.versions:
             return
-        if not same_checksums(self._sums, checksums([slot.alias for slot in self._slots])):
+        if not same_checksums(self._sums, checksums(self._all.aliases)):
             raise CheckpointError(
                 f"a forward of {self._stage} wrote a parameter through .data, unseen by autograd: chunks that run in "
                 "another order would see other values. Write it before the forward, in a torch.no_grad() block."
             )
 
-    def _check_unwritten(self, slot: _Slot) -> None:
+    def _written(self) -> Iterator[tuple[Tensor, int, int]]:
+        """The real parameters that were written in place, with their versions then and now."""
+        then, now = self._all.versions, versions(self._all.real)
+        if then != now:
+            yield from [each for each in zip(self._all.real, then, now) if each[1] != each[2]]
+
+    def _moved(self) -> list[Tensor]:
+        """The real parameters whose aliases got other memory."""
+        aliases, here = ([tensor.data_ptr() for tensor in some] for some in (self._all.aliases, self._all.here))
+        if aliases == here:
+            return []
+        return [real for real, one, other in zip(self._all.real, aliases, here) if one != other]
+
+    def _check_copies(self) -> None:
         """Raise if a forward wrote a copy."""
-        if versions([slot.alias]) != (slot.alias_version,) or slot.alias.data_ptr() != slot.here.data_ptr():
-            raise RuntimeError(
-                f"a forward of {self._stage} wrote parameter '{self._name_of(slot)}', which it shares with an "
-                "earlier stage at another place: it has a copy for this call. Write it in place before "
-                "the forward, in a torch.no_grad() block."
-            )
+        for real, here, alias, version in self._copies:
+            if versions([alias]) != version or alias.data_ptr() != here.data_ptr():
+                raise RuntimeError(
+                    f"a forward of {self._stage} wrote parameter '{self._name_of(real)}', which it shares with an "
+                    "earlier stage at another place: it has a copy for this call. Write it in place before "
+                    "the forward, in a torch.no_grad() block."
+                )
 
     def _changed(self, table: Table, before: Table) -> RuntimeError:
         """The error of a forward that took parameters out of a module; `before`: those that stood there."""
-        slot = next(slot for slot in self._slots if slot.table is table)
+        module = next(module for module, (other, _) in zip(self._modules, self._places) if other is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
         return RuntimeError(
-            f"parameter '{self._name_of(slot._replace(name=name))}' was {'replaced' if name in table else 'deleted'} "
+            f"parameter '{self._path(module, name)}' was {'replaced' if name in table else 'deleted'} "
             f"by a forward of {self._stage}. Aliases stand in for the parameters there, so the new one would be lost. "
             "Write the parameter in place before the forward, in a torch.no_grad() block. Keep what a forward computes "
             "in a local variable, or pass it to torch.func.functional_call."
         )
 
-    def _name_of(self, wanted: _Slot) -> str:
+    def _name_of(self, real: Tensor) -> str:
+        """The name of a parameter where it stands first."""
+        (alias,) = [alias for other, alias in zip(self._all.real, self._all.aliases) if other is real]
+        places = zip(self._modules, self._places)
+        return next(
+            self._path(module, name) for module, (_, within) in places for name, held in within.items() if held is alias
+        )
+
+    def _path(self, wanted: nn.Module, name: str) -> str:
         for index, layer in self._layers:
             for path, module in layer.named_modules():
-                if module is wanted.module:
-                    return ".".join(part for part in (str(index), path, wanted.name) if part)
-        return wanted.name
+                if module is wanted:
+                    return ".".join(part for part in (str(index), path, name) if part)
+        return name
 
 
 class Swap:
@@ -297,25 +333,22 @@ class Swap:
             raise error
 
 
-def _is_held(alias: Tensor) -> bool:
-    """Whether something holds an alias besides Python: a graph, or a view of it."""
-    return alias._use_count() > 1  # type: ignore[attr-defined, no-any-return]  # torch's stub lacks it
+def _alias(real: Tensor, here: Tensor, trains: bool, what: str) -> Tensor:
+    """A leaf on the memory of `here`, which has the values of a parameter.
 
-
-def _by_table(stand_ins: Iterable[tuple[_Slot, Tensor]]) -> list[tuple[Table, Table]]:
-    """The modules' tables of parameters, and what each holds with the stand-ins."""
-    tables: dict[int, tuple[Table, Table]] = {}
-    for slot, tensor in stand_ins:
-        tables.setdefault(id(slot.table), (slot.table, slot.table.copy()))[1][slot.name] = tensor
-    return list(tables.values())
-
-
-def _alias(real: Tensor, alias: Tensor, stage: str, wanted: bool) -> Tensor:
-    if real.requires_grad and wanted:
-        alias = nn.Parameter(alias) if type(real) is nn.Parameter else alias.requires_grad_()
-        if real.dtype in HALF:
-            alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
+    Args:
+        real: the parameter.
+        trains: whether its gradient is wanted.
+        what: what it stands for.
+    """
+    alias: Tensor
+    if trains and type(real) is nn.Parameter:  # nn.Parameter(here.detach()), in half the time
+        alias = torch.Tensor._make_subclass(nn.Parameter, here, True)
+    else:
+        alias = here.detach().requires_grad_(trains)
+    if trains and real.dtype in HALF:
+        alias.grad_dtype = torch.float32  # so the sum over chunks is rounded once, at the end
     noted = vars(real)
     if noted:
         vars(alias).update(noted)  # attributes that layers have set on their parameter
-    return mark(alias, f"a parameter of {stage}")
+    return mark(alias, what)

@@ -92,7 +92,7 @@ class StageRun:
     Args:
         layers: its layers.
         device: that on which it computes.
-        bring: from a parameter to its values at this stage's place: itself, or a copy.
+        bring: from parameters to their values at this stage's place: themselves, or copies.
         settings: those that all stages share.
         split: the chunks whose backward is I and W.
         ends_in_loss: whether the loss is computed on its output, and differentiated with it.
@@ -102,7 +102,7 @@ class StageRun:
         self,
         layers: StageLayers,
         device: torch.device,
-        bring: Callable[[Tensor], Tensor],
+        bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
         settings: StageSettings,
         split: Collection[int],
         ends_in_loss: bool,
@@ -415,7 +415,7 @@ class StageRun:
 
     def drop_sums(self) -> None:
         """Drop the sums after a failed backward."""
-        self.aliases.drop_sums()
+        self.aliases.take_sums()
         self.external.drop_sums()
         self._split.clear()
 

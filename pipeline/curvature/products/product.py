@@ -196,15 +196,15 @@ class ProductCall(ABC):
 
 
 def _shifted(
-    bring: Callable[[Tensor], Tensor],
+    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     shift: Callable[[Tensor, torch.device], Tensor],
     device: torch.device,
-    parameter: Tensor,
-) -> Tensor:
-    """A parameter's values somewhere else, in memory of their own."""
+    parameters: Sequence[Tensor],
+) -> list[Tensor]:
+    """The values of parameters somewhere else, in memory of their own."""
     with torch.inference_mode(False), torch.no_grad():
-        here = bring(parameter).detach()
-        return here + shift(parameter, device).to(here.dtype)
+        pairs = zip(parameters, bring(parameters), strict=True)
+        return [here.detach() + shift(parameter, device).to(here.dtype) for parameter, here in pairs]
 
 
 def _along_at(

@@ -62,7 +62,9 @@ class Log:
 
         def wrapped(stage: StageRun, chunk: int, *args: Any) -> Any:
             result = real(stage, chunk, *args)
-            there = {slot.name for slot in stage.aliases._slots if slot.alias.grad is not None}
+            aliases = {id(alias) for _, alias in stage.aliases.trained if alias.grad is not None}
+            places = [within.items() for _, within in stage.aliases._places]
+            there = {name for within in places for name, held in within if id(held) in aliases}
             self.after.append((kind, stage.layers.index, chunk, there))
             return result
 
