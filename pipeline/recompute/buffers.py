@@ -14,7 +14,7 @@ its counters and can return to `initial`. Any other change is found by value aft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.module_tables import buffers_of
-from pipeline.data.pytrees import detached, same_values, storage_of
-from pipeline.recompute.packed import Snapshot
+from pipeline.data.pytrees import detached, same_values, storage_of, versions
+from pipeline.recompute.copies import copies
 
 
 class _Slot(NamedTuple):
@@ -32,6 +32,7 @@ class _Slot(NamedTuple):
     place: dict[str, Tensor | None]  # module._buffers
     name: str
     tensor: Tensor
+    memory: int  # its address as the call began
     version: int
     initial: Tensor
 
@@ -46,24 +47,25 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        tables = [buffers_of(module) for module in modules]
-        self._places = [(table, table.copy()) for table in tables]  # those that are None too
+        self._places = [(table, table.copy()) for table in map(buffers_of, modules)]  # those that are None too
         found = [
-            (module, name, tensor)
-            for module, (_, held) in zip(modules, self._places, strict=True)
-            for name, tensor in held.items()
-            if tensor is not None
+            (number, table, name, tensor)
+            for number, (table, held) in enumerate(self._places) if held
+            for name, tensor in held.items() if tensor is not None
         ]
-        table_of = {id(module): table for module, table in zip(modules, tables, strict=True)}
-        initial = Snapshot([tensor for _, _, tensor in found]).values() if found else []
-        owners = _owners(found)
+        tensors = [tensor for *_, tensor in found]
+        memory = list(map(storage_of, tensors))
+        owners = _owners([number for number, *_ in found], memory)
         self._slots = [
-            _Slot(owner, table_of[id(module)], name, tensor, _version(tensor), copy)
-            for owner, (module, name, tensor), copy in zip(owners, found, initial, strict=True)
+            _Slot(owner, table, name, tensor, address, version, copy)
+            for owner, (_, table, name, tensor), address, version, copy in zip(
+                owners, found, memory, versions(tensors), copies(tensors), strict=True
+            )
         ]
         self._spare: list[Tensor] | None = None
-        self._mutated: set[int] = set()  # owners
-        self._before: dict[int, tuple[list[int], Snapshot]] = {}  # chunk -> the slots, and their values
+        self._read = self._slots  # those that no forward has written so far
+        self._mutated: set[int] = set()  # owners of the others
+        self._before: dict[int, tuple[list[_Slot], list[Tensor]]] = {}  # chunk -> the slots, and their values
         self._seen_first = False
 
     def __bool__(self) -> bool:
@@ -84,16 +86,21 @@ class Buffers:
     def before_forward(self, chunk: int) -> None:
         """Clone the buffers that change, for a recomputation of this chunk."""
         if self._mutated:
-            indices = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
-            self._before[chunk] = indices, Snapshot([_now(self._slots[index]) for index in indices])
+            written = [slot for slot in self._slots if slot.owner in self._mutated]
+            self._before[chunk] = written, copies([_now(slot) for slot in written])
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
-        fresh = [slot for slot in self._slots if slot.owner not in self._mutated]
-        for slot in fresh:
-            if _touched(slot) or (not self._seen_first and self._is_written(slot)):
-                self._mutated.add(slot.owner)
+        self._note([slot.owner for slot in self._read if _touched(slot)])
+        if not self._seen_first:
+            self._note([slot.owner for slot in self._read if self._is_written(slot)])
         self._seen_first = True
+
+    def _note(self, owners: Collection[int]) -> None:
+        """Note who writes buffers."""
+        if owners:
+            self._mutated.update(owners)
+            self._read = [slot for slot in self._slots if slot.owner not in self._mutated]
 
     @property
     def writers(self) -> frozenset[int]:
@@ -116,12 +123,12 @@ class Buffers:
                 "deferred_batch_norm=True puts them off: it is compiled, or its forward is its own. Use "
                 "deferred_batch_norm=False."
             )
-        self._mutated |= owners
+        self._note(owners)
 
     def check_unseen(self, what: str) -> None:
         """Raise if a buffer changed after chunk 0 without its version counter."""
-        for slot in self._slots:
-            if slot.owner not in self._mutated and self._is_written(slot):
+        for slot in self._read:
+            if self._is_written(slot):
                 raise CheckpointError(
                     f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
                     "with torch's in-place operations, in every chunk or in none, or use chunks=1."
@@ -130,26 +137,25 @@ class Buffers:
     @contextmanager
     def as_before(self, chunk: int) -> Iterator[None]:
         """Within: the modules see their buffers as they were before F of `chunk`. Their changes are dropped."""
-        indices, snapshot = self._before.get(chunk, ([], None))
-        before = dict(zip(indices, [] if snapshot is None else snapshot.copies(), strict=True))
+        written, values = self._before.get(chunk, ([], []))
+        kept = {id(slot) for slot in written}
+        others = [slot for slot in self._slots if slot.owner in self._mutated and id(slot) not in kept]
         found = [slot.place.get(slot.name) for slot in self._slots]
-        written = [tensor if tensor is None else _version(tensor) for tensor in found]
-        changing = [index for index, slot in enumerate(self._slots) if slot.owner in self._mutated]
-        others = [index for index in changing if index not in before]
-        before.update(zip(others, Snapshot([self._slots[index].initial for index in others]).values(), strict=True))
+        counts = [tensor if tensor is None else versions([tensor]) for tensor in found]
         if self._spare is None:  # a write past the counters must not reach `initial`
-            self._spare = Snapshot([slot.initial for slot in self._slots]).values()
+            self._spare = copies([slot.initial for slot in self._slots])
         for slot, spare in zip(self._slots, self._spare, strict=True):
             slot.place[slot.name] = _leaf_of_caller(slot) if slot.tensor.requires_grad else spare
-        for index, copy in before.items():
-            self._slots[index].place[self._slots[index].name] = copy
+        fresh = copies(values) + copies([slot.initial for slot in others])
+        for slot, copy in zip([*written, *others], fresh, strict=True):
+            slot.place[slot.name] = copy
         try:
             yield
         finally:
             for slot, tensor in zip(self._slots, found, strict=True):
                 slot.place[slot.name] = tensor
-        for slot, tensor, version in zip(self._slots, found, written, strict=True):
-            if tensor is not None and _version(tensor) != version:
+        for slot, tensor, version in zip(self._slots, found, counts, strict=True):
+            if tensor is not None and versions([tensor]) != version:
                 raise CheckpointError(
                     f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
                     "closure). Write it as self." + slot.name + "."
@@ -161,20 +167,19 @@ class Buffers:
         A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
         GPU there is no check: the host would have to wait.
         """
-        read = [slot for slot in self._slots if slot.owner not in self._mutated and slot.tensor.device.type == "cpu"]
+        read = [slot for slot in self._read if slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
     def memory(self) -> Iterator[tuple[int, str]]:
         """The address of each buffer, and its name."""
         for slot in self._slots:
-            if slot.tensor.numel():
-                yield storage_of(slot.tensor), f"buffer '{slot.name}'"
+            yield slot.memory, f"buffer '{slot.name}'"
 
     def written_memory(self) -> Iterator[int]:
         """The addresses of the buffers that changed."""
         for slot in self._slots:
             if slot.owner in self._mutated and slot.tensor.numel():
-                yield storage_of(slot.tensor)
+                yield slot.memory
 
     def forget(self, chunk: int) -> None:
         """Drop the values for this chunk, which is not recomputed any more."""
@@ -182,9 +187,8 @@ class Buffers:
 
     def put_back(self, chunk: int) -> None:
         """Give the buffers that change the values that they had before F of `chunk`."""
-        indices, snapshot = self._before.get(chunk, ([], None))
-        for index, copy in zip(indices, [] if snapshot is None else snapshot.copies(), strict=True):
-            slot = self._slots[index]
+        written, values = self._before.get(chunk, ([], []))
+        for slot, copy in zip(written, copies(values), strict=True):
             if slot.place.get(slot.name) is not slot.tensor:  # replaced; a graph may have saved the old one
                 slot.place[slot.name] = copy
             else:
@@ -213,7 +217,7 @@ def _give(tensor: Tensor, values: Tensor) -> None:
 
 def _leaf_of_caller(slot: _Slot) -> Tensor:
     """Return a buffer that requires a gradient: it is differentiated, so no copy may replace it."""
-    if _version(slot.tensor) != slot.version:
+    if versions([slot.tensor])[0] != slot.version:
         raise CheckpointError(
             f"buffer '{slot.name}', which requires a gradient, was changed in place between the forward and the "
             "recomputation. Change it after backward()."
@@ -221,17 +225,15 @@ def _leaf_of_caller(slot: _Slot) -> Tensor:
     return slot.tensor
 
 
-def _owners(found: Sequence[tuple[nn.Module, str, Tensor]]) -> list[int]:
-    """A number for each buffer: the same for buffers of one module, and of modules whose buffers share memory."""
-    group: dict[int, int] = {}  # by storage and by module
-    for number, (module, _, tensor) in enumerate(found):
-        keys = (id(module), storage_of(tensor))
-        joined = {group[key] for key in keys if key in group}
-        smallest = min(joined, default=number)
-        if len(joined) > 1:
-            group.update({key: smallest for key, value in group.items() if value in joined})
-        group.update(dict.fromkeys(keys, smallest))
-    return [group[id(module)] for module, _, _ in found]
+def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
+    """The number of each buffer's module; of modules whose buffers share memory, that of the first."""
+    owners = list(modules)
+    first: dict[int, int] = {}  # by address: where it stands first
+    for place, address in enumerate(memory):
+        other, own = owners[first.setdefault(address, place)], owners[place]
+        if other != own:
+            owners = [other if owner == own else owner for owner in owners]
+    return owners
 
 
 def _now(slot: _Slot) -> Tensor:
@@ -241,8 +243,4 @@ def _now(slot: _Slot) -> Tensor:
 
 def _touched(slot: _Slot) -> bool:
     tensor = slot.place.get(slot.name)
-    return tensor is not slot.tensor or _version(tensor) != slot.version
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return tensor is not slot.tensor or versions([tensor])[0] != slot.version

@@ -209,10 +209,10 @@ def check_shared(snapshots: Sequence[tuple[str, ForwardSnapshot]], elsewhere: It
         snapshots: of each stage, with its name, after all forwards.
         elsewhere: the objects of other processes' stages.
     """
+    changed = {key for _, snapshot in snapshots for key in snapshot.changed()}
+    if not changed:
+        return
     found: dict[int, tuple[str, str]] = {}  # by memory, or by the generator's id
-    changed: set[int] = set()
-    for _, snapshot in snapshots:
-        changed.update(snapshot.changed())
     for name, held in [*elsewhere, *((name, snapshot.shareable()) for name, snapshot in snapshots)]:
         for key, what in held:
             _, other = found.setdefault(key, (what, name))

@@ -1,0 +1,36 @@
+"""Copies of many small tensors at little cost.
+
+A network with a hundred batch norms has three hundred buffers, and each chunk may need their values from before it.
+torch copies those of one dtype and device at once: on an accelerator with a few kernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.data.pytrees import storage_of
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Detached copies that share memory among themselves as the originals do."""
+    distinct = {id(tensor): (tensor, storage_of(tensor)) for tensor in tensors}
+    sharing = Counter([storage for _, storage in distinct.values()])
+    found: dict[int, Tensor] = {}
+    alone: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    bases: dict[int, torch.UntypedStorage] = {}
+    for key, (tensor, storage) in distinct.items():
+        if sharing[storage] == 1:
+            alone.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            continue
+        if storage not in bases:
+            bases[storage] = tensor.untyped_storage().clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        found[key] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
+    with torch.no_grad():
+        for group in alone.values():
+            found.update(zip(map(id, group), torch._foreach_clone(group), strict=True))
+    return [found[id(tensor)] for tensor in tensors]
