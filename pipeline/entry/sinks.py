@@ -194,7 +194,7 @@ class OptimizerSink(GradSink):
 def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
     """Within: a failure leaves `.grad` as it was found. Only a hook, which is the user's code, can fail."""
     owners = [owner for owner, _ in pairs]
-    if all(owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners):
+    if all([owner.is_leaf and not owner._post_accumulate_grad_hooks for owner in owners]):
         yield
         return
     with grads_kept(owners):
@@ -229,12 +229,12 @@ def collect(call: Call, loss: Loss) -> Collected:
     averager = call.communicator.averager
     if averager is not None:
         pairs = averager.average(pairs, own)
-    hooks = any(has_hooks(owner) for owner, _ in [*inputs, *pairs])
+    hooks = any([has_hooks(owner) for owner, _ in [*inputs, *pairs]])
     verdict = Verdict(loss.value if has_loss else None, own, reached, hooks, loss.metrics)
     value, divisor, reached, hooks, metrics = call.communicator.agree(verdict)
     assert value is not None  # the last stage's process has it
     check_reached(reached)
-    for _, grad in pairs if averager is None else []:  # means are of divided ones
+    for _, grad in pairs if averager is None and divisor is not None else []:  # means are of divided ones
         divide_(grad, divisor)
     inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
     whole = summed([*inputs, *pairs])

@@ -16,7 +16,8 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy
@@ -309,7 +310,7 @@ def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 def private_generators(modules: Iterable[nn.Module]) -> dict[int, Generator]:
     """The generators that modules hold as attributes, by id: no seed reaches them, so their states are kept."""
-    return generators_among(value for module in modules for value in vars(module).values())
+    return generators_among(chain.from_iterable([vars(module).values() for module in modules]))
 
 
 def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
@@ -318,13 +319,11 @@ def generators_among(values: Iterable[Any]) -> dict[int, Generator]:
     They are `torch.Generator`, `random.Random`, `numpy.random.RandomState`, `numpy.random.Generator` objects, and bit
     generators of numpy.
     """
-    adapters: dict[type, Callable[[Any], Generator] | None] = {}  # by class: each value would take milliseconds
+    every = list(values)
+    adapters = {kind: adapter for kind in set(map(type, every)) if (adapter := _adapter(kind)) is not None}
     found: dict[int, Generator] = {}
-    for value in values:
-        kind = type(value)
-        if kind not in adapters:
-            adapters[kind] = _adapter(kind)
-        adapter = adapters[kind]
+    for value in every if adapters else ():  # as a rule there are none
+        adapter = adapters.get(type(value))
         if adapter is not None:
             own = value.bit_generator if isinstance(value, numpy.random.Generator) else value
             found[id(own)] = adapter(own)
@@ -389,6 +388,7 @@ def _restore(states: States) -> None:
         generator.set_state(state)
 
 
+@lru_cache(maxsize=4096)
 def _adapter(kind: type) -> Callable[[Any], Generator] | None:
     """The adapter of a class to the interface of `torch.Generator`. None: its objects are no generators."""
     if issubclass(kind, random.SystemRandom):  # it has no state

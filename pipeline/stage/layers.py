@@ -104,5 +104,6 @@ def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
         module = stack.pop()
         if id(module) not in seen:
             seen[id(module)] = module
-            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+            if module._modules:
+                stack += [child for child in reversed(module._modules.values()) if child is not None]
     return list(seen.values())
