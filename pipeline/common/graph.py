@@ -12,7 +12,7 @@ bypassed the stage boundary, and is refused by name: its gradient would be lost 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,13 +27,6 @@ _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 _MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
-
-
-class Reached(NamedTuple):
-    """The leaves of a graph whose gradients can be requested, and the number of its nodes."""
-
-    leaves: dict[int, Tensor]  # by id
-    nodes: int
 
 
 def mark(leaf: Tensor, what: str) -> Tensor:
@@ -94,28 +87,32 @@ def nodes_of(
     `ends`: nodes that are left out, with all behind them.
     """
     seen: set[Any] = {None, *map(_node, until), *ends}  # None: no gradient is needed there
-    stack = [node for node in dict.fromkeys(map(_node, roots)) if node not in seen]
-    seen.update(stack)
-    nodes: list[Any] = []
-    while stack:
-        node = stack.pop()
-        nodes.append(node)
+    nodes = [node for node in dict.fromkeys(map(_node, roots)) if node not in seen]
+    seen.update(nodes)
+    add, append = seen.add, nodes.append
+    for node in nodes:  # which grow
         for nearer, _ in node.next_functions:
             if nearer not in seen:
-                seen.add(nearer)
-                stack.append(nearer)
+                add(nearer)
+                append(nearer)
     return nodes
 
 
-def explore(roots: Sequence[Tensor | GradientEdge], until: Sequence[Tensor | GradientEdge] = ()) -> Reached:
-    """The leaves that the graph behind some tensors reaches, down to the tensors or edges of `until`."""
-    return reached(nodes_of(roots, until))
+def explore(
+    roots: Sequence[Tensor | GradientEdge], until: Sequence[Tensor | GradientEdge] = ()
+) -> dict[int, Tensor]:
+    """The leaves that the graph behind some tensors reaches, by id, down to the tensors or edges of `until`."""
+    return leaves_at(leaf_nodes(nodes_of(roots, until)))
 
 
-def reached(nodes: Sequence[Any]) -> Reached:
-    """The leaves among the nodes of a graph."""
-    leaves = {id(leaf): leaf for leaf in [node.variable for node in nodes if isinstance(node, _LeafNode)]}
-    return Reached(asked_for(leaves), len(nodes))
+def leaf_nodes(nodes: Sequence[Any], known: Container[Any] = ()) -> list[Any]:
+    """Those of the nodes at which a leaf stands, but for the `known` ones."""
+    return [node for node in nodes if type(node) is _LeafNode and node not in known]
+
+
+def leaves_at(nodes: Sequence[Any]) -> dict[int, Tensor]:
+    """The leaves at such nodes whose gradients can be requested, by id."""
+    return asked_for({id(leaf): leaf for leaf in [node.variable for node in nodes]})
 
 
 def constants(roots: Sequence[Tensor]) -> list[tuple[str, str]]:

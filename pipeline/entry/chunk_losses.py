@@ -66,7 +66,7 @@ class ChunkLosses:
         if any([piece[chunk].device != device for piece in self._target.pieces]):
             target = self.beside(target, tree)
         value, weight = loss.chunk(chunk, tree.build(given), target)
-        return value, weight, explore([value], until=ends).leaves if value.requires_grad else {}
+        return value, weight, explore([value], until=ends) if value.requires_grad else {}
 
     def beside(self, target: Any, tree: Tree) -> Any:
         """A part of the target on the device of an output."""

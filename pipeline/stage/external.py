@@ -36,21 +36,18 @@ class ExternalLeaves:
         self._stage = stage
         self._lock = lock
 
-    def learn(self, reached: dict[int, Tensor], own: Sequence[Tensor | None], aliases: Aliases) -> None:
-        """Note the leaves that a chunk's graph reaches.
+    def learn(self, reached: dict[int, Tensor], given: Sequence[Tensor]) -> None:
+        """Note the leaves that a chunk's graph reaches besides the stage's parameters.
 
         Args:
             reached: the leaves, by id.
-            own: the chunk's entry leaves, and what the layers got: of that a layer may make leaves.
-            aliases: the stage's parameters, which note those that are theirs.
+            given: what the layers got: of that a layer may make leaves.
 
         Raises:
-            RuntimeError: a leaf belongs to another stage or to an earlier call.
+            RuntimeError: a leaf belongs to another chunk, another stage or to an earlier call.
         """
         for key, leaf in reached.items():
-            if key in aliases:
-                aliases.use(key)
-            elif not any([leaf is tensor for tensor in own]):
+            if not any([leaf is tensor for tensor in given]):
                 refuse_marked(leaf, self._stage)
                 self.leaves[key] = leaf
                 self._versions.setdefault(key, leaf._version)

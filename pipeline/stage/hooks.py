@@ -73,7 +73,7 @@ def grads_kept(owners: Iterable[Tensor]) -> Iterator[None]:
         if owner.is_leaf or owner.retains_grad:
             leaves[id(owner)] = owner
         if not owner.is_leaf:
-            leaves.update(explore([owner]).leaves)
+            leaves.update(explore([owner]))
     found = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves.values()]
     try:
         yield

@@ -27,7 +27,7 @@ from pipeline.recompute.snapshot import StageTraits
 class StageInputs(NamedTuple):
     """The cut before a stage: a leaf for each input (None: it needs no gradient), and the gradients that arrive."""
 
-    leaves: tuple[Tensor | None, ...]
+    leaves: tuple[Tensor | None, ...]  # one tensor for all chunks: no graph is followed behind its own entry
     arrived: list[Tensor | None]  # one for each leaf
     sizes: Sequence[int]  # the number of inputs of each value that was read
     entry: Any  # the node of the graph there. None: no input needs a gradient
@@ -83,6 +83,7 @@ class InputCut:
         self._traits = traits
         self._validates = validates
         self._is_of_caller = is_of_caller
+        self._leaves: dict[torch.device, Tensor] = {}
 
     def begin(self, read: Bundle) -> None:
         """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
@@ -116,8 +117,11 @@ class InputCut:
         return StageInputs(leaves, arrived, sizes, entered[0].grad_fn), given
 
     def _leaf(self, tensor: Tensor) -> Tensor:
-        """The leaf at which the graph of a chunk ends at this input: one number, which keeps nothing alive."""
-        return mark(torch.empty((), device=tensor.device, requires_grad=True), self._of_leaf)
+        """The leaf at which graphs end at an input on this device: one number, which keeps nothing alive."""
+        device = tensor.device
+        if device not in self._leaves:
+            self._leaves[device] = mark(torch.empty((), device=device, requires_grad=True), self._of_leaf)
+        return self._leaves[device]
 
     def end(self, read: Bundle, before: tuple[int, ...], given: Sequence[Tensor]) -> None:
         """End a forward: the first one on a copy shows whether the stage writes its input.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import StrayGradientGuard, mark, owned
+from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
 from pipeline.common.module_tables import Table, parameters_of
 from pipeline.data.pytrees import checksums, same_checksums, versions
 
@@ -109,6 +110,7 @@ class Aliases:
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
         ]
         self._used: set[int] = set()
+        self._ends: set[Any] = set()  # nodes of those: kept, autograd uses them in each chunk
         self._guard = guard
         self._is_summing = False
         if compares:
@@ -118,9 +120,15 @@ class Aliases:
     def __contains__(self, leaf: int) -> bool:
         return leaf in self._trained
 
-    def use(self, leaf: int) -> None:
-        """Note that an output depends on the alias with this id."""
-        self._used.add(leaf)
+    def learn(self, nodes: Sequence[Any]) -> dict[int, Tensor]:
+        """Note the aliases that a chunk's graph, of these nodes, reaches. Returns its other leaves, by id."""
+        others = leaf_nodes(nodes, self._ends)
+        if not others:  # as in most chunks but the first
+            return {}
+        own = [node for node in others if id(node.variable) in self._trained]
+        self._ends.update(own)
+        self._used.update([id(node.variable) for node in own])
+        return leaves_at(leaf_nodes(others, self._ends))
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
@@ -181,6 +189,7 @@ class Aliases:
         An alias that some graph still holds is guarded from now on.
         """
         self._is_summing = False
+        self._ends.clear()  # each holds its alias
         sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
         for _, alias in self._trained.values():
             alias.grad = None
@@ -205,6 +214,7 @@ class Aliases:
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
+        self._ends.clear()
         self._guard_aliases(self._held)
         self._all = _Parameters((), (), (), ())
         self._copies.clear()
@@ -322,15 +332,22 @@ class Swap:
             table.update(within)
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        error = None
-        for (table, within), found in zip(self._places, self._found):
-            if len(table) != len(within) or not all(map(is_, table.values(), within.values())):
-                before = {**found, **within}
-                if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
-                    error = self._changed(table, before)
+        now, stood = [table.values() for table, _ in self._places], [within.values() for _, within in self._places]
+        as_before = [*map(len, now)] == [*map(len, stood)]
+        as_before = as_before and all(map(is_, chain.from_iterable(now), chain.from_iterable(stood)))
+        error = None if as_before else self._error()
+        for (table, _), found in zip(self._places, self._found):
             table.update(found)
         if error is not None and kind is None:
             raise error
+
+    def _error(self) -> RuntimeError | None:
+        """The error where a stand-in was replaced. None: others were added."""
+        for (table, within), found in zip(self._places, self._found):
+            before = {**found, **within}
+            if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
+                return self._changed(table, before)
+        return None
 
 
 def _alias(real: Tensor, here: Tensor, trains: bool, what: str) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import constants, edge, explore
+from pipeline.common.graph import constants, edge, nodes_of
 from pipeline.data.pytrees import Bundle
 from pipeline.stage.inputs import StageInputs
 from pipeline.stage.split_backward import Site
@@ -66,7 +66,7 @@ class Path(NamedTuple):
 
     @classmethod
     def of(cls, roots: Sequence[Tensor]) -> Path:
-        return cls(explore(roots).nodes, constants(roots))
+        return cls(len(nodes_of(roots)), constants(roots))
 
 
 class ChunkRecord(NamedTuple):

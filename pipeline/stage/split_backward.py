@@ -14,7 +14,8 @@ held: x, the gradient of y, and the graph below [4], which saves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipeline.common.graph import REENTRANT, Reached, edge, nodes_of, reached, run_backward
+from pipeline.common.graph import REENTRANT, edge, run_backward
 from pipeline.data.pytrees import versions
 
 Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
@@ -117,28 +118,26 @@ class SplitBackward:
 
 
 def survey(
-    roots: Sequence[Tensor | GradientEdge], may_wait: Callable[[Tensor], bool], entry: Any = None
-) -> tuple[Reached, Sequence[Site]]:
-    """The result of `explore`, and the uses of weights whose gradients can wait, in no order.
+    roots: Sequence[Tensor | GradientEdge], nodes: Sequence[Any], may_wait: Callable[[Tensor], bool]
+) -> Sequence[Site]:
+    """The uses of weights whose gradients can wait, in no order.
 
     Args:
         roots: the outputs of a chunk, or where its backward begins.
+        nodes: of the graph behind them.
         may_wait: whether a leaf is a weight of the stage.
-        entry: the node behind which it does not look.
     """
-    nodes = nodes_of(roots)
-    entered = dict.fromkeys(nodes, 0)  # the number of edges that lead to a node
-    ends = {root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots}
-    for node in [*ends, *[nearer for node in nodes for nearer, _ in node.next_functions if nearer is not None]]:
-        entered[node] += 1
-    if any([node.name() == REENTRANT for node in nodes]):
-        return reached(nodes), ()
-    found = [(node, _RULES[name]) for node in nodes if (name := node.name()) in _RULES]
-    return reached(nodes), _alone(found, entered, may_wait)
+    entered = Counter([nearer for node in nodes for nearer, _ in node.next_functions])  # edges that lead to a node
+    entered.update({root.node if isinstance(root, GradientEdge) else edge(root).node for root in roots})
+    names = [node.name() for node in nodes]
+    if REENTRANT in names:
+        return ()
+    found = [(node, _RULES[name]) for node, name in zip(nodes, names, strict=True) if name in _RULES]
+    return _alone(found, entered, may_wait)
 
 
 def _alone(
-    found: list[tuple[Any, _Rule]], entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+    found: list[tuple[Any, _Rule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Sequence[Site]:
     """Those of the uses whose weights are used in no other way."""
     sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
@@ -211,7 +210,7 @@ def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None
 
 
 def _site(
-    node: Any, rule: _Rule, entered: dict[Any, int], may_wait: Callable[[Tensor], bool]
+    node: Any, rule: _Rule, entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
 ) -> Iterator[tuple[Site, list[Any]]]:
     """Follow a use down to its leaves, through a transpose and a cast (autocast's) without other uses.
 

@@ -31,7 +31,6 @@ from pipeline.common.graph import (
     Roots,
     holds,
     nodes_of,
-    reached,
     refuse_tangents,
     run_backward,
 )
@@ -221,16 +220,12 @@ class StageRun:
     ) -> ChunkRecord:
         """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-        sites: Sequence[Site] = ()
-        if chunk in self._split and not recompute:
-            graph, sites = survey(roots, self.aliases.may_wait)
-            self.external.learn(graph.leaves, (*inputs.leaves, *given), self.aliases)
-        else:
-            graph = reached(nodes_of(roots, ends=(inputs.entry,)))
-            self.external.learn(graph.leaves, given, self.aliases)
+        nodes = nodes_of(roots, ends=(inputs.entry,))
+        self.external.learn(self.aliases.learn(nodes), given)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)
+        sites = survey(roots, nodes, self.aliases.may_wait) if chunk in self._split else ()
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), sites))
 
     @property
@@ -344,7 +339,7 @@ class StageRun:
         if record.path is not None:
             self._check_path(chunk, roots, record.path)
         self.snapshot.check_same(chunk, made.tensors)
-        sites = survey(roots, self.aliases.may_wait)[1] if chunk in self._split else ()
+        sites = survey(roots, nodes_of(roots), self.aliases.may_wait) if chunk in self._split else ()
         return ChunkGraph(inputs, OutputEdges.of(made, whole=True), sites)
 
     def _around_recomputation(self, chunk: int) -> AbstractContextManager[None]:

@@ -154,7 +154,7 @@ class StageRule:
         self._is_inspected = True
         own = {id(leaf) for leaf in graph.leaves}
         if graph.roots:
-            for key, leaf in explore(graph.roots).leaves.items():
+            for key, leaf in explore(graph.roots).items():
                 if key in own or key in self.parameters.aliases or key in self.parameters.captured:
                     continue
                 refuse_marked(leaf, self.layers.name, "part of the product")
