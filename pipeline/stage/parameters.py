@@ -106,9 +106,9 @@ class Aliases:
             (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
         ]
         self._modules = [module for module, _ in tables]
-        self._places = [  # of these modules
+        self._places = Places.of([  # of these modules
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
-        ]
+        ])
         self._used: set[int] = set()
         self._ends: set[Any] = set()  # nodes of those: kept, autograd uses them in each chunk
         self._guard = guard
@@ -166,9 +166,9 @@ class Aliases:
             stand_ins[id(alias)] = view if view.device == alias.device else view.to(alias.device)
         places = [
             (table, {name: stand_ins.get(id(alias), alias) for name, alias in within.items()})
-            for table, within in self._places
+            for table, within in zip(self._places.tables, self._places.within)
         ]
-        return Swap(places, self._changed)
+        return Swap(Places.of(places), self._changed)
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -218,7 +218,7 @@ class Aliases:
         self._guard_aliases(self._held)
         self._all = _Parameters((), (), (), ())
         self._copies.clear()
-        self._places.clear()
+        self._places = Places.of(())
         self._trained.clear()
 
     # ------------------------------------------------------------------------------------------------------ checks
@@ -286,7 +286,7 @@ class Aliases:
 
     def _changed(self, table: Table, before: Table) -> RuntimeError:
         """The error of a forward that took parameters out of a module; `before`: those that stood there."""
-        module = next(module for module, (other, _) in zip(self._modules, self._places) if other is table)
+        module = next(module for module, other in zip(self._modules, self._places.tables) if other is table)
         name = next(name for name in before if table.get(name, table) is not before[name])
         return RuntimeError(
             f"parameter '{self._path(module, name)}' was {'replaced' if name in table else 'deleted'} "
@@ -298,9 +298,9 @@ class Aliases:
     def _name_of(self, real: Tensor) -> str:
         """The name of a parameter where it stands first."""
         (alias,) = [alias for other, alias in zip(self._all.real, self._all.aliases) if other is real]
-        places = zip(self._modules, self._places)
+        places = zip(self._modules, self._places.within)
         return next(
-            self._path(module, name) for module, (_, within) in places for name, held in within.items() if held is alias
+            self._path(module, name) for module, within in places for name, held in within.items() if held is alias
         )
 
     def _path(self, wanted: nn.Module, name: str) -> str:
@@ -311,40 +311,52 @@ class Aliases:
         return name
 
 
+class Places(NamedTuple):
+    """The modules' tables of parameters, and what they hold while others stand in for these."""
+
+    tables: Sequence[Table]
+    within: Sequence[Table]
+    values: Sequence[Tensor | None]  # of all `within`
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Table, Table]]) -> Places:
+        within = [stand_ins for _, stand_ins in pairs]
+        return cls([table for table, _ in pairs], within, [value for table in within for value in table.values()])
+
+
 class Swap:
     """Within: other tensors stand in the modules' tables. At the end: those from before, and those that were added.
 
     Args:
-        places: tables of parameters, and the tensors that each holds within.
+        places: the tables, and the tensors that each holds within.
         changed: makes the error of a table in which one of these was replaced.
     """
 
     __slots__ = ("_places", "_changed", "_found")
 
-    def __init__(self, places: list[tuple[Table, Table]], changed: Callable[[Table, Table], RuntimeError]) -> None:
+    def __init__(self, places: Places, changed: Callable[[Table, Table], RuntimeError]) -> None:
         self._places = places
         self._changed = changed
         self._found: list[Table] = []
 
     def __enter__(self) -> None:
-        self._found = [table.copy() for table, _ in self._places]
-        for table, within in self._places:
-            table.update(within)
+        self._found = [table.copy() for table in self._places.tables]
+        for table, stand_ins in zip(self._places.tables, self._places.within):
+            table.update(stand_ins)
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        now, stood = [table.values() for table, _ in self._places], [within.values() for _, within in self._places]
-        as_before = [*map(len, now)] == [*map(len, stood)]
-        as_before = as_before and all(map(is_, chain.from_iterable(now), chain.from_iterable(stood)))
-        error = None if as_before else self._error()
-        for (table, _), found in zip(self._places, self._found):
+        tables, _, values = self._places
+        now = [*chain.from_iterable([table.values() for table in tables])]
+        error = None if len(now) == len(values) and all(map(is_, now, values)) else self._error()
+        for table, found in zip(tables, self._found):
             table.update(found)
         if error is not None and kind is None:
             raise error
 
     def _error(self) -> RuntimeError | None:
         """The error where a stand-in was replaced. None: others were added."""
-        for (table, within), found in zip(self._places, self._found):
-            before = {**found, **within}
+        for table, stand_ins, found in zip(self._places.tables, self._places.within, self._found):
+            before = {**found, **stand_ins}
             if any([table.get(name, table) is not tensor for name, tensor in before.items()]):
                 return self._changed(table, before)
         return None
