@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-_TORCHS_CHECKPOINT = "torch.utils.checkpoint"
+_CHECKPOINTS = ("torch.utils.checkpoint", "pipeline.recompute.saved_tensors")
 
 
 class Ambient(NamedTuple):
@@ -141,15 +141,15 @@ def without_counting_modes() -> Iterator[None]:
 
 
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The caller's hooks for saved tensors; but those of torch's checkpoint count what its own forward saves."""
+    """The caller's hooks for saved tensors; but those of a checkpoint count what its own forward saves."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if within_torchs_checkpoint() else hooks
+    return None if within_checkpoint() else hooks
 
 
-def within_torchs_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint counts what is saved in this thread, in the order in which it is saved."""
+def within_checkpoint() -> bool:
+    """Whether a checkpoint, ours of a block or torch's, counts what is saved in this thread, in the order of saving."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == _TORCHS_CHECKPOINT
+    return hooks is not None and getattr(hooks[0], "__module__", None) in _CHECKPOINTS
 
 
 def _precision(backend: str, operation: str) -> tuple[Callable[[], str], Callable[[str], object]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipeline.common.torch_modes import within_torchs_checkpoint, without_function_modes
+from pipeline.common.torch_modes import within_checkpoint, without_function_modes
 
 
 class Divisor:
@@ -232,7 +232,7 @@ class Seeing(TorchFunctionMode):
         with without_function_modes():
             count = _count(_target(args, kwargs), kwargs.get("weight"), kwargs.get("ignore_index"))
         total = None
-        later = self._sums and within_torchs_checkpoint()  # which recomputes the mean, and must see the same calls
+        later = self._sums and within_checkpoint()  # which recomputes the mean, and must see the same calls
         if later or not self._sums:
             mean = func(*args, **kwargs)
         else:

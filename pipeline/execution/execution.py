@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
-from pipeline.common.torch_modes import Ambient, weights_cast_anew, within_torchs_checkpoint
+from pipeline.common.torch_modes import Ambient, weights_cast_anew, within_checkpoint
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads
 from pipeline.data.values import CALLER
@@ -185,7 +185,7 @@ class Execution:
         """
         phase = self.setup.plan.phases[number]
         now = self.ambient.now()
-        in_turns = now.switches != self.ambient.switches or within_torchs_checkpoint() or self.setup.compares
+        in_turns = now.switches != self.ambient.switches or within_checkpoint() or self.setup.compares
         perform: Perform = partial(self._perform, work)
         if self.setup.traces or not self.communicator.is_alone:
             perform = partial(self._perform_and_tell, perform)

@@ -31,6 +31,8 @@ _WORDS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
     for dtype in dtypes
 }
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+Sample: TypeAlias = tuple[torch.dtype, torch.Size, object]
 Words: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 Entries: TypeAlias = Words | Tensor
 """The entries of one tensor: the bits of each, or a tensor where memory does not show them."""
@@ -86,16 +88,32 @@ def entries(tensors: Sequence[Tensor]) -> list[Entries]:
     return [_entries(tensor) for tensor in tensors if tensor.is_cpu]
 
 
+def sample(tensor: Tensor) -> Sample:
+    """What of a tensor can be compared at once with `==`: equal ones have the same dtype, shape and entries.
+
+    Those of a GPU, where the host would have to wait for entries, are compared without. Where memory does not show the
+    values, no two samples are equal.
+    """
+    if not tensor.is_cpu:
+        return tensor.dtype, tensor.shape, tensor.device
+    words = _words(tensor)
+    return tensor.dtype, tensor.shape, object() if words is None else words
+
+
 def _entries(tensor: Tensor) -> Entries:
+    words = _words(tensor)
+    return _by_torch(tensor) if words is None else (tensor.dtype, words)
+
+
+def _words(tensor: Tensor) -> tuple[int, ...] | None:
+    """The bits of the entries that are taken, or None where memory does not show the values."""
     dtype = tensor.dtype
-    if type(tensor) is not Tensor or dtype not in _WORDS or tensor.layout is not torch.strided or tensor.is_neg():
-        return _by_torch(tensor)
+    if type(tensor) not in _PLAIN or dtype not in _WORDS or tensor.layout is not torch.strided or tensor.is_neg():
+        return None
     begin = tensor.data_ptr()
-    if not begin:  # no memory of its own, or empty
-        return _by_torch(tensor)
-    if tensor.is_contiguous():
-        return dtype, _reader(dtype, (tensor.numel(),), (1,))(begin)
-    return dtype, _reader(dtype, tensor.shape, tensor.stride())(begin)
+    if begin:
+        return _reader(dtype, tensor.shape, tensor.stride())(begin)
+    return None if tensor.numel() else ()  # no memory of its own, or empty
 
 
 def same_entries(then: Sequence[Entries], now: Sequence[Entries]) -> bool:

@@ -1,25 +1,25 @@
 """One forward of a module whose activations are dropped, with all that its recomputation needs to find unchanged.
 
-    F    inputs --saved by autograd--> [ torch's checkpoint: module ] --> outputs      what is saved inside is dropped
-    R    the same inputs --------> the module again, all as it was at F --> what was dropped; outputs are compared
+    F    inputs --saved by autograd--> [ module ] --> outputs                  what is saved inside is dropped
+    R    the same inputs --> the module again, all as it was at F --> what was dropped is back, and compared
 
-torch's non-reentrant checkpoint handles autograd: it drops what a forward saves, and recomputes it in a backward, at
-every order. This module restores the state that R must find: attributes, parameters, submodules, buffers, switches and
-private generators are as `ForwardSnapshot` keeps them; the default generators have their states. R has no side effects:
-afterwards every attribute is as before it.
+`SavedTensors` handles autograd: it drops what F saves, and gives it back from R in a backward, at every order. This
+module restores the state that R must find: attributes, parameters, submodules, buffers, switches and private generators
+are as `ForwardSnapshot` keeps them; the default generators have their states. R has no side effects: afterwards every
+attribute is as before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import OF_SCRIPTS, holds, nodes_of
@@ -28,6 +28,7 @@ from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
 from pipeline.recompute.randomness import default_generators, generators_at
+from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
 _CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot
@@ -86,7 +87,7 @@ class Replay:
         """
         tensors = self._inputs.given.tensors
         before = versions(tensors)
-        made = checkpoint(self._compute, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        made = self._compute_first()
         if versions(tensors) != before:
             raise CheckpointError(
                 f"{self._name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
@@ -94,20 +95,16 @@ class Replay:
             )
         return made
 
-    def _compute(self) -> Any:
-        """Compute for torch's checkpoint: once for F, then for each R."""
-        return self._compute_first() if self._begun is None else self._compute_again(*self._begun)
-
     def _compute_first(self) -> Any:
         device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
-        ambient = Ambient.capture(device_types)  # here, since torch's hooks hide those that R must not enter
+        ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
         tables = [module._parameters for module in self._modules]
         snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         snapshot.before_forward(_CHUNK)
         self._begun = _Begun(ambient, snapshot)
         args, kwargs = self._inputs.take()
         try:
-            with checkpointing(True):
+            with SavedTensors(self._compute_again), checkpointing(True):
                 made = _called(self._forward, args, kwargs)
         except RuntimeError as error:
             if NO_HOOKS not in str(error):
@@ -125,20 +122,20 @@ class Replay:
         self._made = len(outputs)
         return made
 
-    def _compute_again(self, ambient: Ambient, snapshot: ForwardSnapshot) -> Any:
+    def _compute_again(self, saved: SavedTensors) -> None:
+        assert self._begun is not None
+        ambient, snapshot = self._begun
         args, kwargs = self._inputs.again(self._name)
         self._check_parameters()
         snapshot.resume(ambient.now())
-        with held(), ExitStack() as stack:
-            stack.enter_context(generators_at(self._generators))
-            stack.enter_context(snapshot.as_at_forward(_CHUNK))
-            stack.enter_context(checkpointing(False))
-            made = _called(self._forward, args, kwargs)
-        if self._nodes and holds(_with_graphs(_tensors(made)), OF_SCRIPTS):
-            self._check_path(_nodes(_tensors(made), _tensors((args, kwargs))))
+        with held(), generators_at(self._generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
+            found = saved.filled(partial(_called, self._forward, args, kwargs), self._compares and saved.is_over)
+        if not found.is_whole:
+            return
+        if self._nodes and holds(_with_graphs(_tensors(found.made)), OF_SCRIPTS):
+            self._check_path(_nodes(_tensors(found.made), _tensors((args, kwargs))))
         if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
-            self._check_same(snapshot, _tensors(made))
-        return made
+            self._check_same(snapshot, _tensors(found.made), found.matches)
 
     def _check_parameters(self) -> None:
         for name, tensor, version in self._parameters:
@@ -149,7 +146,7 @@ class Replay:
                 )
 
     def _check_path(self, nodes: int) -> None:
-        """Raise if R has another graph: torch's checkpoint identifies saved tensors by their number alone."""
+        """Raise if R has another graph: saved tensors are identified by their number alone."""
         if nodes != self._nodes:
             raise CheckpointError(
                 f"torch.jit has compiled a function of {self._name} anew between the forward and the recomputation "
@@ -158,9 +155,9 @@ class Replay:
                 "run the block with gradients before it is checkpointed."
             )
 
-    def _check_same(self, snapshot: ForwardSnapshot, outputs: Sequence[Tensor]) -> None:
+    def _check_same(self, snapshot: ForwardSnapshot, outputs: Sequence[Tensor], matches: bool) -> None:
         try:
-            if len(outputs) == self._made:
+            if matches and len(outputs) == self._made:
                 return snapshot.check_same(_CHUNK, outputs)
         except CheckpointError:
             pass
@@ -203,8 +200,7 @@ class _Inputs:
         places = {key: _Slot(place) for place, key in enumerate(distinct)}
         self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.given = _Given(args, kwargs, tuple(distinct.values()))
-        root = torch.empty(0, requires_grad=True, device="cpu")
-        self._saver = _Saver.apply(root, *distinct.values()).grad_fn  # type: ignore[no-untyped-call]
+        self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in distinct.values()]
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of F, once."""
@@ -215,7 +211,7 @@ class _Inputs:
     def again(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, cut from the graph that they came from."""
         try:
-            kept = self._saver.saved_tensors
+            kept = [saved.unpack() for saved in self._saved]
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -227,15 +223,6 @@ class _Inputs:
         leaves = [tensors[leaf.place] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
-
-
-class _Saver(torch.autograd.Function):
-    """A node that saves tensors, and that no gradient ever reaches."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty_like(root)
 
 
 def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:

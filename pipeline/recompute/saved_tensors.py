@@ -1,0 +1,147 @@
+"""The tensors that autograd saves within one forward: dropped, and given back from a recomputation.
+
+    F    autograd --saves--> an empty slot; a sample of the tensor stays
+    R    fills all slots that autograd still holds, and compares samples
+    B    autograd --asks---> a slot, which gives its tensor away
+
+The first slot that a backward asks brings about one R, the others find themselves filled. Another backward computes
+anew, and so does one that asks a slot twice.
+
+R ends with the last tensor that F saved: what a block computes after that, often its largest product, no gradient
+needs. If samples differ it goes on to its end, where its outputs tell whether anything is wrong: some kernels save
+memory that they have not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from pipeline.common.torch_modes import eagerly
+from pipeline.recompute.fingerprints import Sample, sample
+
+T = TypeVar("T")
+_NO_TASK = -1  # autograd's number of the running backward, if there is none
+_hooks = torch._C._autograd
+
+
+class _Slot:
+    """The place of a saved tensor in autograd's graph."""
+
+    __slots__ = ("tensor", "__weakref__")
+
+    tensor: Tensor | None
+
+
+class _Full(BaseException):
+    """All slots are filled. No code of the user's takes it for an error of its own."""
+
+
+class Recomputed(NamedTuple):
+    """What R found.
+
+    Attributes:
+        is_whole: whether it went on to its end, and returned something.
+        made: what it returned.
+        matches: whether it saved as many tensors as F, of the same shapes and dtypes.
+    """
+
+    is_whole: bool
+    made: Any
+    matches: bool
+
+
+class SavedTensors:
+    """The tensors that autograd saves in F, which runs within this context.
+
+    Args:
+        recompute: runs R, in `filled`.
+    """
+
+    __slots__ = ("_recompute", "_slots", "_samples", "_task", "is_over", "__weakref__")
+
+    def __init__(self, recompute: Callable[[SavedTensors], None]) -> None:
+        self._recompute = recompute
+        self._slots: list[ref[_Slot]] = []
+        self._samples: list[Sample] = []
+        self._task = _NO_TASK
+        self.is_over = False  # F; before, a layer that calls autograd asks for what has been saved so far
+
+    def __enter__(self) -> None:
+        _hooks._push_saved_tensors_default_hooks(self._drop, self._give)
+
+    def __exit__(self, *_: object) -> None:
+        _hooks._pop_saved_tensors_default_hooks()
+        self.is_over = True
+
+    def _drop(self, tensor: Tensor) -> _Slot:
+        slot = _Slot()
+        slot.tensor = None
+        self._slots.append(ref(slot))
+        self._samples.append(sample(tensor))
+        return slot
+
+    def _give(self, slot: _Slot) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        if slot.tensor is None or task != self._task or task == _NO_TASK:
+            eagerly(_refill, self)
+            self._task = task
+        tensor, slot.tensor = slot.tensor, None
+        assert tensor is not None  # R has filled it
+        return tensor
+
+    def refill(self) -> None:
+        """Run R."""
+        self._recompute(self)
+
+    def filled(self, compute: Callable[[], Any], whole: bool) -> Recomputed:
+        """R: call `compute`, and fill the slots with what autograd saves meanwhile.
+
+        Args:
+            compute: the forward.
+            whole: go on to its end in any case.
+        """
+        slots, samples, needed = self._slots, self._samples, len(self._slots)
+        count = 0
+        matches, is_full = True, False
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal count, whole, matches, is_full
+            kept = tensor.detach() if tensor.requires_grad else tensor
+            if count < needed:
+                then, now = samples[count], sample(tensor)
+                if then != now:
+                    whole = True
+                    matches = matches and then[:2] == now[:2]
+                slot = slots[count]()
+                if slot is not None:
+                    slot.tensor = kept
+            count += 1
+            if count == needed and not whole:
+                is_full = True
+                raise _Full
+            return kept
+
+        _hooks._push_saved_tensors_default_hooks(keep, _as_it_is)
+        try:
+            made = compute()
+        except (_Full, Exception):  # torch.jit makes another exception of it
+            if not is_full:
+                raise
+        finally:
+            _hooks._pop_saved_tensors_default_hooks()
+        if is_full:
+            return Recomputed(False, None, True)
+        return Recomputed(True, made, matches and (count == needed or not self.is_over))
+
+
+def _refill(saved: SavedTensors) -> None:
+    saved.refill()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
