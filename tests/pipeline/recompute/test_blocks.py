@@ -15,11 +15,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from pipeline_probes import no_collector
+from pipeline_probes import no_collector, outside
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from pipeline import Pipe, is_checkpointing, is_recomputing
+from pipeline.common.cadence import validates
 from pipeline.common.errors import CheckpointError
 from pipeline.recompute.blocks import checkpoint_blocks
 
@@ -776,22 +777,105 @@ def test_a_block_that_writes_its_input_is_an_error_at_the_forward() -> None:
         model(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_state_that_cannot_be_put_back_is_found_by_its_values(grows: bool) -> None:
-    class Listing(nn.Linear):
-        seen: list[int] = []
+class Outside(nn.Module):
+    """Computes with a number that no module holds."""
 
-        def forward(self, x: Tensor) -> Any:
-            self.seen.append(1)
-            out = super().forward(x).sin()
-            return [out] * len(self.seen) if grows else out * len(self.seen)
+    number: list[float] = [1.0]
 
-    model = Listing(4, 4)
-    checkpoint_blocks(model, Listing)
-    for _ in range(4):  # the fourth forward is not compared as a whole
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x) * self.number[0]
+        if self.way == "saves fewer":
+            return hidden.sin() + (0.0 * hidden.cos() if self.number[0] == 1.0 else 0.0)
+        return [hidden.sin()] * int(self.number[0]) if self.way == "grows" else hidden.sin()
+
+
+@pytest.mark.parametrize("way", ["values", "grows", "saves fewer"])
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_state_that_cannot_be_put_back_is_found_by_its_values_in_every_call(way: str, calls: int) -> None:
+    model = nn.Sequential(Outside(way))
+    checkpoint_blocks(model, Outside)
+    for call in range(calls):
         made = model(torch.randn(2, 4))
-    with pytest.raises(CheckpointError, match="recomputation of block '' .* gave other values than its forward"):
-        (made[0] if grows else made).sum().backward()
+        if call < calls - 1:
+            (made[0] if way == "grows" else made).sum().backward()
+    Outside.number[0] = 3.0
+    try:
+        with pytest.raises(CheckpointError, match="recomputation of block '0' .* gave other values than its forward"):
+            (made[0] if way == "grows" else made).sum().backward()
+    finally:
+        Outside.number[0] = 1.0
+
+
+# ------------------------------------------------------------------------------------------------------ how far R goes
+
+
+class Ends(nn.Module):
+    """Ends with a product, whose values no gradient needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.ends = outside([])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(torch.tanh(x))
+        self.ends().append(is_recomputing())
+        return out
+
+
+def test_a_recomputation_ends_with_the_last_saved_tensor_except_in_validating_calls() -> None:
+    plain, patched = pair(Ends)
+    for call in range(1, 10):
+        check_equal(trained(plain, rows()), trained(patched, rows()))
+        ends = [block.ends() for block in plain]  # a deepcopy appends to the same
+        assert ends == 3 * [[False, False] + [True] * validates(call)]
+        for end in ends:
+            end.clear()
+
+
+class Saves(torch.autograd.Function):
+    """The sine. Saves a number beside, of which its backward makes nothing, and asks twice for what is saved."""
+
+    numbers = iter(range(100))
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, torch.full((2,), float(next(Saves.numbers))))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, _ = ctx.saved_tensors
+        again, _ = ctx.saved_tensors
+        assert torch.equal(x, again)
+        return grad * x.cos()
+
+
+def test_saved_memory_that_nobody_has_written_is_no_reason_to_refuse() -> None:
+    class Unwritten(Ends):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Saves.apply(x))  # type: ignore[no-untyped-call]
+
+    plain, patched = pair(Unwritten)
+    for _ in range(4):
+        check_equal(trained(plain, rows()), trained(patched, rows()))
+
+
+def test_where_a_block_takes_every_exception_for_its_own_it_still_ends() -> None:
+    class Takes(Ends):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x)
+            except BaseException:
+                return x
+
+    plain, patched = pair(Takes)
+    for _ in range(4):
+        check_equal(trained(plain, rows()), trained(patched, rows()))
 
 
 # --------------------------------------------------------------------------------------------------- within a Pipe
