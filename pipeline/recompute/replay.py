@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
