@@ -89,7 +89,7 @@ def entries(tensors: Sequence[Tensor]) -> list[Entries]:
 
 
 def sample(tensor: Tensor) -> Sample:
-    """What of a tensor can be compared at once with `==`: equal ones have the same dtype, shape and entries.
+    """A sample of a tensor, to be compared with `==`: equal ones have the same dtype, shape and entries.
 
     Those of a GPU, where the host would have to wait for entries, are compared without. Where memory does not show the
     values, no two samples are equal.
