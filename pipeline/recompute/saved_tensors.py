@@ -42,7 +42,7 @@ class _Full(BaseException):
 
 
 class Recomputed(NamedTuple):
-    """What R found.
+    """The result of R.
 
     Attributes:
         is_whole: whether it went on to its end, and returned something.
