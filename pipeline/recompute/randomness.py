@@ -16,7 +16,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from pipeline.common import accelerators
+from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -146,44 +147,6 @@ class Generator(Protocol):
 States: TypeAlias = list[tuple[Generator, Any]]
 
 
-class PythonGenerator:
-    """A `random.Random`; or the module `random`, which is the global one."""
-
-    def __init__(self, own: Any) -> None:
-        self.manual_seed: Callable[[int], object] = own.seed
-        self.get_state: Callable[[], Any] = own.getstate
-        self.set_state: Callable[[Any], object] = own.setstate
-
-
-class NumpyGenerator:
-    """A `numpy.random.RandomState`; or the module `numpy.random`, which is the global one."""
-
-    def __init__(self, own: Any) -> None:
-        self._seed = own.seed
-        self.get_state: Callable[[], Any] = partial(own.get_state, legacy=False)  # in half the time
-        self.set_state: Callable[[Any], object] = own.set_state
-
-    def manual_seed(self, seed: int) -> None:
-        self._seed(seed & _MASK32)
-
-
-class NumpyBits:
-    """The bit generator of a `numpy.random.Generator`."""
-
-    def __init__(self, own: numpy.random.BitGenerator) -> None:
-        self._own = own
-
-    def manual_seed(self, seed: int) -> None:
-        kind: Any = type(self._own)
-        self._own.state = kind(seed).state
-
-    def get_state(self) -> Any:
-        return self._own.state
-
-    def set_state(self, state: Any) -> None:
-        self._own.state = state
-
-
 _OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
 _OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
 
@@ -191,8 +154,7 @@ _OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
 class KeptGenerators:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
-    Those outside torch are kept only when one will be seeded: copying their states takes 80 us, longer than a small
-    stage computes. A context; a nested one does nothing more.
+    Those outside torch are kept only when one will be seeded. A context; a nested one does nothing more.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -296,7 +258,9 @@ def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]
 
 def same_state(one: Any, other: Any) -> bool:
     """Whether two states of one generator are the same."""
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else pickle.dumps(one) == pickle.dumps(other)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other if isinstance(one, Bits) else pickle.dumps(one) == pickle.dumps(other)
 
 
 @contextmanager
