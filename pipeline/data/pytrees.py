@@ -159,10 +159,10 @@ def memory_of(tensors: Sequence[Tensor], known: dict[int, MemoryId], stage: int,
 
 def versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The version of each tensor: the number of writes in place (0 for inference tensors, which do not count)."""
-    if len(tensors) == 1:  # the usual case
-        (tensor,) = tensors
-        return (0 if tensor.is_inference() else tensor._version,)
-    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+    try:
+        return tuple([tensor._version for tensor in tensors])
+    except RuntimeError:  # there is one; to ask each first takes as long again
+        return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

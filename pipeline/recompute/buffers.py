@@ -62,9 +62,10 @@ class Buffers:
                 owners, found, memory, versions(tensors), copies(tensors), strict=True
             )
         ]
-        self._spare: list[Tensor] | None = None
+        self._spare: list[tuple[_Slot, Tensor]] | None = None
         self._read = self._slots  # those that no forward has written so far
-        self._mutated: set[int] = set()  # owners of the others
+        self._written: list[_Slot] = []  # the others
+        self._mutated: set[int] = set()  # owners of these
         self._before: dict[int, tuple[list[_Slot], list[Tensor]]] = {}  # chunk -> the slots, and their values
         self._seen_first = False
 
@@ -85,9 +86,8 @@ class Buffers:
 
     def before_forward(self, chunk: int) -> None:
         """Clone the buffers that change, for a recomputation of this chunk."""
-        if self._mutated:
-            written = [slot for slot in self._slots if slot.owner in self._mutated]
-            self._before[chunk] = written, copies([_now(slot) for slot in written])
+        if self._written:
+            self._before[chunk] = self._written, copies(list(map(_now, self._written)))
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
@@ -101,6 +101,7 @@ class Buffers:
         if owners:
             self._mutated.update(owners)
             self._read = [slot for slot in self._slots if slot.owner not in self._mutated]
+            self._written = [slot for slot in self._slots if slot.owner in self._mutated]
 
     @property
     def writers(self) -> frozenset[int]:
@@ -135,31 +136,35 @@ class Buffers:
                 )
 
     @contextmanager
-    def as_before(self, chunk: int) -> Iterator[None]:
-        """Within: the modules see their buffers as they were before F of `chunk`. Their changes are dropped."""
-        written, values = self._before.get(chunk, ([], []))
-        kept = {id(slot) for slot in written}
-        others = [slot for slot in self._slots if slot.owner in self._mutated and id(slot) not in kept]
-        found = [slot.place.get(slot.name) for slot in self._slots]
-        counts = [tensor if tensor is None else versions([tensor]) for tensor in found]
+    def as_before(self, chunk: int, again: bool = True) -> Iterator[None]:
+        """Within: the modules see their buffers as they were before F of `chunk`. Their changes are dropped.
+
+        Args:
+            again: whether this may be asked for again. If not, what was kept is used up.
+        """
+        written, values = self._before.get(chunk, ([], [])) if again else self._before.pop(chunk, ([], []))
+        kept = set(map(id, written))
+        others = [slot for slot in self._written if id(slot) not in kept]
         if self._spare is None:  # a write past the counters must not reach `initial`
-            self._spare = copies([slot.initial for slot in self._slots])
-        for slot, spare in zip(self._slots, self._spare, strict=True):
-            slot.place[slot.name] = _leaf_of_caller(slot) if slot.tensor.requires_grad else spare
-        fresh = copies(values) + copies([slot.initial for slot in others])
-        for slot, copy in zip([*written, *others], fresh, strict=True):
-            slot.place[slot.name] = copy
+            self._spare = list(zip(self._read, copies([slot.initial for slot in self._read])))
+        fresh = [*(copies(values) if again else values), *copies([slot.initial for slot in others])]
+        found = [slot.place.get(slot.name) for slot in self._slots]
+        held = [tensor for tensor in found if tensor is not None]
+        counts = versions(held)
+        for slot, copy in [*self._spare, *zip([*written, *others], fresh, strict=True)]:
+            slot.place[slot.name] = copy if not slot.tensor.requires_grad else _leaf_of_caller(slot)
         try:
             yield
         finally:
-            for slot, tensor in zip(self._slots, found, strict=True):
+            for slot, tensor in zip(self._slots, found):
                 slot.place[slot.name] = tensor
-        for slot, tensor, version in zip(self._slots, found, counts, strict=True):
-            if tensor is not None and versions([tensor]) != version:
-                raise CheckpointError(
-                    f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
-                    "closure). Write it as self." + slot.name + "."
-                )
+        if versions(held) != counts:
+            now = dict(zip(map(id, held), zip(counts, versions(held))))
+            slot = next(slot for slot, tensor in zip(self._slots, found) if len({*now.get(id(tensor), ())}) > 1)
+            raise CheckpointError(
+                f"a recomputation wrote buffer '{slot.name}' by another way than its module's attribute (a list, a "
+                "closure). Write it as self." + slot.name + "."
+            )
 
     def moved(self) -> bool:
         """Whether a buffer that this call only reads has another value than before.

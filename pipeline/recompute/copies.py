@@ -17,20 +17,20 @@ from pipeline.data.pytrees import storage_of
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Detached copies that share memory among themselves as the originals do."""
-    distinct = {id(tensor): (tensor, storage_of(tensor)) for tensor in tensors}
-    sharing = Counter([storage for _, storage in distinct.values()])
+    storages = list(map(storage_of, tensors))
+    sharing = Counter(dict(zip(map(id, tensors), storages)).values()) if len(set(storages)) < len(storages) else {}
     found: dict[int, Tensor] = {}
-    alone: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    alone: dict[torch.dtype, list[Tensor]] = {}
     bases: dict[int, torch.UntypedStorage] = {}
-    for key, (tensor, storage) in distinct.items():
-        if sharing[storage] == 1:
-            alone.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for tensor, storage in zip(tensors, storages):
+        if sharing.get(storage, 1) == 1:
+            alone.setdefault(tensor.dtype, []).append(tensor)
             continue
         if storage not in bases:
             bases[storage] = tensor.untyped_storage().clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        found[key] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
+        found[id(tensor)] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
     with torch.no_grad():
         for group in alone.values():
-            found.update(zip(map(id, group), torch._foreach_clone(group), strict=True))
+            found.update(zip(map(id, group), torch._foreach_clone(group)))
     return [found[id(tensor)] for tensor in tensors]

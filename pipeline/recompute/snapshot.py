@@ -151,14 +151,18 @@ class ForwardSnapshot:
         if flags != tuple([module.training for module in self._modules]):
             self._differing.append(partial(training_flags, self._modules, flags))
 
-    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
-        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`."""
+    def as_at_forward(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
+        """Within: gradients are on; switches, flags, buffers and generators are as they were at F of `chunk`.
+
+        Args:
+            again: whether another recomputation of the chunk may come.
+        """
         if self._differing or self._attributes or self.buffers or self._generators:
-            return self._put_back(chunk)
+            return self._put_back(chunk, again)
         return Recomputing()
 
     @contextmanager
-    def _put_back(self, chunk: int) -> Iterator[None]:
+    def _put_back(self, chunk: int, again: bool) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(Recomputing())
             for differing in self._differing:
@@ -166,7 +170,7 @@ class ForwardSnapshot:
             if self._attributes:
                 stack.enter_context(self._attributes.as_before(chunk))
             if self.buffers:
-                stack.enter_context(self.buffers.as_before(chunk))
+                stack.enter_context(self.buffers.as_before(chunk, again))
             if self._generators:
                 stack.enter_context(self._generators.as_before(chunk))
             yield

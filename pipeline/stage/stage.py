@@ -273,7 +273,7 @@ class StageRun:
         record = self._records.get(chunk) if retain else self._records.pop(chunk, None)
         if record is None or not wanted:
             return [()] * (1 + self.layers.pops)
-        graph = record.graph or self._recompute(chunk, record)
+        graph = record.graph or self._recompute(chunk, record, retain)
         roots, inputs, sites = begin(graph.edges), graph.inputs, graph.sites
         del record, graph  # and with them outputs that no root needs
         if roots.tensors:
@@ -329,11 +329,11 @@ class StageRun:
             ends = ends_without(sites, inputs.own + self.aliases.used) if sites else ()
             run_backward(roots.tensors, roots.grads, retain, ends)
 
-    def _recompute(self, chunk: int, record: ChunkRecord) -> ChunkGraph:
-        """R: the forward of a chunk once more, with its graph kept."""
+    def _recompute(self, chunk: int, record: ChunkRecord, again: bool) -> ChunkGraph:
+        """R: the forward of a chunk once more, with its graph kept. `again`: another R of this chunk may come."""
         self.check_unchanged(chunk)
         self._check_input(chunk, record)
-        around = self._around_recomputation(chunk)
+        around = self._around_recomputation(chunk, again)
         inputs, _, made = run_in(self._settings.context, self._run, chunk, record.read, record.needs_grad, around)
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         if record.path is not None:
@@ -342,8 +342,8 @@ class StageRun:
         sites = survey(roots, nodes_of(roots), self.aliases.may_wait) if chunk in self._split else ()
         return ChunkGraph(inputs, OutputEdges.of(made, whole=True), sites)
 
-    def _around_recomputation(self, chunk: int) -> AbstractContextManager[None]:
-        as_before = self.snapshot.as_at_forward(chunk)
+    def _around_recomputation(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
+        as_before = self.snapshot.as_at_forward(chunk, again)
         return as_before if self._deferred is None else _both(as_before, self._deferred.within(None))
 
     def _check_path(self, chunk: int, roots: Sequence[Tensor], then: Path) -> None:
