@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 from pipeline.common.arguments import check_flag, shown
 from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import held
+from pipeline.common.module_tables import modules_of
 from pipeline.common.torch_modes import eagerly
 from pipeline.recompute.policy import is_checkpointing
 from pipeline.recompute.replay import Replay
@@ -69,7 +71,7 @@ def checkpoint_blocks(model: nn.Module, match: Match, every: int = 1, nested: bo
     check_flag("nested", nested)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every is {every!r}. Use a positive integer: 1 for every block, 2 for every second.")
-    _refuse_own_checkpointing(model)
+    _refuse_own_checkpointing(model, modules_of(model))
     modules = list(_walk(model))
     found = [(name, module) for name, module in modules if _matches(match, name, module)]
     if not found:
@@ -171,11 +173,11 @@ class _Patch:
                 "or a Pipe). Use checkpoint='never' in the Pipe, checkpoint one of the two, or allow it with "
                 "checkpoint_blocks(..., nested=True) at the cost of one more forward."
             )
-        _refuse_own_checkpointing(block)
+        modules = modules_of(block)
+        _refuse_own_checkpointing(block, modules)
         _refuse_caches(words, (*args, *kwargs.values()))
-        flags = tuple([module.training for module in block.modules()])
-        compares = self._cadence.next(flags)
-        return Replay(block, self.__wrapped__, args, kwargs, words, self._known, compares).run()
+        compares = self._cadence.next(tuple([module.training for module in modules]))
+        return Replay(modules, self.__wrapped__, words, self._known, compares).run(args, kwargs)
 
     def check_removable(self) -> None:
         if _patch_of(self.block) is not self:
@@ -281,8 +283,8 @@ def _refuse_nesting(modules: Sequence[tuple[str, nn.Module]], chosen: Sequence[t
                 )
 
 
-def _refuse_own_checkpointing(model: nn.Module) -> None:
-    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
+def _refuse_own_checkpointing(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    if any([vars(module).get("gradient_checkpointing") is True for module in modules]):
         raise ValueError(
             f"the gradient checkpointing of {type(model).__name__} itself is on: its blocks would be checkpointed "
             "twice. Turn it off first (model.activation_checkpointing_disable(), in older versions of transformers "
@@ -291,13 +293,18 @@ def _refuse_own_checkpointing(model: nn.Module) -> None:
 
 
 def _refuse_caches(words: str, values: Sequence[Any]) -> None:
-    caches = [value for value in values if any(_CACHES == base.__module__ for base in type(value).__mro__)]
+    caches = [value for value in values if _is_cache(type(value))]  # type: ignore[arg-type]  # a type is Hashable
     if caches:
         raise ValueError(
             f"{words} is checkpointed, and was given a cache of keys and values ({type(caches[0]).__name__}), to which "
             "it would append once more when it is recomputed. Call the model with use_cache=False and without "
             "past_key_values, or under torch.no_grad()."
         )
+
+
+@lru_cache(maxsize=1024)
+def _is_cache(kind: type) -> bool:
+    return any([_CACHES == base.__module__ for base in kind.__mro__])
 
 
 def _turn_caches_off(model: nn.Module) -> list[Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._C._autograd import _make_saved_tensor
 from torch.nn.parameter import is_lazy
@@ -26,10 +27,11 @@ from pipeline.common.interrupts import calls_users_code, held
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
-from pipeline.recompute.randomness import default_generators, generators_at
+from pipeline.recompute.randomness import States, default_generators, generators_at
 from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
+_NO_VALUES = torch.empty(0, device="cpu")
 _CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot
 
 
@@ -38,55 +40,47 @@ class _Begun(NamedTuple):
 
     ambient: Ambient
     snapshot: ForwardSnapshot
+    inputs: _Inputs
+    parameters: list[Tensor]
+    versions: tuple[int, ...]  # of the parameters
+    generators: States
 
 
 class Replay:
     """One forward of a module, and its recomputations.
 
     Args:
-        module: the module.
+        modules: the module, and all below it.
         forward: its forward, without any checkpointing.
-        args: its arguments,
-        kwargs: those by name; any pytrees.
         name: how errors name it.
         known: the traits that its earlier forwards have shown.
         compares: whether to observe those anew, and to compare whole outputs, not just some entries.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str,
-        known: StageTraits,
-        compares: bool,
+        self, modules: list[nn.Module], forward: Callable[..., Any], name: str, known: StageTraits, compares: bool
     ) -> None:
-        self._modules = list(module.modules())
+        self._modules = modules
         self._forward = forward
         self._name = name
         self._known = known
         self._compares = compares
-        held = [(name, tensor) for name, tensor in module.named_parameters() if not is_lazy(tensor)]
-        self._parameters = [(name, tensor, versions([tensor])) for name, tensor in held]
-        self._inputs = _Inputs(args, kwargs)
-        tensors = (*module.buffers(), *module.parameters(), *self._inputs.given.tensors)
-        self._devices = {tensor.device for tensor in tensors}
-        self._generators = [(each, each.get_state()) for each in default_generators(self._devices)]
         self._begun: _Begun | None = None
         self._nodes = 0  # of the graph of F, if they were counted
         self._made: int | None = None  # the number of F's output tensors, once it is over
 
-    def run(self) -> Any:
-        """F: call the module.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """F: call the module with arguments that are any pytrees.
 
         Raises:
             CheckpointError: the module writes its input in place.
         """
-        tensors = self._inputs.given.tensors
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        tensors = list(distinct.values())
         before = versions(tensors)
-        made = self._compute_first()
+        self._begun = begun = self._begin(_Inputs(leaves, spec, distinct), tensors)
+        made = self._compute_first(begun, args, kwargs)
         if versions(tensors) != before:
             raise CheckpointError(
                 f"{self._name} writes its input in place, so it cannot be computed again from it. Let it write a copy "
@@ -94,14 +88,20 @@ class Replay:
             )
         return made
 
-    def _compute_first(self) -> Any:
-        device_types = dict.fromkeys(["cpu", *(device.type for device in self._devices)])
+    def _begin(self, inputs: _Inputs, tensors: Sequence[Tensor]) -> _Begun:
+        """Keep all that R must find."""
+        parameters = _parameters_of(self._modules)
+        buffers = [each for module in self._modules for each in module._buffers.values() if each is not None]
+        devices = {tensor.device for tensor in (*buffers, *parameters, *tensors)}
+        generators = [(each, each.get_state()) for each in default_generators(devices)]
+        device_types = dict.fromkeys(["cpu", *[device.type for device in devices]])
         ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
         tables = [module._parameters for module in self._modules]
         snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         snapshot.before_forward(_CHUNK)
-        self._begun = _Begun(ambient, snapshot)
-        args, kwargs = self._inputs.take()
+        return _Begun(ambient, snapshot, inputs, parameters, versions(parameters), generators)
+
+    def _compute_first(self, begun: _Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with SavedTensors(self._compute_again), checkpointing(True):
                 made = _called(self._forward, args, kwargs)
@@ -116,33 +116,36 @@ class Replay:
         outputs = _tensors(made)
         if self._compares:
             self._nodes = _nodes(outputs, _tensors((args, kwargs)))
-        snapshot.after_forward(_CHUNK, True, detached(outputs))
-        snapshot.note()
+        begun.snapshot.after_forward(_CHUNK, True, detached(outputs))
+        begun.snapshot.note()
         self._made = len(outputs)
         return made
 
     def _compute_again(self, saved: SavedTensors) -> None:
         assert self._begun is not None
-        ambient, snapshot = self._begun
-        args, kwargs = self._inputs.again(self._name)
-        self._check_parameters()
-        snapshot.resume(ambient.now())
-        with held(), generators_at(self._generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
+        begun = self._begun
+        args, kwargs = begun.inputs.again(self._name)
+        self._check_parameters(begun)
+        snapshot = begun.snapshot
+        snapshot.resume(begun.ambient.now())
+        with held(), generators_at(begun.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
             found = saved.filled(partial(_called, self._forward, args, kwargs), self._compares and saved.is_over)
         if not found.is_whole:
             return
-        if self._nodes and holds(_with_graphs(_tensors(found.made)), OF_SCRIPTS):
-            self._check_path(_nodes(_tensors(found.made), _tensors((args, kwargs))))
+        outputs = _tensors(found.made)
+        if self._nodes and holds(_with_graphs(outputs), OF_SCRIPTS):
+            self._check_path(_nodes(outputs, _tensors((args, kwargs))))
         if self._made is not None:  # else the module calls autograd within its forward: nothing to compare with yet
-            self._check_same(snapshot, _tensors(found.made), found.matches)
+            self._check_same(snapshot, outputs, found.matches)
 
-    def _check_parameters(self) -> None:
-        for name, tensor, version in self._parameters:
-            if versions([tensor]) != version:
-                raise CheckpointError(
-                    f"parameter '{name}' of {self._name} was changed in place between the forward and the "
-                    "recomputation. Change it (optimizer.step()) after backward()."
-                )
+    def _check_parameters(self, begun: _Begun) -> None:
+        pairs = zip(versions(begun.parameters), begun.versions, strict=True)
+        changed = [number for number, (now, then) in enumerate(pairs) if now != then]
+        if changed:
+            raise CheckpointError(
+                f"parameter '{_names_of(self._modules[0])[changed[0]]}' of {self._name} was changed in place between "
+                "the forward and the recomputation. Change it (optimizer.step()) after backward()."
+            )
 
     def _check_path(self, nodes: int) -> None:
         """Raise if R has another graph: saved tensors are identified by their number alone."""
@@ -179,33 +182,22 @@ class _Slot(NamedTuple):
     place: int
 
 
-class _Given(NamedTuple):
-    """The arguments of F, and the distinct tensors in them. Held until F begins: then autograd has them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: tuple[Tensor, ...]
-
-
 class _Inputs:
     """The arguments of a forward. Autograd keeps the tensors, so that hooks of saved tensors see them.
 
     A tensor that occurs twice stays one, for layers that test `query is key`.
+
+    Args:
+        leaves: of the arguments,
+        spec: and their structure.
+        distinct: the tensors among the leaves, by id.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec, distinct: dict[int, Tensor]) -> None:
         places = {key: _Slot(place) for place, key in enumerate(distinct)}
         self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.given = _Given(args, kwargs, tuple(distinct.values()))
+        self._spec = spec
         self._saved = [_make_saved_tensor(tensor, is_output=False) for tensor in distinct.values()]
-
-    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of F, once."""
-        args, kwargs, _ = self.given
-        self.given = _Given((), {}, ())
-        return args, kwargs
 
     def again(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, cut from the graph that they came from."""
@@ -222,6 +214,21 @@ class _Inputs:
         leaves = [tensors[leaf.place] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
+
+
+def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Their parameters. In the places of those without values, which F gives them, stands another tensor."""
+    tables = [module._parameters.values() for module in modules if module._parameters]
+    return [_NO_VALUES if is_lazy(each) else each for table in tables for each in table if each is not None]
+
+
+def _names_of(module: nn.Module) -> list[str]:
+    """The names of these parameters."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, each in module.named_modules()
+        for name, parameter in each._parameters.items() if parameter is not None
+    ]
 
 
 def _nodes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
