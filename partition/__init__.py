@@ -1,4 +1,6 @@
-"""Balanced partitions of nn.Sequential: the layers that each stage of a pipeline gets.
+"""Balanced partitions of nn.Sequential: the layers that each stage of a pipeline gets; and models as nn.Sequential.
+
+    model ─► to_sequential ─► nn.Sequential of its beginning, its blocks and its end
 
     balance_by_time ─► profiling ─► seconds per layer ─┐
     balance_by_size ─► profiling ─► bytes per layer ───┴─► balance_costs ─► balance ─► split ─► stages
@@ -7,6 +9,7 @@
 from partition.balancing import balance_by_size, balance_by_time
 from partition.contiguous import balance_costs
 from partition.errors import PartitionError
+from partition.sequential import to_sequential
 from partition.splitting import split
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "PartitionError",
     # cut
     "split",
+    "to_sequential",
     # choose where
     "balance_costs",
     "balance_by_time",

@@ -51,7 +51,8 @@ def check_module(module: object) -> nn.Sequential:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, the layers in order; got {kind}. "
-            f"Write the model as nn.Sequential(layer, layer, ...)."
+            f"Write the model as nn.Sequential(layer, layer, ...); or, if it has blocks that follow each other, "
+            f"partition.to_sequential(model, x), where x is what it is called with."
         )
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         raise PartitionError(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from partition import split
+from partition.sequential import to_sequential
 from partition.splitting import check_module
 from pipeline.common.arguments import check_flags
 from pipeline.common.places import Place, places_of
@@ -65,9 +66,10 @@ class Pipe(Settled, Stateful):
     its names. The layers are the module's own, not copies.
 
     Args:
-        module: the model.
+        module: the model, an nn.Sequential; or, with `sample`, any that `partition.to_sequential` can cut.
         balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
         chunks: the largest number of micro-batches that a mini-batch is cut into; min(chunks, rows) run.
+        sample: what a module that is no nn.Sequential is called with: the model is `to_sequential(module, sample)`.
         batch_dim: the dim that counts the rows of the mini-batch, of inputs, targets and outputs alike: 0, or 1 for
             time-first data [time, rows, ...]. Tensors with fewer dims (lengths, class labels) are cut along dim 0.
         mixes_rows: layers may look at all rows of a chunk (a mixture of experts with a capacity, say), as BatchNorm
@@ -110,10 +112,11 @@ class Pipe(Settled, Stateful):
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         balance: Iterable[int] | None = None,
         chunks: int = 1,
         *,
+        sample: Any = None,
         devices: Iterable[Place | torch.device | str | int] | None = None,
         schedule: str | Schedule = "1f1b",
         checkpoint: Policy = "except_last",
@@ -129,7 +132,9 @@ class Pipe(Settled, Stateful):
     ) -> None:
         super().__init__()
         check_flags(mixes_rows=mixes_rows)
-        check_module(module)
+        if sample is not None and isinstance(module, nn.Module) and not isinstance(module, nn.Sequential):
+            module = to_sequential(module, sample)
+        module = check_module(module)
         check_wrapped(module)
         check_plain(module)
         check_workers(workers)

@@ -1,0 +1,492 @@
+"""The outline of a model: its own forward, run with stand-ins for its blocks and for what lies in other parts.
+
+    model         embed  [block 0 ... block n-1]  norm   head
+    outline       absent [stand-in ... stand-in]  absent absent     no parameters, and no numbers of theirs
+    a run         some of the model's modules are put in; the stand-ins hand the hidden state through, and note what
+                  they are called with beside it: masks, rotary tables
+
+A module that is absent computes nothing: what it returns is nan, of the shape and type that its copy on the meta device
+finds, so whatever would need its numbers is seen. Modules without parameters are there, in eval mode, so that no run of
+an outline draws random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from math import nan
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+from partition.errors import PartitionError
+
+Leaves: TypeAlias = list[Any]
+Call: TypeAlias = tuple[Leaves, TreeSpec]  # the arguments of a call, (args, kwargs)
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MOST = 32  # calls of which something is remembered
+
+
+class Shape(NamedTuple):
+    """A tensor of which only the shape and the type are known."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        """Those of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def poison(self, device: torch.device) -> Tensor:
+        """A tensor without memory that no numbers may come from: nan, where there is one."""
+        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
+
+
+class UnreadError(PartitionError):
+    """The numbers of an input are read where they have not been sent.
+
+    Attributes:
+        leaf: which input.
+    """
+
+    def __init__(self, leaf: int, name: str, operation: str) -> None:
+        super().__init__(
+            f"{name} is read after the beginning of the model ({operation}), which it was not with the sample: so its "
+            "numbers are not there. Cut the model with a sample that is like this call."
+        )
+        self.leaf = leaf
+
+
+class Unread(Tensor):
+    """An input of which only the shape has been sent, since its numbers are not read. Reading them is an error."""
+
+    _leaf: int
+    _name: str
+
+    @staticmethod
+    def __new__(cls, shape: Shape, device: torch.device, leaf: int, name: str) -> Unread:
+        made: Unread = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
+        made._leaf, made._name = leaf, name
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
+        return f"Unread({self._name}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
+        if func.is_view or name in _CASTS:
+            meta = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(torch.device("meta")), (args, kwargs or {}))
+            made = func(*meta[0], **{**meta[1], **({"device": "meta"} if "device" in meta[1] else {})})
+            device = (kwargs or {}).get("device") or unread.device
+            return tree_map_only(
+                Tensor, lambda leaf: Unread(Shape.of(leaf), device, unread._leaf, unread._name), made
+            )
+        if not name.startswith("new_") and not name.endswith("_like"):
+            raise UnreadError(unread._leaf, unread._name, name)
+        args, kwargs = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(leaf.device), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_CASTS = frozenset({"_to_copy", "clone", "detach", "alias", "lift_fresh"})
+
+
+class Chain(NamedTuple):
+    """The way in which the blocks of a model follow each other.
+
+    Attributes:
+        blocks: their names in the model.
+        entries: which leaves of a block's arguments are the hidden state.
+        returned: the leaves of what a block returns, None where the hidden state goes, and their tree.
+        exits: which of them are the hidden state.
+        dtypes: of the hidden state.
+        kept: which leaves of the first block's arguments are handed to others, too, and cannot be made from the inputs
+            alone: the beginning computes them with parameters.
+        carried: for each block which leaf of its arguments is which of these.
+    """
+
+    blocks: tuple[str, ...]
+    entries: tuple[int, ...]
+    returned: Leaves
+    tree: TreeSpec
+    exits: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    kept: tuple[int, ...] = ()
+    carried: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def output(self, hidden: Iterable[Any]) -> Any:
+        """The output of a block whose hidden state this is."""
+        leaves = list(self.returned)
+        for place, leaf in zip(self.exits, hidden, strict=True):
+            leaves[place] = leaf
+        return tree_unflatten(leaves, self.tree)
+
+
+class Inputs(NamedTuple):
+    """The inputs of the model.
+
+    Attributes:
+        names: the keyword arguments; None: one positional argument, or a tuple of them.
+        tree: of the arguments.
+        always: keyword arguments beside them.
+        read: for each leaf whether what follows the first block reads its numbers.
+    """
+
+    names: tuple[str, ...] | None
+    tree: TreeSpec
+    always: Mapping[str, Any]
+    read: tuple[bool, ...]
+
+    def leaves(self, x: Any) -> Leaves:
+        """The leaves of an input like the sample.
+
+        Raises:
+            PartitionError: it is not like it.
+        """
+        if self.names is not None and isinstance(x, Mapping) and set(x) == set(self.names):
+            x = {name: x[name] for name in self.names}
+        leaves, tree = tree_flatten(x)
+        if tree != self.tree:
+            raise PartitionError(
+                f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
+                f"{_in_words(tree, tuple(x) if isinstance(x, Mapping) else None)}. Call it as with the sample, or cut "
+                "it with another sample."
+            )
+        return leaves
+
+    def called(self, leaves: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model's forward."""
+        x = tree_unflatten(leaves, self.tree)
+        return called_with(x, self.always)
+
+    def travelling(self, leaves: Leaves) -> tuple[Any, ...]:
+        """The same, as they travel with the hidden state: of tensors that are not read again the shapes."""
+        return tuple([leaf if is_read else _written(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)])
+
+    def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
+        """The leaves again."""
+        return [
+            Unread(Shape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
+            if isinstance(leaf, tuple) and not is_read else leaf
+            for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
+        ]  # fmt: skip
+
+    def _name(self, number: int) -> str:
+        simple = self.names is not None and len(self.names) == len(self.read)
+        return f"input {self.names[number]!r}" if simple and self.names else f"tensor {number} of the inputs"
+
+
+def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a value stands for: keyword arguments, several positional ones, or one."""
+    if isinstance(x, Mapping):
+        return (), {**x, **always}
+    return (x if isinstance(x, tuple) else (x,)), dict(always)
+
+
+class Reached(BaseException):
+    """The end of a run at a block. It is no error, and the model does not catch it."""
+
+
+class Run:
+    """One run of an outline.
+
+    Args:
+        returns: what the block of a number returns; None: the run ends at the first.
+        last: the number of the block at which it ends; None: it goes on to the end of the model.
+        written: what is to stand in some leaves of the first block's arguments: the run goes on with it.
+
+    Attributes:
+        calls: of the blocks that were reached, in order.
+    """
+
+    def __init__(
+        self,
+        returns: Callable[[int], Any] | None,
+        last: int | None,
+        written: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.calls: list[Call] = []
+        self._returns = returns
+        self._last = last
+        self._written = written
+
+    def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the block of this number."""
+        if number != len(self.calls):
+            raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
+        self.calls.append(tree_flatten((args, kwargs)))
+        if number == 0:
+            for place, tensor in self._written.items():
+                if _is_computed(self.calls[0][0][place]):
+                    self.calls[0][0][place].copy_(tensor)
+        if self._returns is None or number == self._last:
+            raise Reached
+        return self._returns(number)
+
+
+_run: ContextVar[Run] = ContextVar("run")
+
+
+class StandIn(nn.Module):
+    """A stand-in for a block, with the block's attributes and none of its modules.
+
+    Args:
+        block: the block.
+        number: its number.
+    """
+
+    def __init__(self, block: nn.Module, number: int) -> None:
+        super().__init__()
+        own = {name: value for name, value in vars(block).items() if name not in _EVERY_MODULE and name != "forward"}
+        vars(self).update(own)
+        vars(self)["_stands_for"] = number
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _run.get().reach(vars(self)["_stands_for"], args, kwargs)
+
+
+class Absent(nn.Module):
+    """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta")).eval(),)  # not as a child
+        self._known: OrderedDict[str, Any] = OrderedDict()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_on_meta"][0], name)  # a dtype is asked for, say
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        shapes = [Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        key = repr((tree, shapes))
+        if key not in self._known:
+            meta = [shape.poison(torch.device("meta")) if isinstance(shape, Shape) else shape for shape in shapes]
+            meta_args, meta_kwargs = tree_unflatten(meta, tree)
+            with torch.no_grad():
+                self._known[key] = self._on_meta[0](*meta_args, **meta_kwargs)
+            _forget(self._known)
+        return tree_map_only(
+            Tensor,
+            lambda meta: torch.full(meta.shape, _poison(meta.dtype), dtype=meta.dtype, device=device),
+            self._known[key],
+        )
+
+
+class Outline(nn.Module):
+    """The outline of a model.
+
+    It is a module so that it may hang on another one as an attribute without being a part of it.
+
+    Args:
+        model: the model.
+        chain: its blocks.
+        inputs: what it is called with.
+        apart: the names of the modules that lie in parts, beside the blocks.
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain, inputs: Inputs, apart: Iterable[str]) -> None:
+        super().__init__()
+        self.chain = chain
+        self.inputs = inputs
+        replaced: dict[str, nn.Module] = {
+            name: StandIn(model.get_submodule(name), number) for number, name in enumerate(chain.blocks)
+        }
+        replaced.update({name: Absent(model.get_submodule(name)) for name in apart})
+        containers = {name[: index] for name in chain.blocks for index in _dots(name)} | {""}
+        self._containers_of_blocks = sorted(containers)
+        self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "")}
+        self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], list[Call]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> Outline:
+        """It holds nothing of a part: copies of parts share it."""
+        return self
+
+    def run(
+        self, run: Run, leaves: Leaves, device: torch.device, own: Mapping[str, Any], training: bool = False
+    ) -> Any:
+        """Run the model's forward.
+
+        Args:
+            run: what the blocks do.
+            leaves: of the inputs.
+            device: where it computes.
+            own: the modules and parameters that are there, by their names in the model.
+            training: the mode of the modules that contain others.
+
+        Returns:
+            What the model returns; None where the run ended at a block.
+        """
+        root = _put_in(self._on(device), own, self._containers_of_blocks, training)
+        args, kwargs = self.inputs.called(leaves)
+        token = _run.set(run)
+        try:
+            return root.forward(*args, **kwargs)
+        except Reached:
+            return None
+        finally:
+            _run.reset(token)
+
+    def call(self, number: int, hidden: tuple[Any, ...], kept: tuple[Tensor, ...], travelling: tuple[Any, ...]) -> Any:
+        """The arguments of a block: (args, kwargs)."""
+        reached, tree = self.beside(number, hidden, travelling)
+        leaves = list(reached)
+        for place, leaf in zip(self.chain.entries, hidden, strict=True):
+            leaves[place] = leaf
+        for place, index in self.chain.carried[number] if self.chain.carried else ():
+            leaves[place] = kept[index]
+        return tree_unflatten(leaves, tree)
+
+    def beside(self, number: int, hidden: tuple[Tensor, ...], travelling: tuple[Any, ...]) -> Call:
+        """The arguments of a block, with nan where the hidden state goes.
+
+        One run finds it for all blocks. It is kept as long as the inputs live from which it was made.
+        """
+        device = hidden[0].device
+        tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
+        shapes = [Shape.of(each) for each in hidden]
+        # In the thread and stream where it was made, it is ready.
+        key = (
+            *shapes, device, threading.get_ident(), _stream(device),
+            torch.is_inference_mode_enabled(), *[torch.is_autocast_enabled(kind) for kind in {"cpu", device.type}],
+            *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
+        )  # fmt: skip
+        with self._lock:
+            made = self._made.get(key)
+        if made is not None and all(one() is other for one, other in zip(made[0], tensors, strict=True)):
+            return made[1][number]
+        output = self.chain.output([shape.poison(device) for shape in shapes])
+        run = Run(lambda _: output, len(self.chain.blocks) - 1)
+        with torch.no_grad():
+            self.run(run, self.inputs.arrived(travelling, device), device, {})
+        forget = partial(self._made.pop, key, None)
+        with self._lock:
+            self._made[key] = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors], run.calls
+            _forget(self._made)
+        return run.calls[number]
+
+    def _on(self, device: torch.device) -> nn.Module:
+        """The root, with its buffers on a device."""
+        if device not in self._roots:
+            self._roots[device] = rebuilt(self._roots[None], lambda tensor: tensor.to(device))
+        return self._roots[device]
+
+
+def rebuilt(module: nn.Module, changed: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a module with other parameters and buffers; it shares all else."""
+    made = shallow(module)
+    for table in ("_parameters", "_buffers"):
+        tensors = vars(module)[table].items()
+        vars(made)[table] = {name: each if each is None else changed(each) for name, each in tensors}
+    vars(made)["_modules"] = {
+        name: child if child is None else rebuilt(child, changed) for name, child in module._modules.items()
+    }
+    return made
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
+    made: nn.Module = object.__new__(type(module))
+    vars(made).update(vars(module))
+    for table in ("_parameters", "_buffers", "_modules"):
+        vars(made)[table] = dict(vars(module)[table])
+    vars(made).pop("forward", None)  # it is bound to the other
+    return made
+
+
+def _outlined(module: nn.Module, replaced: Mapping[str, nn.Module], containers: set[str], name: str) -> nn.Module:
+    made = shallow(module)
+    vars(made)["training"] = False
+    vars(made)["_parameters"] = {
+        key: None if each is None else Shape.of(each).poison(each.device)
+        for key, each in module._parameters.items()
+    }
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        if path in replaced:
+            made._modules[key] = replaced[path]
+        elif child is not None and path in containers:
+            made._modules[key] = _outlined(child, replaced, containers, path)
+        elif child is not None:
+            made._modules[key] = copy.deepcopy(child).eval()
+    return made
+
+
+def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], training: bool) -> nn.Module:
+    """The root with some modules and parameters put in, and copies of what contains them."""
+    copies: dict[str, nn.Module] = {}
+
+    def copied(name: str) -> nn.Module:
+        if name not in copies:
+            if not name:
+                copies[name] = shallow(root)
+            else:
+                above, _, key = name.rpartition(".")
+                table = copied(above)._modules
+                copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # it contains blocks
+            vars(copies[name])["training"] = training
+        return copies[name]
+
+    for name in containers:
+        copied(name)
+    for name, each in own.items():
+        above, _, key = name.rpartition(".")
+        tables = [vars(copied(above))[table] for table in ("_parameters", "_buffers", "_modules")]
+        next(table for table in tables if key in table)[key] = each
+    return copies[""]
+
+
+def _dots(name: str) -> list[int]:
+    return [index for index, letter in enumerate(name) if letter == "."]
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Whether it was computed in this run: it is no parameter, be it there or absent, which is no part's to write."""
+    is_absent = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not is_absent and not isinstance(tensor, nn.Parameter) and not (tensor.is_leaf and tensor.requires_grad)
+
+
+def _written(leaf: Tensor) -> tuple[tuple[int, ...], str]:
+    """The shape and type of a tensor, as they travel."""
+    return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return nan if dtype.is_floating_point or dtype.is_complex else 0
+
+
+def _stream(device: torch.device) -> int:
+    return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _forget(known: OrderedDict[Any, Any]) -> None:
+    while len(known) > _MOST:
+        known.popitem(last=False)
+
+
+def _in_words(tree: TreeSpec, names: tuple[str, ...] | None) -> str:
+    if names is not None:
+        return "a dict of " + (", ".join(map(str, names)) or "nothing")
+    return f"a {tree.type.__name__} of {tree.num_leaves}" if tree.num_children else "one tensor"

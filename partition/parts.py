@@ -1,0 +1,136 @@
+"""The parts of a model as layers of an nn.Sequential: its beginning, its blocks, its end.
+
+    x --> Beginning --> (hidden state, kept, inputs) --> Block --> ... --> Block --> End --> the model's output
+
+What travels beside the hidden state is those inputs whose numbers are read again: ids, padding masks. What the model
+makes of them for its blocks is made again in each stage (`partition.outline.Outline.beside`), and not sent. Only what
+the beginning computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
+
+A part holds modules of the model under their names in the model: the parameter "model.norm.weight" is
+"5.model.norm.weight" of the nn.Sequential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from partition.errors import PartitionError
+from partition.outline import Outline, Run, Shape
+
+Value: TypeAlias = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]  # hidden state, kept, inputs
+
+
+class Part(nn.Module):
+    """Some modules, parameters and buffers of a model, under their names.
+
+    Args:
+        outline: of the model.
+        own: the modules, parameters and buffers, by their names in the model.
+    """
+
+    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor]) -> None:
+        super().__init__()
+        self._of = (outline,)  # not as a child
+        self._names = tuple(own)
+        for name, each in own.items():
+            *above, key = name.split(".")
+            place: nn.Module = self
+            for step in above:
+                if step not in place._modules:
+                    place.add_module(step, nn.Module())
+                place = place._modules[step]  # type: ignore[assignment]  # just added
+            if isinstance(each, nn.Module):
+                place.add_module(key, each)
+            elif isinstance(each, nn.Parameter):
+                place.register_parameter(key, each)
+            else:
+                place.register_buffer(key, each)
+
+    @property
+    def outline(self) -> Outline:
+        """The outline of the model."""
+        return self._of[0]
+
+    def own(self) -> dict[str, Any]:
+        """The modules and parameters as they are now, by their names in the model."""
+        found: dict[str, Any] = {}
+        for name in self._names:
+            place: Any = self
+            for step in name.split("."):
+                place = getattr(place, step)
+            found[name] = place
+        return found
+
+    def extra_repr(self) -> str:
+        return ", ".join(self._names)
+
+
+class Beginning(Part):
+    """All that a model computes before its first block."""
+
+    def forward(self, x: Any) -> Value:
+        leaves = self.outline.inputs.leaves(x)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        run, chain = Run(None, None), self.outline.chain
+        self.outline.run(run, leaves, device, self.own(), self.training)
+        ((reached, _),) = run.calls
+        hidden, kept = [tuple([reached[place] for place in places]) for places in (chain.entries, chain.kept)]
+        return hidden, kept, self.outline.inputs.travelling(leaves)
+
+
+class Block(Part):
+    """One block of a model."""
+
+    def __init__(self, outline: Outline, number: int, block: nn.Module) -> None:
+        super().__init__(outline, {outline.chain.blocks[number]: block})
+        self._number = number
+
+    def forward(self, value: Value) -> Value:
+        hidden, kept, travelling = value
+        chain = self.outline.chain
+        _check_dtypes(hidden, chain.dtypes)
+        args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
+        (block,) = self.own().values()
+        returned, _ = tree_flatten(block(*args, **kwargs))
+        return tuple([returned[place] for place in chain.exits]), kept, travelling
+
+
+class End(Part):
+    """All that a model computes after its last block.
+
+    Args:
+        outline: of the model.
+        own: its modules and parameters.
+        output: what is made of what the model returns.
+    """
+
+    def __init__(
+        self, outline: Outline, own: Mapping[str, nn.Module | Tensor], output: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(outline, own)
+        self._output = output
+
+    def forward(self, value: Value) -> Any:
+        hidden, kept, travelling = value
+        device, chain = hidden[0].device, self.outline.chain
+        leaves = self.outline.inputs.arrived(travelling, device)
+        last, lost = len(chain.blocks) - 1, [Shape.of(leaf).poison(device) for leaf in hidden]
+        run = Run(
+            lambda number: chain.output(hidden if number == last else lost), None,
+            dict(zip(chain.kept, kept, strict=True))
+        )  # fmt: skip
+        return self._output(self.outline.run(run, leaves, device, self.own(), self.training))
+
+
+def _check_dtypes(hidden: Iterable[Tensor], dtypes: Iterable[torch.dtype]) -> None:
+    for leaf, dtype in zip(hidden, dtypes, strict=True):
+        if leaf.dtype != dtype and not torch.is_autocast_enabled(leaf.device.type):
+            raise PartitionError(
+                f"the hidden state is {leaf.dtype}, and was {dtype} when the model was cut. Cast the model first: "
+                "to_sequential(model.to(dtype), sample)."
+            )

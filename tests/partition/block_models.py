@@ -1,0 +1,237 @@
+"""Models as users write them: what they are called with, and how they are cut."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DiffusionBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.modulation, self.mlp = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(F.silu(condition)).chunk(3, -1)
+        return x + gate[:, None] * self.mlp(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
+
+
+class DiffusionTransformer(nn.Module):
+    """Every block, and the end, are given what the beginning computes of the time and the class."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.patch, self.position = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.randn(1, 4, width))
+        self.time = nn.Sequential(nn.Linear(1, width), nn.SiLU(), nn.Linear(width, width))
+        self.kind = nn.Embedding(10, width)
+        self.blocks = nn.ModuleList(DiffusionBlock(width) for _ in range(depth))
+        self.final, self.scale = nn.Linear(width, 48), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, time: Tensor, kind: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.position
+        condition = self.time(time[:, None]) + self.kind(kind)
+        for block in self.blocks:
+            x = block(x, condition)
+        return self.final(x * (1 + self.scale(condition))[:, None])
+
+
+class Residual(nn.Module):
+    def __init__(self, given: int, made: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(given, made, 3, stride, 1), nn.BatchNorm2d(made)
+        self.short = nn.Conv2d(given, made, 1, stride) if given != made else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + self.short(x))
+
+
+class ResNet(nn.Module):
+    """Blocks in several containers, which change the shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 8, 2), Residual(8, 8))
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.fc(torch.flatten(self.pool(self.layer2(self.layer1(x))), 1))
+
+
+class Gpt(nn.Module):
+    """Dropout before and after the blocks, a padding mask, and a head that reads the embedding's weight."""
+
+    def __init__(self, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(words, width), "wpe": nn.Embedding(16, width), "drop": nn.Dropout(0.3),
+            "h": nn.ModuleList(
+                nn.TransformerEncoderLayer(width, 2, 16, dropout=0.2, batch_first=True) for _ in range(3)
+            ),
+            "ln_f": nn.LayerNorm(width),
+        })  # fmt: skip
+        self.last_drop = nn.Dropout(0.4)
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        parts = self.transformer
+        positions = torch.arange(ids.size(1), device=ids.device)
+        x = parts["drop"](parts["wte"](ids) + parts["wpe"](positions))
+        mask = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device).triu(1)
+        for block in parts["h"]:
+            x = block(x, src_mask=mask, src_key_padding_mask=padding)
+        return F.linear(self.last_drop(parts["ln_f"](x)), parts["wte"].weight)
+
+
+class Lstm(nn.Module):
+    """Blocks that return more than the model uses."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
+        self.rnns = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for rnn in self.rnns:
+            x, _ = rnn(x)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Blocks whose routing depends on the data; a weight that all of them share."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(11, width), nn.Parameter(torch.randn(width))
+        self.blocks = nn.ModuleList(Routed(width) for _ in range(4))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor | None]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return {"hidden": x, "cache": None}
+
+
+class Routed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        choice = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[choice == number] = expert(x[choice == number])
+        return x + out * bias
+
+
+def ids(rows: int, length: int = 6) -> Tensor:
+    return torch.randint(0, 11, (rows, length))
+
+
+def padded(rows: int, length: int = 6) -> dict[str, Tensor]:
+    padding = torch.arange(length) >= torch.randint(2, length + 1, (rows, 1))
+    return {"ids": ids(rows, length), "padding": padding}
+
+
+# By name: the model, and inputs of so many rows.
+MODELS = {
+    "diffusion": (
+        DiffusionTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows), torch.randint(0, 10, (rows,)))
+    ),
+    "resnet": (ResNet, lambda rows: torch.randn(rows, 3, 8, 8)),
+    "gpt": (Gpt, padded),
+    "gpt without a mask": (Gpt, ids),
+    "lstm": (Lstm, ids),
+    "experts": (Experts, ids),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ not to be cut
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.finish(x, ids)
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x
+
+
+class EndNeedsBeginning(Chain):
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x + self.embed(ids).detach() * 0 + self.kept
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.embed.register_forward_hook(lambda module, args, out: setattr(self, "kept", out.sum()))
+        return super().forward(ids)
+
+
+class Skips(Chain):
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x + first
+
+
+class Collects(Chain):
+    def forward(self, ids: Tensor) -> Tensor:
+        x, found = self.embed(ids), []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return torch.stack(found, 1)
+
+
+class Between(Chain):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) + 0.1
+        return x
+
+
+class Repeats(Chain):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return x
+
+
+class OnTheHost(Chain):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scale = float(x.detach().abs().sum())
+        for block in self.blocks:
+            x = block(x)
+        return x * scale
+
+
+class Loss(Chain):
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.mean()
+
+
+REFUSED = {
+    Skips: "its end uses a value that the beginning or a block computes beside the hidden state",
+    Collects: "its end uses a value that the beginning or a block computes beside the hidden state",
+    OnTheHost: "its end uses a value that the beginning or a block computes beside the hidden state",
+    Between: "Between has no chain of blocks: no module whose children are called once each, one after the other",
+    Repeats: "Repeats has no chain of blocks",
+    Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
+}

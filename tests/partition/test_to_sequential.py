@@ -1,0 +1,363 @@
+"""Law: the layers that a model is cut into compute what the model computes, with its own parameters, in any Pipe."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from block_models import MODELS, REFUSED, Chain, Gpt, Skips, ids, padded
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from partition import PartitionError, split, to_sequential
+from partition.outline import Outline, UnreadError
+from pipeline import Pipe
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def made(name, rows=4):
+    kind, inputs = MODELS[name]
+    return kind().double(), doubled(inputs(rows)), lambda count: doubled(inputs(count))
+
+
+def doubled(x):
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, x
+    )
+
+
+def called(model, x):
+    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
+
+
+def rows_of(x, rows):
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[rows], x)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True))
+
+
+def hidden(out):
+    return tree_leaves(out)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compute_what_the_model_computes(name):
+    model, sample, inputs = made(name)
+    layers = to_sequential(model, sample)
+    model.eval(), layers.eval()
+    for rows in (4, 1, 7):
+        x = inputs(rows)
+        out, expected = layers(x), called(model, x)
+        assert same(out, expected)
+        weight = torch.randn_like(hidden(out))
+        grads = []
+        for each in (out, expected):
+            model.zero_grad()
+            (hidden(each) * weight).sum().backward()
+            grads.append({key: each.grad for key, each in model.named_parameters()})
+        for key, grad in grads[0].items():
+            other = grads[1][key]
+            assert (grad is None) == (other is None), key
+            assert grad is None or torch.allclose(grad, other, rtol=1e-12, atol=1e-14), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_hold_the_models_own_parameters_under_its_names(name):
+    model, sample, _ = made(name)
+    layers = to_sequential(model, sample)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for key, parameter in layers.named_parameters(remove_duplicate=False):
+        found[key.partition(".")[2]] = parameter
+        assert parameter is own[key.partition(".")[2]]
+    assert found.keys() == own.keys()
+    state = {key.partition(".")[2]: value for key, value in layers.state_dict().items()}
+    assert state.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        assert state[key].data_ptr() == value.data_ptr()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_left_as_it_was(name):
+    model, sample, _ = made(name)
+    model.train()
+    list(model.children())[0].eval()
+    before = [module.training for module in model.modules()]
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    state = torch.get_rng_state()
+    to_sequential(model, sample)
+    assert torch.equal(state, torch.get_rng_state())
+    assert before == [module.training for module in model.modules()]
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipe_of_the_layers_is_a_loop_over_the_model(name, checkpoint):
+    model, sample, inputs = made(name)
+    model.eval()
+    pipe = Pipe(model, sample=sample, balance=None, chunks=2, devices=["cpu"] * 3, checkpoint=checkpoint)
+    assert [name.partition(".")[2] for name, _ in pipe.named_parameters()]
+    x = inputs(4)
+    target = torch.randn_like(hidden(called(model, x)).detach())
+
+    def loss_fn(out, target):
+        return ((hidden(out) - target) ** 2).mean()
+
+    for _ in range(3):
+        model.zero_grad()
+        step = pipe.step(x, target, loss_fn=loss_fn)
+        grads = {key: each.grad for key, each in model.named_parameters()}
+        model.zero_grad()
+        total = 0
+        for rows in (slice(0, 2), slice(2, 4)):
+            loss = loss_fn(called(model, rows_of(x, rows)), target[rows]) / 2
+            loss.backward()
+            total += loss.detach()
+        assert torch.equal(step.loss, total)
+        for key, each in model.named_parameters():
+            assert (grads[key] is None) == (each.grad is None), key
+            assert each.grad is None or torch.allclose(grads[key], each.grad, rtol=1e-12, atol=1e-14), key
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_dropout_and_running_statistics_are_the_same_however_it_is_cut(name):
+    model, sample, inputs = made(name)
+    x, found = inputs(5), []
+    start = copy.deepcopy(model.state_dict())
+    layers = to_sequential(model, sample).train()
+    target = torch.randn_like(hidden(called(model, x)).detach())
+    for balance in ([len(layers)], [1, len(layers) - 1], [2, 1, len(layers) - 3]):
+        for checkpoint in ("always", "never"):
+            model.load_state_dict(start)
+            model.zero_grad()
+            torch.manual_seed(3)
+            pipe = Pipe(layers, balance, chunks=3, devices=["cpu"] * len(balance), checkpoint=checkpoint)
+            step = pipe.step(x, target, loss_fn=lambda out, target: ((hidden(out) - target) ** 2).mean())
+            found.append(([step.loss, *model.state_dict().values()], [each.grad for each in model.parameters()]))
+    for numbers, grads in found:
+        assert same(numbers, found[0][0])
+        for one, other in zip(grads, found[0][1], strict=True):  # a tied weight's are summed in another order
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert not same(called(model, x), called(model.eval(), x))  # there was something to be the same
+
+
+def test_what_is_not_read_again_does_not_travel():
+    value = to_sequential(Chain(), ids(4))[0](ids(3))
+    assert value == (value[0], (), (((3, 6), "int64"),)) and value[0][0].shape == (3, 6, 4)
+    x = padded(3)
+    (state,), kept, (first, padding) = to_sequential(Gpt(), padded(4))[0](x)
+    assert not kept and state.shape == (3, 6, 8) and padding is x["padding"]
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=6))
+def test_what_blocks_are_called_with_is_that_of_this_call(turns):
+    """Masks are kept as long as their inputs live; others come, or the same tensor is changed."""
+    model = Gpt().eval()
+    layers = to_sequential(model, padded(2))
+    several = [padded(2) for _ in range(3)]
+    for turn in turns:
+        x = several[turn % 3]
+        if turn > 2:
+            x["padding"][:, -1].logical_not_()
+        assert torch.equal(layers(x), model(**x))
+
+
+def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch):
+    layers, runs, made = to_sequential(Gpt().eval(), padded(2)), [], []
+    run = Outline.run
+    monkeypatch.setattr(Outline, "run", lambda self, *args, **kwargs: [runs.append(1), run(self, *args, **kwargs)][1])
+    x = padded(2)
+    layers(x)
+    assert len(runs) == 3  # the beginning, the blocks, the end
+    (_, calls), = layers[1].outline._made.values()
+    made += [weakref.ref(leaf) for leaf in calls[1][0] if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool]
+    assert any(each() is not None for each in made)
+    del x, calls
+    gc.collect()
+    assert not layers[1].outline._made
+
+
+def test_a_copy_computes_with_its_own_parameters():
+    model = Gpt().double().eval()
+    layers = to_sequential(model, padded(2))
+    other, x = copy.deepcopy(layers), padded(3)
+    expected = layers(x)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(layers(x), expected) and not torch.allclose(other(x), expected)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(other(x), layers(x))
+
+
+def test_second_derivatives_are_those_of_the_model():
+    model, sample, inputs = made("diffusion")
+    layers, x = to_sequential(model.eval(), sample), inputs(4)
+    pipe = Pipe(layers, [2, 3], chunks=2, devices=["cpu"] * 2, checkpoint="always")
+    products = []
+    for each in (pipe, lambda x: model(*x)):
+        params = list(model.parameters())
+        grads = torch.autograd.grad((each(x) ** 2).mean(), params, create_graph=True)
+        products.append(torch.autograd.grad(sum((grad**2).sum() for grad in grads), params))
+    for one, other in zip(*products, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_cannot_be_cut_are_refused_in_words(kind):
+    with pytest.raises(PartitionError, match=re.escape(REFUSED[kind])):
+        to_sequential(kind(), ids(4))
+
+
+def test_blocks_may_be_named_and_wrong_names_are_refused():
+    model = Gpt()
+    assert len(to_sequential(model, ids(2), blocks="transformer.h")) == 5
+    assert len(to_sequential(model, ids(2), blocks=["transformer.h.0", "transformer.h.1"])) == 4
+    for blocks, words in (
+        ("h", "blocks: Gpt has no module 'h'."),
+        (["transformer.h.0", "transformer.h.2"], "block 'transformer.h.2' is not called with what 'transformer.h.0' r"),
+        ("last_drop.x", "blocks: Gpt has no module 'last_drop.x'"),
+    ):
+        with pytest.raises(PartitionError, match=re.escape(words)):
+            to_sequential(model, ids(2), blocks=blocks)
+
+
+def test_a_call_that_is_not_like_the_sample_is_refused():
+    layers = to_sequential(Gpt().eval(), padded(2))
+    with pytest.raises(PartitionError, match="for inputs like a dict of ids, padding; it is called with one tensor"):
+        layers(ids(2))
+    with pytest.raises(PartitionError, match="it is called with a dict of ids"):
+        layers({"ids": ids(2)})
+    with pytest.raises(PartitionError, match="the hidden state is torch.float64, and was torch.float32 when the model"):
+        layers.double()(padded(2))
+
+
+class Branches(Chain):
+    def finish(self, x, ids):
+        return x if ids.size(1) < 8 else x * (ids == 0).sum()
+
+
+def test_an_input_that_is_read_only_later_is_refused_where_it_is_read():
+    layers = to_sequential(Branches(), ids(2))
+    layers(ids(2, 7))
+    with pytest.raises(UnreadError, match=r"tensor 0 of the inputs is read after the beginning of the model \(eq\), w"):
+        layers(ids(2, 8))
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model must be an nn.Module, got int"):
+        to_sequential(3, ids(2))
+    with pytest.raises(TypeError, match=re.escape("partition.to_sequential(model, x), where x is what it is called")):
+        split(Skips(), [1])
+    with pytest.raises(TypeError, match="partition.to_sequential"):
+        Pipe(nn.Linear(2, 2))
+
+
+# ------------------------------------------------------------------------------------------------------ transformers
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SEEING = {"image_size": 16, "patch_size": 4} | {
+    key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+FAMILIES = {
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64,
+                                       "bos_token_id": 1, "eos_token_id": 2}),
+    "LlamaForCausalLM": ("LlamaConfig", GROUPED),
+    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED),
+    "Qwen3ForCausalLM": ("Qwen3Config", GROUPED | {"head_dim": 8}),
+    "MistralForCausalLM": ("MistralConfig", GROUPED | {"sliding_window": 6}),
+    "GemmaForCausalLM": ("GemmaConfig", GROUPED | {"head_dim": 8}),
+    "Gemma2ForCausalLM": ("Gemma2Config", GROUPED | {"head_dim": 8, "sliding_window": 6}),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", GROUPED | {"head_dim": 8, "sliding_window": 6}),
+    "PhiForCausalLM": ("PhiConfig", SIZES),
+    "Phi3ForCausalLM": ("Phi3Config", SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "MixtralForCausalLM": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
+    "BertForMaskedLM": ("BertConfig", SIZES),
+    "BertForSequenceClassification": ("BertConfig", SIZES),
+    "RobertaForMaskedLM": ("RobertaConfig", SIZES),
+    "ViTForImageClassification": ("ViTConfig", SEEING),
+    "CLIPTextModelWithProjection": ("CLIPTextConfig", SIZES | {"bos_token_id": 1, "eos_token_id": 2}),
+    "CLIPVisionModelWithProjection": ("CLIPVisionConfig", SEEING),
+}  # fmt: skip
+
+
+def of_family(family):
+    transformers = pytest.importorskip("transformers")
+    config, sizes = FAMILIES[family]
+    model = getattr(transformers, family)(getattr(transformers, config)(**sizes))
+    if sizes is SEEING:
+        return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
+
+    def text(rows, length=12):
+        mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (rows, 1))).long()
+        return {"input_ids": torch.randint(3, 50, (rows, length)), "attention_mask": mask}
+
+    return model, text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_are_cut_and_train_as_they_are(family):
+    model, inputs = of_family(family)
+    model.eval()
+    layers = to_sequential(model, inputs(4))
+    assert len(layers) == 5
+    pipe = Pipe(layers, [2, 3], chunks=2, devices=["cpu"] * 2, checkpoint="except_last")
+    first = next(iter(layers(inputs(4))))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for rows in (4, 3):
+        x = inputs(rows)
+        target = torch.randn_like(model(**x)[first].detach())
+
+        def loss_fn(out, target):
+            return ((out[first] - target) ** 2).mean()
+
+        optimizer.zero_grad()
+        step = pipe.step(x, target, loss_fn=loss_fn)
+        grads = [each.grad for each in model.parameters()]
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part in (slice(0, 2), slice(2, rows)):
+            share = (min(part.stop, rows) - part.start) / rows
+            loss = loss_fn(model(**rows_of(x, part)), target[part]) * share
+            loss.backward()
+            total += loss.detach()
+        torch.testing.assert_close(step.loss, total, rtol=1e-6, atol=0)
+        for mine, each in zip(grads, model.parameters(), strict=True):
+            assert (mine is None) == (each.grad is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, each.grad, rtol=1e-4, atol=1e-6)
+        optimizer.step()
+
+
+def test_a_frozen_model_of_transformers_has_gradients_where_it_is_trained():
+    model, inputs = of_family("LlamaForCausalLM")
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    pipe = Pipe(model, sample=inputs(4), balance=[2, 1, 2], chunks=2, devices=["cpu"] * 3, checkpoint="always")
+    x = inputs(4)
+    pipe.step(x, x["input_ids"], loss_fn=lambda out, y: nn.functional.cross_entropy(out["logits"].transpose(1, 2), y))
+    with_grad = {name for name, each in model.named_parameters() if each.grad is not None}
+    assert with_grad == {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
