@@ -28,9 +28,10 @@ no receive is ever posted for the wrong size.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,10 +67,6 @@ class Sender:
         self._held = 0
 
     @property
-    def _payloads(self) -> PayloadsOut | None:
-        return self._outgoing.payloads
-
-    @property
     def held_bytes(self) -> int:
         """The bytes of buffers that are kept until they are known to have been received; without payloads."""
         return self._held
@@ -101,17 +98,16 @@ class Sender:
         if series is None or index == len(series.names) or series.names[index] != name:
             raise RuntimeError(self._not_next(name))
         spec = series.predicted(index)
-        tensors = message.tensors
+        tensors, payloads = message.tensors, self._outgoing.payloads
         fits = spec.packing.fits(tensors)
         if not fits:
             tensors = settle(tensors, f"{name} from {self._what}")
             fits = spec.packing.fits(tensors)
-        fits = fits and spec.apart == self._goes_apart(spec.packing, tensors)
-        if fits and spec.says(message):
-            buffer = self._packed(spec, _header(series.header(index)), tensors)
+        if fits and spec.apart == _goes_apart(spec.packing, tensors, payloads) and spec.says(message):
+            buffer = _packed(spec, series.header(index), tensors, payloads)
             self._keep(buffer.numel(), self._outgoing.send(buffer))
         else:
-            self._announce(series, index, message._replace(tensors=tensors))
+            self._announce(series, index, message._replace(tensors=tensors), payloads)
 
     def reap(self, count: int) -> None:
         """Free the first `count` messages of this phase, which are known to have been received.
@@ -154,33 +150,18 @@ class Sender:
         self.reap(len(self._sent))
         self._series = None
 
-    def _announce(self, series: MessageSeries, index: int, message: Message) -> None:
+    def _announce(
+        self, series: MessageSeries, index: int, message: Message, payloads: PayloadsOut | None
+    ) -> None:
         """Send a message that is not as predicted, and predict the next one by it."""
         packing = Packing.of(message.tensors)
-        apart = self._goes_apart(packing, message.tensors)
+        apart = _goes_apart(packing, message.tensors, payloads)
         text = describe(message, packing, f"{series.names[index]} from {self._what}", apart)
-        expected, before = series.predicted(index), series.header(index)
-        spec = series.learn(index, text)  # as the receiver does
-        extra = self._packed(spec, _tensor_of(text + bytes(-len(text) % ALIGNMENT)), message.tensors)
-        header = _header((*before[:5], len(text), extra.numel()))
-        buffer = torch.cat((header, torch.zeros(expected.beside_header, dtype=torch.uint8, device=_HOST)))
-        nbytes = buffer.numel() + extra.numel()
-        self._keep(nbytes, self._outgoing.send(buffer), self._outgoing.send(extra, extra=True))
-
-    def _goes_apart(self, packing: Packing, tensors: Sequence[Tensor | None]) -> bool:
-        """Whether these tensors go as a payload."""
-        payloads = self._payloads
-        if payloads is None or packing.nbytes == 0:
-            return False
-        return any([tensor is not None and payloads.takes(tensor) for tensor in tensors])
-
-    def _packed(self, spec: MessageSpec, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The buffer that goes through the host; a payload is sent at once."""
-        payloads = self._payloads
-        if not spec.apart or payloads is None:
-            return spec.packing.pack(header, tensors)
-        payloads.send(spec.packing.pack_apart(tensors, payloads.device))
-        return header
+        padded = text + bytes(-len(text) % ALIGNMENT)
+        nbytes = len(padded) + (0 if apart else packing.nbytes)
+        buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted(index).beside_header))
+        extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
+        self._keep(buffer.numel() + nbytes, self._outgoing.send(buffer), self._outgoing.send(extra, extra=True))
 
     def _keep(self, nbytes: int, *handles: Handle) -> None:
         self._sent.append(handles)
@@ -287,21 +268,21 @@ class Receiver:
         buffer, handle = self._posted.popleft()
         handle.wait()
         index = self._position
-        header = HEADER.unpack_from(_memory_of(buffer))
-        expected = series.header(index)
-        if header == expected:
+        header = ctypes.string_at(buffer.data_ptr(), HEADER.size)
+        if header == series.header(index):
             self._arrived[index] = self._arrival(series.predicted(index), buffer, HEADER.size)
-        elif header[:5] == expected[:5] and header[5] > 0:
-            self._arrived[index] = self._receive_announced(series, index, *header[5:])
         else:
-            raise RuntimeError(self._specs.mistaken(series, index, header))
+            *_, length, nbytes = numbers = HEADER.unpack(header)
+            if length <= 0 or header != series.header(index, length, nbytes):
+                raise RuntimeError(self._specs.mistaken(series, index, numbers))
+            self._arrived[index] = self._receive_announced(series, index, length, nbytes)
         self._position += 1
 
     def _receive_announced(self, series: MessageSeries, index: int, length: int, nbytes: int) -> _Arrival:
         extra = self._buffer(nbytes)
         self._incoming.post(extra, extra=True).wait()
         try:
-            spec = series.learn(index, bytes(_memory_of(extra[:length])))
+            spec = series.learn(index, ctypes.string_at(extra.data_ptr(), length))
         except LookupError as error:
             raise RuntimeError(f"{series.names[index]} from {self._what} cannot be read: {error.args[0]}") from error
         return self._arrival(spec, extra, length + -length % ALIGNMENT)
@@ -337,16 +318,25 @@ class _Arrival(NamedTuple):
     payload: Expected | None
 
 
-def _header(numbers: tuple[int, ...]) -> Tensor:
-    return _tensor_of(HEADER.pack(*numbers))
+def _goes_apart(packing: Packing, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None) -> bool:
+    """Whether these tensors go as a payload."""
+    if payloads is None or packing.nbytes == 0:
+        return False
+    return any([tensor is not None and payloads.takes(tensor) for tensor in tensors])
+
+
+def _packed(
+    spec: MessageSpec, header: bytes, tensors: Sequence[Tensor | None], payloads: PayloadsOut | None
+) -> Tensor:
+    """The buffer that goes through the host; a payload is sent at once."""
+    if not spec.apart or payloads is None:
+        return spec.packing.pack(header, tensors)
+    payloads.send(spec.packing.pack_apart(tensors, payloads.device))
+    return _tensor_of(header)
 
 
 def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _memory_of(buffer: Tensor) -> Any:
-    return buffer.numpy()
 
 
 def _check_finished(series: MessageSeries | None, what: str) -> None:

@@ -10,9 +10,10 @@ version counter of its own.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Packing:
     Example:
         >>> tensors = (torch.arange(3), None, torch.tensor(True))
         >>> packing = Packing.of(tensors)
-        >>> buffer = packing.pack(torch.zeros(64, dtype=torch.uint8), tensors)
+        >>> buffer = packing.pack(bytes(64), tensors)
         >>> packing.nbytes, len(buffer)
         (65, 129)
         >>> packing.unpack(buffer, 64, torch.device("cpu"))
@@ -51,18 +52,18 @@ class Packing:
 
     """
 
-    __slots__ = ("specs", "nbytes", "_gaps", "_spans")
+    __slots__ = ("specs", "nbytes", "_has_gaps", "_spans")
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = tuple(specs)
-        self._spans: list[tuple[Strided, int, int]] = []  # each part: what it is, how many numbers, where it begins
-        self._gaps: list[Tensor | None] = []  # what lies before it
+        self._spans: list[_Span] = []
+        self._has_gaps = False
         end = 0
         for part in chain.from_iterable(map(parts_of, self.specs)):
             gap = -end % ALIGNMENT if part.span else 0
-            self._gaps.append(torch.zeros(gap, dtype=_UINT8, device=_HOST) if gap else None)
-            self._spans.append((part, part.span, end + gap))
-            end += gap + part.span * part.dtype.itemsize
+            self._spans.append(_Span(part, part.span, end + gap, part.span * part.dtype.itemsize))
+            self._has_gaps |= gap > 0
+            end = self._spans[-1].begin + self._spans[-1].nbytes
         self.nbytes = end
 
     @classmethod
@@ -83,28 +84,35 @@ class Packing:
         """Whether these tensors look like that and can be sent as they are."""
         return len(tensors) == len(self.specs) and all(map(fits, tensors, self.specs))
 
-    def pack(self, header: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A new buffer: the header (whose size is a multiple of 64), and the tensors, which fit."""
-        return torch.cat(_on_host(self._pieces([header], tensors, self._gaps)))
+    def pack(self, header: bytes, tensors: Sequence[Tensor | None]) -> Tensor:
+        """A new buffer: the header (whose size is a multiple of 64), and the tensors, which fit.
+
+        The bytes are copied without an operator of torch: three of them took longer than a small message is under way.
+        """
+        parts, start = _on_host(list(memories(tensors)), self._spans), len(header)
+        make = torch.zeros if self._has_gaps else torch.empty
+        buffer = make(start + self.nbytes, dtype=_UINT8, device=_HOST)
+        address = buffer.data_ptr()
+        ctypes.memmove(address, header, start)
+        for part, (_, _, begin, nbytes) in zip(parts, self._spans, strict=True):
+            source = part.data_ptr()
+            if source:
+                ctypes.memmove(address + start + begin, source, nbytes)
+            else:  # empty, or autograd's zeros, which have no memory
+                ctypes.memset(address + start + begin, 0, nbytes)
+        return buffer
 
     def pack_apart(self, tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """A new buffer on a device: the tensors, which fit, on whatever device. The host waits for none of them."""
-        gaps = self._gaps
-        if any([gap is not None for gap in gaps]):
-            nothing = torch.zeros(ALIGNMENT, dtype=_UINT8, device=device)
-            gaps = [None if gap is None else nothing[: gap.numel()] for gap in gaps]
-        return torch.cat([_on_device(piece, device) for piece in self._pieces([], tensors, gaps)])
-
-    def _pieces(
-        self, pieces: list[Tensor], tensors: Sequence[Tensor | None], gaps: list[Tensor | None]
-    ) -> list[Tensor]:
-        """The header, and the memory of the tensors with the gaps between."""
-        for part, (_, count, _), gap in zip(memories(tensors), self._spans, gaps, strict=True):
-            if gap is not None:
-                pieces.append(gap)
+        nothing = torch.zeros(ALIGNMENT, dtype=_UINT8, device=device) if self._has_gaps else None
+        pieces, end = list[Tensor](), 0
+        for part, (_, count, begin, nbytes) in zip(memories(tensors), self._spans, strict=True):
+            if nothing is not None and begin > end:
+                pieces.append(nothing[: begin - end])
             if count:
-                pieces.append(part.as_strided((count,), _ONE).view(_UINT8))
-        return pieces
+                pieces.append(_on_device(_bytes_of(part, count), device))
+            end = begin + nbytes
+        return torch.cat(pieces)
 
     def unpack(self, buffer: Tensor, start: int, device: torch.device) -> tuple[Tensor | None, ...]:
         """The tensors in a buffer.
@@ -119,7 +127,7 @@ class Packing:
 
     def _on_host(self, buffer: Tensor, start: int) -> Iterator[Tensor]:
         memory = buffer.numpy()
-        for part, count, begin in self._spans:
+        for part, count, begin, _ in self._spans:
             if count:  # a storage of its own, unlike a view of the buffer
                 numbers = torch.frombuffer(memory, dtype=part.dtype, count=count, offset=start + begin)
                 yield numbers.as_strided_(part.shape, part.stride)
@@ -129,18 +137,33 @@ class Packing:
     def _on_device(self, buffer: Tensor, start: int, device: torch.device) -> Iterator[Tensor]:
         """One copy to the device, in its current stream, and from there one for each part where there are several."""
         payload = buffer[start : start + self.nbytes].to(device, non_blocking=True)
-        for part, count, begin in self._spans:
-            piece = payload[begin : begin + count * part.dtype.itemsize]
+        for part, _, begin, nbytes in self._spans:
+            piece = payload[begin : begin + nbytes]
             numbers = (piece if len(self._spans) == 1 else piece.clone()).view(part.dtype)
             yield numbers.as_strided(part.shape, part.stride).detach()
 
 
-def _on_host(pieces: list[Tensor]) -> list[Tensor]:
-    """The same bytes on the host, which waits for the devices that have some of them."""
-    if all([piece.is_cpu for piece in pieces]):
-        return pieces
-    staged = [piece if piece.is_cpu else _pinned(piece) for piece in pieces]
-    for device in {piece.device for piece in pieces if not piece.is_cpu}:
+class _Span(NamedTuple):
+    """The memory of a part: what it is, how many numbers, where it begins in the payload, and how long it is there."""
+
+    spec: Strided
+    numbers: int
+    begin: int
+    nbytes: int
+
+
+def _bytes_of(part: Tensor, count: int) -> Tensor:
+    return part.as_strided((count,), _ONE).view(_UINT8)
+
+
+def _on_host(parts: list[Tensor], spans: Sequence[_Span]) -> list[Tensor]:
+    """The same memory on the host, which waits for the devices that have some of it."""
+    if all([part.is_cpu for part in parts]):
+        return parts
+    staged = [
+        part if part.is_cpu else _pinned(_bytes_of(part, span.numbers)) for part, span in zip(parts, spans, strict=True)
+    ]
+    for device in {part.device for part in parts if not part.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
     return staged
 

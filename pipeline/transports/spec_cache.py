@@ -50,9 +50,15 @@ class MessageSeries:
         self._last[index], self._predicted[index] = text, spec if is_steady else NOTHING
         return spec
 
-    def header(self, index: int) -> tuple[int, ...]:
-        """The header of a message that is as predicted, in numbers."""
-        return _MAGIC, self.call, index, self.digest, self._predicted[index].packing.nbytes, 0, 0
+    def header(self, index: int, length: int = 0, extra: int = 0) -> bytes:
+        """The header of a message.
+
+        Args:
+            length: of the description, in bytes; 0: the message is as predicted.
+            extra: the bytes on the extra stream.
+        """
+        nbytes = self._predicted[index].packing.nbytes
+        return HEADER.pack(_MAGIC, self.call, index, self.digest, nbytes, length, extra)
 
 
 class SpecCache:

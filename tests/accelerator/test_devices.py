@@ -369,7 +369,7 @@ def test_messages_are_packed_on_the_host_and_unpacked_where_they_go(source: str)
     device = torch.device(source)
     tensors = (torch.randn(3, 4).to(device).t(), None, torch.tensor(True), torch.arange(5).to(device))
     packing = Packing.of(tensors)
-    buffer = packing.pack(torch.zeros(64, dtype=torch.uint8), tensors)
+    buffer = packing.pack(bytes(64), tensors)
     assert buffer.is_cpu
     for there in (CPU, sim(1)):
         for one, other in zip(packing.unpack(buffer.pin_memory(), 64, there), tensors, strict=True):

@@ -18,7 +18,7 @@ pytestmark = [  # what torch says of the tensors that are made here
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
 ]
 CPU = torch.device("cpu")
-HEADER = torch.arange(64, dtype=torch.uint8)
+HEADER = bytes(range(64))
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
     torch.bool,
@@ -46,7 +46,7 @@ def over(tensors):
     settled = settle(tensors, "it")
     packing = Packing.of(settled)
     buffer = packing.pack(HEADER, settled)
-    assert len(buffer) == 64 + packing.nbytes and torch.equal(buffer[:64], HEADER)
+    assert len(buffer) == 64 + packing.nbytes and bytes(buffer[:64].tolist()) == HEADER
     written = json.loads(json.dumps(encode_plain(packing.plain())))
     return Packing.from_plain(decode_plain(written)).unpack(buffer, 64, CPU)
 
@@ -303,6 +303,15 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ran.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_what_is_on_the_host_is_packed_without_an_operator_but_the_one_that_makes_the_buffer():
+    for tensors, made in (((torch.arange(12.0),), "empty"), ((torch.arange(3), torch.ones(2, 2).t()), "zeros")):
+        packing = Packing.of(tensors)
+        with Operators() as operators:
+            packed = packing.pack(HEADER, tensors)
+        assert operators.ran[0] == made and set(operators.ran) <= {made, "zero_"}
+        assert all(torch.equal(*pair) for pair in zip(packing.unpack(packed, 64, CPU), tensors, strict=True))
 
 
 def test_one_contiguous_tensor_is_packed_by_one_kernel():
