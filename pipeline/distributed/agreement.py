@@ -13,7 +13,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -57,7 +56,6 @@ def from_optional_bits(is_there: int, bits: int) -> Tensor | None:
     return torch.tensor(from_bits(bits), dtype=torch.float64, device="cpu") if is_there else None
 
 
-@lru_cache(maxsize=1024)
 def digest(text: str) -> int:
     """A whole number for a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

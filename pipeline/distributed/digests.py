@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ class Sketches:
     """The sketches of gradients, as they are when this is made. None counts as zeros."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        with torch.no_grad():
+        with torch.no_grad() if grads else nullcontext():
             self._numbers = [None if grad is None else _Coming(_sketch(grad.detach())) for grad in grads]
         self._tolerances = [OF_HALF if grad is not None and grad.itemsize < 4 else TOLERANCE for grad in grads]
 
@@ -124,12 +125,11 @@ def _sums(tensor: Tensor) -> Tensor:
     tensor = _thinned(tensor).resolve_conj().resolve_neg()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
-    length = bits.numel() // BLOCKS
+    length, rest = divmod(bits.numel(), BLOCKS)
     if length < 2:
         return bits.clone()
-    rest = bits[length * BLOCKS :]
-    sums = bits[: length * BLOCKS].view(BLOCKS, length).sum(1, dtype=bits.dtype)
-    return torch.cat([sums, rest]) if rest.numel() else sums
+    sums = (bits[:-rest] if rest else bits).view(BLOCKS, length).sum(1, dtype=bits.dtype)
+    return torch.cat([sums, bits[-rest:]]) if rest else sums
 
 
 def _thinned(tensor: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ grows with the logarithm of n: 512 ranks are four levels, no rank has more than 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -109,24 +108,25 @@ def _turn(connections: Connections, place: TreePlace, size: int, data: bytes, ro
     ]
     for handle in posted:
         handle.wait()
-    known = _message([_LENGTH.pack(len(data)), data[:room], *map(_content, buffers)])
+    content = b"".join([_LENGTH.pack(len(data)), data[:room], *map(_content, buffers)])
     if place.parent is not None:
-        told = connections.outgoing(place.parent).send(known)
+        told = connections.outgoing(place.parent).send(_message(content))
         buffer = _buffer(size, room)
         connections.incoming(place.parent).post(buffer).wait()
         told.collect()
-        known = buffer[: _LENGTH.size + len(_content(buffer))]
-    for handle in [connections.outgoing(child.start).send(known) for child in place.children]:
-        handle.wait()
-    return _rows(bytes(_content(known)), room)
+        content = bytes(_content(buffer))
+    if place.children:
+        known = _message(content)
+        for handle in [connections.outgoing(child.start).send(known) for child in place.children]:
+            handle.wait()
+    return _rows(content, room)
 
 
 def _buffer(ranks: int, room: int) -> Tensor:
     return torch.empty(_LENGTH.size + ranks * (_LENGTH.size + room), dtype=torch.uint8, device="cpu")
 
 
-def _message(parts: Sequence[bytes | memoryview]) -> Tensor:
-    content = b"".join(parts)
+def _message(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(_LENGTH.pack(len(content)) + content), dtype=torch.uint8)
 
 
