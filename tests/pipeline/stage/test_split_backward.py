@@ -62,9 +62,9 @@ class Log:
 
         def wrapped(stage: StageRun, chunk: int, *args: Any) -> Any:
             result = real(stage, chunk, *args)
-            aliases = {id(alias) for _, alias in stage.aliases.trained if alias.grad is not None}
-            places = [within.items() for _, within in stage.aliases._places]
-            there = {name for within in places for name, held in within if id(held) in aliases}
+            have = {id(real) for real, alias in stage.aliases.trained if alias.grad is not None}
+            tables = [module._parameters.items() for module in stage.layers.modules]
+            there = {name for table in tables for name, real in table if id(real) in have}
             self.after.append((kind, stage.layers.index, chunk, there))
             return result
 
