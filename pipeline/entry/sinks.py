@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.interrupts import firm
 from pipeline.common.torch_modes import without_autocast
@@ -74,26 +74,25 @@ class GradSink(Sink):
                 pairs, value, hooks, metrics = collect(call, loss)
                 joined = run.joined(call)
                 call.release()
-                named = list(run.runtime.module.named_parameters())
-                store = self.take(pairs, call, named)
-            self.finish(named)
+                store = self.take(pairs, call, run.runtime.module)
+            self.finish(run.runtime.module)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
         return Step(value, store, joined, None, metrics)
 
-    def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> GradStore | None:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
 
         Args:
             pairs: (owner, gradient) of parameters, other leaves, and tensors of the input, each once.
             call: made them.
-            named: the parameters.
+            module: the Pipe.
         """
         with _grads_undone(pairs):
             accumulate(pairs)
         return None
 
-    def finish(self, named: Named) -> None:
+    def finish(self, module: nn.Module) -> None:
         """End a step that went well in this process."""
 
 
@@ -109,7 +108,8 @@ class StoreSink(GradSink):
         super().__init__(scaler)
         self._max_norm = max_norm
 
-    def take(self, pairs: list[Pair], call: Call, named: Named) -> GradStore | None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> GradStore | None:
+        named: Named = list(module.named_parameters())
         known = {id(param): (name, param) for name, param in named}
         only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
@@ -148,13 +148,14 @@ class OptimizerSink(GradSink):
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
-    def take(self, pairs: list[Pair], call: Call, named: Named) -> None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> None:
         communicator, scaler = call.communicator, self.scaler
         with self._undone(pairs):
             accumulate(pairs)
             if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
                 _unscale(scaler, self._optimizer, communicator)
             if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
+                named = list(module.named_parameters())
                 known = {id(param) for _, param in named}
                 others = [("", param) for param in self._stepped() if id(param) not in known]
                 clip_grads([*named, *others], self._max_norm, 2.0, communicator)
@@ -163,9 +164,9 @@ class OptimizerSink(GradSink):
             else:
                 scaler.step(self._optimizer)
 
-    def finish(self, named: Named) -> None:
+    def finish(self, module: nn.Module) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        for _, parameter in named:
+        for parameter in module.parameters():
             parameter.grad = None
         if self.scaler is not None:
             self.scaler.update()
