@@ -184,7 +184,7 @@ class Execution:
             on_final: called with each stage after its last backward.
         """
         phase = self.setup.plan.phases[number]
-        now = self.ambient.now()
+        now = self.ambient if number == 0 else self.ambient.now()  # a call begins with its first phase
         in_turns = now.switches != self.ambient.switches or within_checkpoint() or self.setup.compares
         perform: Perform = partial(self._perform, work)
         if self.setup.traces or not self.communicator.is_alone:
