@@ -8,7 +8,7 @@ A table is a dict, or, in a ScriptModule, an object of C++.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -82,12 +82,18 @@ def parameters_of(module: nn.Module) -> Table:
         >>> list(parameters_of(nn.Linear(2, 2)))
         ['weight', 'bias']
     """
-    return Scripted(module, "_parameters") if isinstance(module, torch.jit.ScriptModule) else module._parameters
+    return tables_of([module], "_parameters")[0]
 
 
 def buffers_of(module: nn.Module) -> Table:
     """The table of a module's own buffers."""
-    return Scripted(module, "_buffers") if isinstance(module, torch.jit.ScriptModule) else module._buffers
+    return tables_of([module], "_buffers")[0]
+
+
+def tables_of(modules: Iterable[nn.Module], kind: str) -> list[Table]:
+    """The tables of many modules. `kind`: "_parameters" or "_buffers"."""
+    scripted = torch.jit.ScriptModule
+    return [Scripted(each, kind) if isinstance(each, scripted) else each.__dict__[kind] for each in modules]
 
 
 @contextmanager

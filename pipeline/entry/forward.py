@@ -294,7 +294,8 @@ class PipeOutput(torch.autograd.Function):
 
 
 _GIVEN = "_penstock_given"  # set on the gradient of a token
-_work: Callable[..., Tensor] = PipeFunction.apply
+# Function.apply without its Python part, which looks at each parameter.
+_work: Callable[..., Tensor] = super(torch.autograd.Function, PipeFunction).apply
 _emit: Callable[..., tuple[Tensor, ...]] = PipeOutput.apply
 
 

@@ -344,7 +344,7 @@ class Call:
 
     def _taken(self, stage: StageRun) -> list[Pair]:
         place = self.execution.setup.layout.places[stage.layers.index]
-        return self.execution.placement.to_owners(list(stage.take_sums()), place)
+        return self.execution.placement.to_owners(stage.take_sums(), place)
 
     def owners(self) -> list[Tensor]:
         """The parameters and external leaves that an output depends on, each once."""

@@ -51,10 +51,10 @@ class ParameterPlacement:
         with torch.inference_mode(False):  # a copy has a version counter, in every mode
             return self._transport.carry(parameter.detach(), owner, place)
 
-    def to_owners(self, pairs: Sequence[Pair], place: Place) -> list[Pair]:
+    def to_owners(self, pairs: list[Pair], place: Place) -> list[Pair]:
         """(Parameter, gradient) that were computed at a place, with the gradients where the parameters are owned."""
         if not self._of:
-            return list(pairs)
+            return pairs
         return [
             (owner, self._transport.carry(grad, place, self._of.get(id(owner), place))) for owner, grad in pairs
         ]

@@ -24,8 +24,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import filterfalse
 from operator import eq, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -41,6 +42,7 @@ _MOST = 1000  # containers of one stage
 _EVERY_MODULE = frozenset(vars(nn.Module()))  # the names that each module's dict has: tables, hooks, training
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
 _OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
+Held: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
 _INSTALLED = tuple([sysconfig.get_path(name) for name in ("purelib", "platlib")])
 
 
@@ -69,15 +71,15 @@ class Attributes:
         self._buffers = buffers
         self._copied = copied
         tables = list(tables)
-        held = _as_it_is if tables else _held
+        held: Held = list if tables else _held
         for module in modules:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
-            names = [name for name in table if name not in _EVERY_MODULE]
+            names = list(filterfalse(_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
-            self._modules.append(_OfModule(table, names, get, len(table), [held(value) for value in values]))
+            self._modules.append(_OfModule(table, names, get, len(table), held(values)))
             self._look(values[1:], 0, _package(type(module)), held)
             if table["_modules"]:
                 self._places.append(_Place.of(_MAPPING, table["_modules"], held))
@@ -87,7 +89,7 @@ class Attributes:
     def __bool__(self) -> bool:
         return bool(self._modules or self._places)
 
-    def _look(self, values: Iterable[Any], depth: int, package: str, held: Callable[[Any], Any]) -> None:
+    def _look(self, values: Iterable[Any], depth: int, package: str, held: Held) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
         and those of no installed package."""
         for value in values:
@@ -285,17 +287,15 @@ class _Place(NamedTuple):
     content: list[Any]
 
     @classmethod
-    def of(cls, kind: _Kind, holder: Any, held: Callable[[Any], Any]) -> _Place:
-        return cls(kind, holder, [held(value) for value in kind.read(holder)])
+    def of(cls, kind: _Kind, holder: Any, held: Held) -> _Place:
+        return cls(kind, holder, held(kind.read(holder)))
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _held(value: Any) -> Any:
-    """The value, or a weak reference to one in autograd's graph, which it would keep alive."""
-    return TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+def _held(values: Iterable[Any]) -> list[Any]:
+    """The values, with weak references to those in autograd's graph, which it would keep alive."""
+    return [
+        TensorWeakRef(value) if isinstance(value, Tensor) and value.grad_fn is not None else value for value in values
+    ]
 
 
 def _again(values: list[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
-from pipeline.common.module_tables import buffers_of
+from pipeline.common.module_tables import tables_of
 from pipeline.data.pytrees import detached, same_values, storage_of, versions
 from pipeline.recompute.copies import copies
 
@@ -47,7 +47,7 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], expected: frozenset[int] | None = None) -> None:
         self._expected = expected
-        self._places = [(table, table.copy()) for table in map(buffers_of, modules)]  # those that are None too
+        self._places = [(table, table.copy()) for table in tables_of(modules, "_buffers")]  # those that are None too
         found = [
             (number, table, name, tensor)
             for number, (table, held) in enumerate(self._places) if held

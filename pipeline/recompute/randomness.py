@@ -83,23 +83,19 @@ def unobserved() -> bool:
 
 def is_torchs_own(module: nn.Module) -> bool:
     """Whether a module is exactly one of torch's that never draw and never write an attribute, and has no hook."""
-    hooked = module._forward_pre_hooks or module._forward_hooks
-    return _has_torchs_forward(type(module)) and not hooked and "forward" not in vars(module)
-
-
-def _has_torchs_forward(kind: type[nn.Module]) -> bool:
-    """Whether a class is one of torch's that never draw, and is not patched."""
+    kind = type(module)
     forward = _FORWARDS.get(kind)
-    return forward is not None and kind.forward is forward
+    if forward is None or kind.forward is not forward:  # of another class, or patched
+        return False
+    return not (module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
 
 
 def _is_quiet(module: nn.Module) -> bool:
     methods = _QUIET.get(type(module))
     return (
         methods is not None
-        and _has_torchs_forward(type(module))
+        and is_torchs_own(module)
         and methods.isdisjoint(vars(module))
-        and not (module._forward_pre_hooks or module._forward_hooks)
         and not (module._backward_pre_hooks or module._backward_hooks)
         and all([type(each) in _PLAIN for each in (*module._parameters.values(), *module._buffers.values())])
     )

@@ -36,7 +36,8 @@ class Deliver(torch.autograd.Function):
         return result
 
 
-_delivery: Callable[..., Tensor] = Deliver.apply
+# Function.apply without its Python part, which looks at each owner.
+_delivery: Callable[..., Tensor] = super(torch.autograd.Function, Deliver).apply
 
 
 def deliver(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -53,15 +54,13 @@ def accumulate(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """
     if not pairs:
         return
-    there: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}  # gradients, owners
-    for owner, grad in pairs:
-        grads, owners = there.setdefault(owner.device, ([], []))
-        grads.append(grad)
-        owners.append(owner)
-        del grad
-    with torch.enable_grad(), hooks_asleep([owner for owner, _ in pairs]):
-        pairs.clear()
-        roots = [_delivery(grads, *owners) for grads, owners in there.values()]
+    owners = [owner for owner, _ in pairs]
+    devices = dict.fromkeys([owner.device for owner in owners])
+    there = [[pair for pair in pairs if pair[0].device == device] for device in devices]
+    pairs.clear()
+    with torch.enable_grad(), hooks_asleep(owners):
+        roots = [_delivery([grad for _, grad in some], *[owner for owner, _ in some]) for some in there]
+        there.clear()
         finish_backward(roots)
 
 

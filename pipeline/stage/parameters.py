@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
-from pipeline.common.module_tables import Table, parameters_of
+from pipeline.common.module_tables import Table, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, versions
 
 HALF = (torch.float16, torch.bfloat16)
@@ -81,8 +81,7 @@ class Aliases:
     ) -> None:
         tables: list[tuple[nn.Module, Table]] = []
         found: dict[int, Tensor] = {}
-        for module in modules:
-            table = parameters_of(module)
+        for module, table in zip(modules, tables_of(modules, "_parameters")):
             if table and (own := [real for real in table.values() if real is not None]):
                 tables.append((module, table))
                 found.update(zip(map(id, own), own))

@@ -403,10 +403,9 @@ class StageRun:
 
     # ------------------------------------------------------------------------------------------------- gradients
 
-    def take_sums(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (parameter or external leaf, this stage's sum over chunks), and forget the sums."""
-        yield from self.aliases.take_sums()
-        yield from self.external.take_sums()
+    def take_sums(self) -> list[tuple[Tensor, Tensor]]:
+        """(Parameter or external leaf, this stage's sum over chunks) of all that have one; forgets the sums."""
+        return [*self.aliases.take_sums(), *self.external.take_sums()]
 
     def drop_sums(self) -> None:
         """Drop the sums after a failed backward."""

@@ -1,0 +1,96 @@
+"""What a call costs beside its chunks: the engine's function calls for one more parameter, buffer or module."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import Pipe
+
+
+class Parameters(nn.Module):
+    """Many parameters, all of which it uses."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for number in range(count):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.ones(())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack(tuple(self._parameters.values())).mean()
+
+
+class Buffers(nn.Module):
+    """Many buffers that it reads, and one parameter."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        for number in range(count):
+            self.register_buffer(f"b{number}", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Modules(nn.Module):
+    """Many modules within one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.inner = nn.ModuleList(nn.Identity() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def function_calls(run: Callable[[], object]) -> int:
+    """How many functions are called, of Python and of C."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("door", ["step", "forward"])
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize(
+    ("make", "limit"), [(Parameters, 40), (Buffers, 75), (Modules, 22)], ids=["parameter", "buffer", "module"]
+)
+def test_one_more_costs_few_calls_of_functions(
+    make: Callable[[int], nn.Module], limit: float, mode: str, door: str
+) -> None:
+    """Time moves with the machine; the number of calls does not."""
+    x, counts = torch.ones(4, 1), []
+    for count in (40, 80):
+        pipe = Pipe(nn.Sequential(make(count), nn.Linear(1, 1)), [1, 1], chunks=2, checkpoint=mode)
+        parameters = list(pipe.parameters())
+
+        def run(pipe: Pipe = pipe, parameters: list[nn.Parameter] = parameters) -> None:
+            if door == "step":
+                pipe.step(x, x, loss_fn=mean_square)
+            else:
+                mean_square(pipe(x), x).backward()
+            for parameter in parameters:
+                parameter.grad = None
+
+        for _ in range(4):  # call 5 does not validate
+            run()
+        counts.append(function_calls(run))
+    assert (counts[1] - counts[0]) / 40 <= limit
