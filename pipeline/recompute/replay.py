@@ -26,6 +26,7 @@ from pipeline.common.graph import OF_SCRIPTS, holds, nodes_of
 from pipeline.common.interrupts import calls_users_code, held
 from pipeline.common.torch_modes import Ambient
 from pipeline.data.pytrees import detached, versions
+from pipeline.recompute.fingerprints import addresses
 from pipeline.recompute.policy import NO_HOOKS, checkpointing
 from pipeline.recompute.randomness import States, default_generators, generators_at
 from pipeline.recompute.saved_tensors import SavedTensors
@@ -43,6 +44,7 @@ class _Begun(NamedTuple):
     inputs: _Inputs
     parameters: list[Tensor]
     versions: tuple[int, ...]  # of the parameters
+    addresses: frozenset[int]  # of the parameters and the inputs
     generators: States
 
 
@@ -99,11 +101,12 @@ class Replay:
         tables = [module._parameters for module in self._modules]
         snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
         snapshot.before_forward(_CHUNK)
-        return _Begun(ambient, snapshot, inputs, parameters, versions(parameters), generators)
+        own = addresses([*parameters, *tensors])
+        return _Begun(ambient, snapshot, inputs, parameters, versions(parameters), own, generators)
 
     def _compute_first(self, begun: _Begun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with SavedTensors(self._compute_again), checkpointing(True):
+            with SavedTensors(self._compute_again, begun.addresses), checkpointing(True):
                 made = _called(self._forward, args, kwargs)
         except RuntimeError as error:
             if NO_HOOKS not in str(error):
@@ -128,8 +131,9 @@ class Replay:
         self._check_parameters(begun)
         snapshot = begun.snapshot
         snapshot.resume(begun.ambient.now())
+        whole = self._compares and saved.is_over or not addresses(begun.parameters) <= begun.addresses
         with held(), generators_at(begun.generators), snapshot.as_at_forward(_CHUNK), checkpointing(False):
-            found = saved.filled(partial(_called, self._forward, args, kwargs), self._compares and saved.is_over)
+            found = saved.filled(partial(_called, self._forward, args, kwargs), whole)
         if not found.is_whole:
             return
         outputs = _tensors(found.made)

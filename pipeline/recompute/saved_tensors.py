@@ -60,12 +60,14 @@ class SavedTensors:
 
     Args:
         recompute: runs R, in `filled`.
+        known: the addresses of tensors that R is known to find as F did.
     """
 
-    __slots__ = ("_recompute", "_slots", "_samples", "_task", "is_over", "__weakref__")
+    __slots__ = ("_recompute", "_known", "_slots", "_samples", "_task", "is_over")
 
-    def __init__(self, recompute: Callable[[SavedTensors], None]) -> None:
+    def __init__(self, recompute: Callable[[SavedTensors], None], known: frozenset[int]) -> None:
         self._recompute = recompute
+        self._known = known
         self._slots: list[ref[_Slot]] = []
         self._samples: list[Sample] = []
         self._task = _NO_TASK
@@ -82,7 +84,7 @@ class SavedTensors:
         slot = _Slot()
         slot.tensor = None
         self._slots.append(ref(slot))
-        self._samples.append(sample(tensor))
+        self._samples.append(sample(tensor, self._known))
         return slot
 
     def _give(self, slot: _Slot) -> Tensor:
@@ -105,7 +107,7 @@ class SavedTensors:
             compute: the forward.
             whole: go on to its end in any case.
         """
-        slots, samples, needed = self._slots, self._samples, len(self._slots)
+        slots, samples, known, needed = self._slots, self._samples, self._known, len(self._slots)
         count = 0
         matches, is_full = True, False
 
@@ -113,7 +115,7 @@ class SavedTensors:
             nonlocal count, whole, matches, is_full
             kept = tensor.detach() if tensor.requires_grad else tensor
             if count < needed:
-                then, now = samples[count], sample(tensor)
+                then, now = samples[count], sample(tensor, known)
                 if then != now:
                     whole = True
                     matches = matches and then[:2] == now[:2]

@@ -108,7 +108,7 @@ def test_a_layout_without_strides_and_a_subclass_are_taken_too() -> None:
 
 
 def test_a_tensor_with_a_graph_gets_no_longer_graph() -> None:
-    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    weight = torch.nn.Parameter(torch.ones(3))
     (taken,) = entries([weight])
     assert isinstance(taken, Tensor) and not taken.requires_grad
     assert same_entries([taken], entries([weight * 1]))
