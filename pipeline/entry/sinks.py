@@ -238,7 +238,7 @@ def collect(call: Call, loss: Loss) -> Collected:
     for _, grad in pairs if averager is None and divisor is not None else []:  # means are of divided ones
         divide_(grad, divisor)
     inputs = [(tensor, divided(grad, divisor)) for tensor, grad in inputs]  # two may share one gradient
-    whole = summed([*inputs, *pairs])
+    whole = summed([*inputs, *pairs]) if inputs else pairs  # each owner of these is another
     if hooks:
         if any(owner._backward_hooks for owner, _ in whole):
             whole = hooked(whole)

@@ -263,10 +263,10 @@ def joined(parts: Sequence[Part]) -> dict[int, Pair]:
     """The parts of each owner, added in the order in which they stand."""
     whole: dict[int, Pair] = {}
     for _, owner, grad in parts:
-        earlier = whole.get(id(owner))
-        total = grad if earlier is None else add_grads(earlier[1], grad)
+        key = id(owner)
+        total = add_grads(whole[key][1], grad) if key in whole else grad
         assert total is not None  # because neither part is None
-        whole[id(owner)] = (owner, total)
+        whole[key] = (owner, total)
     return whole
 
 

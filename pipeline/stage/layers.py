@@ -102,8 +102,9 @@ def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:
     seen: dict[int, nn.Module] = {}
     while stack:
         module = stack.pop()
-        if id(module) not in seen:
-            seen[id(module)] = module
+        key = id(module)
+        if key not in seen:
+            seen[key] = module
             if module._modules:
                 stack += [child for child in reversed(module._modules.values()) if child is not None]
     return list(seen.values())
