@@ -12,7 +12,7 @@ bypassed the stage boundary, and is refused by name: its gradient would be lost 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -105,9 +105,9 @@ def explore(
     return leaves_at(leaf_nodes(nodes_of(roots, until)))
 
 
-def leaf_nodes(nodes: Sequence[Any], known: Container[Any] = ()) -> list[Any]:
-    """Those of the nodes at which a leaf stands, but for the `known` ones."""
-    return [node for node in nodes if type(node) is _LeafNode and node not in known]
+def leaf_nodes(nodes: Sequence[Any]) -> list[Any]:
+    """Those of the nodes at which a leaf stands."""
+    return [node for node in nodes if type(node) is _LeafNode]
 
 
 def leaves_at(nodes: Sequence[Any]) -> dict[int, Tensor]:

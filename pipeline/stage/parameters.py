@@ -66,6 +66,10 @@ class Aliases:
         bring: from parameters to their values at this place: themselves, or copies.
         grad: whether the call has gradients. Without, only parameters of other places need an alias.
         wanted: the ids of the parameters whose gradients are wanted, of those that require one. None: all.
+
+    Attributes:
+        ends: the nodes of the graph at which aliases stand that an output depends on. Autograd makes them anew for each
+            graph unless something keeps them.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Aliases:
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
         ])
         self._used: set[int] = set()
-        self._ends: set[Any] = set()  # nodes of those: kept, autograd uses them in each chunk
+        self.ends: set[Any] = set()
         self._guard = guard
         self._is_summing = False
         if compares:
@@ -120,14 +124,16 @@ class Aliases:
         return leaf in self._trained
 
     def learn(self, nodes: Sequence[Any]) -> dict[int, Tensor]:
-        """Note the aliases that a chunk's graph, of these nodes, reaches. Returns its other leaves, by id."""
-        others = leaf_nodes(nodes, self._ends)
-        if not others:  # as in most chunks but the first
-            return {}
-        own = [node for node in others if id(node.variable) in self._trained]
-        self._ends.update(own)
+        """Note the aliases that a chunk's graph reaches. Returns its other leaves, by id.
+
+        Args:
+            nodes: of the graph, down to `ends`.
+        """
+        leaves = leaf_nodes(nodes)  # in most chunks but the first there are none
+        own = [node for node in leaves if id(node.variable) in self._trained]
+        self.ends.update(own)
         self._used.update([id(node.variable) for node in own])
-        return leaves_at(leaf_nodes(others, self._ends))
+        return leaves_at([node for node in leaves if node not in self.ends])
 
     def may_wait(self, leaf: Tensor) -> bool:
         """Whether a leaf is one of these aliases, whose gradient may be computed later than the others."""
@@ -188,7 +194,7 @@ class Aliases:
         An alias that some graph still holds is guarded from now on.
         """
         self._is_summing = False
-        self._ends.clear()  # each holds its alias
+        self.ends.clear()  # each holds its alias
         sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
         for _, alias in self._trained.values():
             alias.grad = None
@@ -213,7 +219,7 @@ class Aliases:
 
     def release(self) -> None:
         """Drop the aliases, and with them the copies."""
-        self._ends.clear()
+        self.ends.clear()
         self._guard_aliases(self._held)
         self._all = _Parameters((), (), (), ())
         self._copies.clear()

@@ -220,7 +220,7 @@ class StageRun:
     ) -> ChunkRecord:
         """The record of a chunk, whose graph is walked: a layer may capture a leaf for some chunks only."""
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
-        nodes = nodes_of(roots, ends=(inputs.entry,))
+        nodes = nodes_of(roots, ends=(inputs.entry, *self.aliases.ends))
         self.external.learn(self.aliases.learn(nodes), given)
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
