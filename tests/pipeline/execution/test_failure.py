@@ -609,6 +609,16 @@ def test_a_state_kept_from_an_earlier_chunk_or_call_is_refused(entry, chunks):
             run(entry, pipe, x, y)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_state_that_depends_on_an_earlier_chunk_of_its_own_stage_is_refused_by_name(checkpoint, schedule):
+    layers = nn.Sequential(nn.Linear(WIDE, WIDE), Recurrent(False), nn.Linear(WIDE, 2)).double()
+    pipe = Pipe(layers, [1, 2], CHUNKS, checkpoint=checkpoint, schedule=schedule)
+    x, y = batch()
+    with pytest.raises(RuntimeError, match="stage 1 .* depends on the input of stage 1 .* did not come through"):
+        run("step", pipe, x, y)
+
+
 @pytest.mark.parametrize("what", ["parameter", "activation"])
 @pytest.mark.parametrize("first", ["output", "kept"])
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
