@@ -16,7 +16,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import nan
@@ -111,9 +111,10 @@ class Chain(NamedTuple):
         entries: which leaves of a block's arguments are the hidden state.
         returned: the leaves of what a block returns, None where the hidden state goes, and their tree.
         exits: which of them are the hidden state.
-        dtypes: of the hidden state.
+        dtypes: of the hidden state that the first block is called with; None where that is no tensor.
+        first: the number of its first block among those of all chains.
         kept: which leaves of the first block's arguments are handed to others, too, and cannot be made from the inputs
-            alone: the beginning computes them with parameters.
+            alone: what is before the block computes them with parameters.
         carried: for each block which leaf of its arguments is which of these.
     """
 
@@ -122,9 +123,15 @@ class Chain(NamedTuple):
     returned: Leaves
     tree: TreeSpec
     exits: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    first: int = 0
     kept: tuple[int, ...] = ()
     carried: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The number of its last block."""
+        return self.first + len(self.blocks) - 1
 
     def output(self, hidden: Iterable[Any]) -> Any:
         """The output of a block whose hidden state this is."""
@@ -203,9 +210,10 @@ class Run:
     """One run of an outline.
 
     Args:
-        returns: what the block of a number returns; None: the run ends at the first.
-        last: the number of the block at which it ends; None: it goes on to the end of the model.
-        written: what is to stand in some leaves of the first block's arguments: the run goes on with it.
+        chains: the blocks.
+        end: the number of the block at which it ends; None: it goes on to the end of the model.
+        hidden: what the block of a number returns. Others return what they are called with.
+        written: by a block's number, what is to stand in some leaves of its arguments: the run goes on with it.
 
     Attributes:
         calls: of the blocks that were reached, in order.
@@ -213,27 +221,35 @@ class Run:
 
     def __init__(
         self,
-        returns: Callable[[int], Any] | None,
-        last: int | None,
-        written: Mapping[int, Tensor] = MappingProxyType({}),
+        chains: Sequence[Chain],
+        end: int | None,
+        hidden: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
+        written: Mapping[int, Mapping[int, Tensor]] = MappingProxyType({}),
     ) -> None:
         self.calls: list[Call] = []
-        self._returns = returns
-        self._last = last
+        self._chains = chains
+        self._end = end
+        self._hidden = hidden
         self._written = written
 
     def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block of this number."""
         if number != len(self.calls):
             raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
-        self.calls.append(tree_flatten((args, kwargs)))
-        if number == 0:
-            for place, tensor in self._written.items():
-                if _is_computed(self.calls[0][0][place]):
-                    self.calls[0][0][place].copy_(tensor)
-        if self._returns is None or number == self._last:
+        leaves, tree = tree_flatten((args, kwargs))
+        self.calls.append((leaves, tree))
+        if number == self._end:
             raise Reached
-        return self._returns(number)
+        for place, tensor in self._written.get(number, {}).items():
+            if _is_computed(leaves[place]):
+                leaves[place].copy_(tensor)
+        chain = chain_of(self._chains, number)
+        return chain.output(self._hidden.get(number) or [leaves[place] for place in chain.entries])
+
+
+def chain_of(chains: Iterable[Chain], number: int) -> Chain:
+    """The chain of a block."""
+    return next(chain for chain in chains if chain.first <= number <= chain.last)
 
 
 _run: ContextVar[Run] = ContextVar("run")
@@ -297,20 +313,21 @@ class Outline(nn.Module):
 
     Args:
         model: the model.
-        chain: its blocks.
+        chains: its blocks.
         inputs: what it is called with.
         apart: the names of the modules that lie in parts, beside the blocks.
     """
 
-    def __init__(self, model: nn.Module, chain: Chain, inputs: Inputs, apart: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, chains: tuple[Chain, ...], inputs: Inputs, apart: Iterable[str]) -> None:
         super().__init__()
-        self.chain = chain
+        self.chains = chains
         self.inputs = inputs
+        blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
-            name: StandIn(model.get_submodule(name), number) for number, name in enumerate(chain.blocks)
+            name: StandIn(model.get_submodule(name), number) for number, name in enumerate(blocks)
         }
         replaced.update({name: Absent(model.get_submodule(name)) for name in apart})
-        containers = {name[: index] for name in chain.blocks for index in _dots(name)} | {""}
+        containers = {name[: index] for name in blocks for index in _dots(name)} | {""}
         self._containers_of_blocks = sorted(containers)
         self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "")}
         self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], list[Call]]] = OrderedDict()
@@ -347,25 +364,25 @@ class Outline(nn.Module):
 
     def call(self, number: int, hidden: tuple[Any, ...], kept: tuple[Tensor, ...], travelling: tuple[Any, ...]) -> Any:
         """The arguments of a block: (args, kwargs)."""
-        reached, tree = self.beside(number, hidden, travelling)
+        chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
+        reached, tree = self.beside(number, device, travelling)
         leaves = list(reached)
-        for place, leaf in zip(self.chain.entries, hidden, strict=True):
+        for place, leaf in zip(chain.entries, hidden, strict=True):
             leaves[place] = leaf
-        for place, index in self.chain.carried[number] if self.chain.carried else ():
+        for place, index in chain.carried[number - chain.first]:
             leaves[place] = kept[index]
         return tree_unflatten(leaves, tree)
 
-    def beside(self, number: int, hidden: tuple[Tensor, ...], travelling: tuple[Any, ...]) -> Call:
+    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> Call:
         """The arguments of a block, with nan where the hidden state goes.
 
-        One run finds it for all blocks. It is kept as long as the inputs live from which it was made.
+        One run finds it for all blocks of a chain. It is kept as long as the inputs live from which it was made.
         """
-        device = hidden[0].device
+        end = chain_of(self.chains, number).last
         tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
-        shapes = [Shape.of(each) for each in hidden]
         # In the thread and stream where it was made, it is ready.
         key = (
-            *shapes, device, threading.get_ident(), _stream(device),
+            end, device, threading.get_ident(), _stream(device),
             torch.is_inference_mode_enabled(), *[torch.is_autocast_enabled(kind) for kind in {"cpu", device.type}],
             *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
         )  # fmt: skip
@@ -373,8 +390,7 @@ class Outline(nn.Module):
             made = self._made.get(key)
         if made is not None and all(one() is other for one, other in zip(made[0], tensors, strict=True)):
             return made[1][number]
-        output = self.chain.output([shape.poison(device) for shape in shapes])
-        run = Run(lambda _: output, len(self.chain.blocks) - 1)
+        run = Run(self.chains, end)
         with torch.no_grad():
             self.run(run, self.inputs.arrived(travelling, device), device, {})
         forget = partial(self._made.pop, key, None)

@@ -1,4 +1,4 @@
-"""The parts of a model as layers of an nn.Sequential: its beginning, its blocks, its end.
+"""The parts of a model as layers of an nn.Sequential: its beginning, its blocks, its end; between two chains a middle.
 
     x --> Beginning --> (hidden state, kept, inputs) --> Block --> ... --> Block --> End --> the model's output
 
@@ -20,9 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from partition.errors import PartitionError
-from partition.outline import Outline, Run, Shape
+from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
-Value: TypeAlias = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]  # hidden state, kept, inputs
+Value: TypeAlias = tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]  # hidden state, kept, inputs
+
+
+class Holder(nn.Module):
+    """A module that gives the modules in it their names."""
 
 
 class Part(nn.Module):
@@ -42,7 +46,7 @@ class Part(nn.Module):
             place: nn.Module = self
             for step in above:
                 if step not in place._modules:
-                    place.add_module(step, nn.Module())
+                    place.add_module(step, Holder())
                 place = place._modules[step]  # type: ignore[assignment]  # just added
             if isinstance(each, nn.Module):
                 place.add_module(key, each)
@@ -76,28 +80,47 @@ class Beginning(Part):
     def forward(self, x: Any) -> Value:
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        run, chain = Run(None, None), self.outline.chain
+        chain = self.outline.chains[0]
+        run = Run(self.outline.chains, chain.first)
         self.outline.run(run, leaves, device, self.own(), self.training)
-        ((reached, _),) = run.calls
-        hidden, kept = [tuple([reached[place] for place in places]) for places in (chain.entries, chain.kept)]
-        return hidden, kept, self.outline.inputs.travelling(leaves)
+        return _reached(run, chain, self.outline.inputs.travelling(leaves))
 
 
 class Block(Part):
     """One block of a model."""
 
-    def __init__(self, outline: Outline, number: int, block: nn.Module) -> None:
-        super().__init__(outline, {outline.chain.blocks[number]: block})
+    def __init__(self, outline: Outline, number: int, name: str, block: nn.Module) -> None:
+        super().__init__(outline, {name: block})
         self._number = number
 
     def forward(self, value: Value) -> Value:
         hidden, kept, travelling = value
-        chain = self.outline.chain
+        chain = chain_of(self.outline.chains, self._number)
         _check_dtypes(hidden, chain.dtypes)
         args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
         (block,) = self.own().values()
         returned, _ = tree_flatten(block(*args, **kwargs))
         return tuple([returned[place] for place in chain.exits]), kept, travelling
+
+
+class Middle(Part):
+    """All that a model computes between two chains of blocks: between an encoder and a decoder.
+
+    Args:
+        outline: of the model.
+        own: its modules and parameters.
+        number: of the chain that follows.
+    """
+
+    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor], number: int) -> None:
+        super().__init__(outline, own)
+        self._number = number
+
+    def forward(self, value: Value) -> Value:
+        before, after = self.outline.chains[self._number - 1 : self._number + 1]
+        run, leaves, device = _after(self.outline, before, value, after.first)
+        self.outline.run(run, leaves, device, self.own(), self.training)
+        return _reached(run, after, value[2])
 
 
 class End(Part):
@@ -116,20 +139,29 @@ class End(Part):
         self._output = output
 
     def forward(self, value: Value) -> Any:
-        hidden, kept, travelling = value
-        device, chain = hidden[0].device, self.outline.chain
-        leaves = self.outline.inputs.arrived(travelling, device)
-        last, lost = len(chain.blocks) - 1, [Shape.of(leaf).poison(device) for leaf in hidden]
-        run = Run(
-            lambda number: chain.output(hidden if number == last else lost), None,
-            dict(zip(chain.kept, kept, strict=True))
-        )  # fmt: skip
+        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None)
         return self._output(self.outline.run(run, leaves, device, self.own(), self.training))
 
 
-def _check_dtypes(hidden: Iterable[Tensor], dtypes: Iterable[torch.dtype]) -> None:
+def _after(outline: Outline, chain: Chain, value: Value, end: int | None) -> tuple[Run, Leaves, torch.device]:
+    """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
+    hidden, kept, travelling = value
+    device = next(leaf.device for leaf in hidden if leaf is not None)
+    written = {chain.first: dict(zip(chain.kept, kept, strict=True))}
+    run = Run(outline.chains, end, {chain.last: hidden}, written)
+    return run, outline.inputs.arrived(travelling, device), device
+
+
+def _reached(run: Run, chain: Chain, travelling: tuple[Any, ...]) -> Value:
+    leaves, _ = run.calls[chain.first]
+    hidden, kept = [tuple([leaves[place] for place in places]) for places in (chain.entries, chain.kept)]
+    return hidden, kept, travelling
+
+
+def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:
     for leaf, dtype in zip(hidden, dtypes, strict=True):
-        if leaf.dtype != dtype and not torch.is_autocast_enabled(leaf.device.type):
+        is_other = leaf is not None and dtype is not None and leaf.dtype != dtype
+        if is_other and not torch.is_autocast_enabled(leaf.device.type):
             raise PartitionError(
                 f"the hidden state is {leaf.dtype}, and was {dtype} when the model was cut. Cast the model first: "
                 "to_sequential(model.to(dtype), sample)."

@@ -10,8 +10,8 @@ Nothing is traced: each part runs the model's own forward (`partition.outline`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
 from partition.errors import PartitionError
 from partition.outline import Chain, Inputs, Leaves, Outline, UnreadError, called_with, rebuilt
-from partition.parts import Beginning, Block, End
+from partition.parts import Beginning, Block, End, Holder, Middle, Part
 
-BEFORE, WITHIN, AFTER = range(3)
+_LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
 
 def to_sequential(
@@ -48,11 +48,12 @@ def to_sequential(
             Face's transformers are called with `use_cache=False`.
         sample: what it is called with: a dict of keyword arguments, a tuple of positional ones, or a tensor; rows along
             dim 0. Afterwards the nn.Sequential, or a Pipe, is called with one such value.
-        blocks: the names of the blocks, or of modules whose children they are, in order. None: the longest chain.
+        blocks: the names of the blocks, or of modules whose children they are, in order. None: the longest chain, and
+            others beside it, of an encoder and a decoder.
         output: what to make of what the model returns. None: a mapping becomes a dict of its entries that are not None.
 
     Returns:
-        Layers: the beginning, each block, the end.
+        Layers: the beginning, each block, the end; between two chains of blocks, what the model computes there.
 
     Raises:
         TypeError: `model` is no module.
@@ -79,63 +80,92 @@ def to_sequential(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     sample = dict(sample) if isinstance(sample, Mapping) else sample
-    make = output or _plain
     always = _always(model, sample)
     with _in_eval_mode(model), torch.random.fork_rng():
-        seen = _watched(model, sample, always, blocks)
-        read = tuple([not isinstance(leaf, Tensor) for leaf in tree_flatten(sample)[0]])
-        inputs = Inputs(seen.names, seen.tree, always, read)
-        first, last, apart = _shares(model, seen)
-        try:
-            chain = _carrying(Outline(model, seen.chain, inputs, apart), sample, seen)
-            layers = None
-            while layers is None:
-                layers = _layers(model, Outline(model, chain, inputs, apart), first, last, make)
-                try:
-                    _compare(model, layers, sample, always, make)
-                except UnreadError as error:
-                    read = tuple([is_read or number == error.leaf for number, is_read in enumerate(inputs.read)])
-                    inputs, layers = inputs._replace(read=read), None
-        except PartitionError:
-            raise
-        except Exception as error:
-            raise PartitionError(
-                f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
-                "Cut it by hand, as an nn.Sequential."
-            ) from error
-    for layer in layers:
-        vars(layer)["training"] = model.training
-    return layers
+        calls = _all_calls(model, sample, always)
+        choices = [_named(model, blocks, calls)] if blocks is not None else _found(model, calls)
+        layers = None
+        for runs in choices[:-1]:
+            with suppress(PartitionError):
+                layers = layers or _cut(model, sample, always, runs, output or _plain)
+        layers = layers or _cut(model, sample, always, choices[-1], output or _plain)
+    return _in_mode(layers, model.training)
+
+
+def _cut(
+    model: nn.Module,
+    sample: Any,
+    always: Mapping[str, Any],
+    runs: Sequence[Sequence[_Called]],
+    output: Callable[[Any], Any],
+) -> nn.Sequential:
+    """The layers, compared with the model.
+
+    Raises:
+        PartitionError: they compute something else.
+    """
+    chains = _chains(runs)
+    phases = _phases(model, sample, always, chains)
+    shares, apart = _shares(model, chains, phases)
+    leaves, tree = tree_flatten(sample)
+    names = tuple(sample) if isinstance(sample, Mapping) else None
+    inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
+    try:
+        outline = Outline(model, chains, inputs, apart)
+        chains = tuple([_carrying(outline, chain, run, leaves) for chain, run in zip(chains, runs, strict=True)])
+        while True:
+            layers = _layers(model, Outline(model, chains, inputs, apart), shares, output)
+            try:
+                _compare(model, layers, sample, always, output)
+                return layers
+            except UnreadError as error:
+                read = [is_read or number == error.leaf for number, is_read in enumerate(inputs.read)]
+                inputs = inputs._replace(read=tuple(read))
+    except PartitionError:
+        raise
+    except Exception as error:
+        raise PartitionError(
+            f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
+            "Cut it by hand, as an nn.Sequential."
+        ) from error
 
 
 def _layers(
-    model: nn.Module, outline: Outline, first: Mapping[str, Any], last: Mapping[str, Any], make: Callable[[Any], Any]
+    model: nn.Module, outline: Outline, shares: Sequence[Mapping[str, Any]], output: Callable[[Any], Any]
 ) -> nn.Sequential:
-    again = {
-        name: _sharing(each) if name in first and isinstance(each, nn.Module) else each for name, each in last.items()
-    }
-    chain = outline.chain
-    middle = [Block(outline, number, model.get_submodule(name)) for number, name in enumerate(chain.blocks)]
-    return nn.Sequential(Beginning(outline, first), *middle, End(outline, again, make))
+    seen: set[str] = set()
+    layers: list[nn.Module] = []
+    for number, share in enumerate(shares):
+        again = {name for name in seen & set(share) if isinstance(share[name], nn.Module)}
+        own = {name: _sharing(each) if name in again else each for name, each in share.items()}
+        seen.update(share)
+        if number == 0:
+            layers.append(Beginning(outline, own))
+        elif number < len(outline.chains):
+            layers.append(Middle(outline, own, number))
+        else:
+            layers.append(End(outline, own, output))
+            break
+        chain = outline.chains[number]
+        blocks = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
+        layers += [Block(outline, index, name, model.get_submodule(name)) for index, name in blocks]
+    return _in_mode(nn.Sequential(*layers), False)
+
+
+def _in_mode(layers: nn.Sequential, training: bool) -> nn.Sequential:
+    """The layers in train or eval mode: all that is not the model's, which keeps its own."""
+    for module in layers.modules():
+        if module is layers or isinstance(module, Part | Holder):
+            module.training = training
+    return layers
 
 
 def _sharing(module: nn.Module) -> nn.Module:
-    """Another module with the same parameters: both ends of the model hold it."""
+    """Another module with the same parameters: two parts of the model hold it."""
     return rebuilt(module, lambda tensor: tensor)
 
 
 # ------------------------------------------------------------------------------------------------------- one run
-
-
-class Seen(NamedTuple):
-    """The findings of a few runs of the model."""
-
-    names: tuple[str, ...] | None
-    tree: TreeSpec
-    chain: Chain
-    calls: list[tuple[Leaves, TreeSpec]]  # of the blocks
-    called: dict[str, set[int]]  # the phases in which a module was called, by its name
-    read: dict[int, set[int]]  # the phases in which a storage was read
 
 
 class _Called(NamedTuple):
@@ -144,19 +174,6 @@ class _Called(NamedTuple):
     end: int
     given: tuple[Leaves, TreeSpec]
     returned: tuple[Leaves, TreeSpec]
-
-
-def _watched(
-    model: nn.Module, sample: Any, always: Mapping[str, Any], blocks: str | Sequence[str] | None
-) -> Seen:
-    """Run the model twice: for the chain of its blocks; for what is used before and after them."""
-    calls = _all_calls(model, sample, always)
-    names = _chosen(model, calls, blocks)
-    by_name = {call.name: call for call in calls if call.name in set(names)}
-    chain = _chain(names, [by_name[name] for name in names])
-    called, read = _phases(model, sample, always, names)
-    keys = tuple(sample) if isinstance(sample, Mapping) else None
-    return Seen(keys, tree_flatten(sample)[1], chain, [by_name[name].given for name in names], called, read)
 
 
 def _all_calls(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> list[_Called]:
@@ -184,20 +201,17 @@ def _all_calls(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> list
     return sorted(found, key=lambda call: call.begin)
 
 
-def _chosen(model: nn.Module, calls: Sequence[_Called], blocks: str | Sequence[str] | None) -> list[str]:
-    """The names of the blocks."""
-    times = Counter(call.name for call in calls)
-    by_name = {call.name: call for call in calls if times[call.name] == 1}
-    if blocks is not None:
-        names = _named(model, [blocks] if isinstance(blocks, str) else list(blocks), by_name)
-        for name in names:
-            if name not in by_name:
-                raise PartitionError(f"block {name!r} is called {times[name]} times in a forward, and must be once.")
-        return names
+def _found(model: nn.Module, calls: Sequence[_Called]) -> list[list[list[_Called]]]:
+    """The chains of a model: all that have a good part of its parameters; the longest alone.
+
+    Raises:
+        PartitionError: there is none.
+    """
+    once = _once(calls)
     runs = []
     for name, module in model.named_modules():
         children = [f"{name}.{key}" if name else key for key in module._modules]
-        run = [by_name[child] for child in children if child in by_name]
+        run = [once[child] for child in children if child in once]
         if len(run) == len(children) > 1 and run == sorted(run, key=lambda call: call.begin) and _follow(run):
             runs.append(run)
     alike = [run for run in runs if len({type(model.get_submodule(call.name)) for call in run}) == 1]
@@ -208,30 +222,49 @@ def _chosen(model: nn.Module, calls: Sequence[_Called], blocks: str | Sequence[s
             "the other, each with what the one before returned. Name them, blocks=[...], or write the model as an "
             "nn.Sequential."
         )
-    return [call.name for call in max(chains, key=lambda run: _size(model, run))]
+    chains.sort(key=lambda run: -_size(model, run))
+    several = chains[:1]
+    for run in chains[1:]:
+        is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
+        if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
+            several.append(run)
+    several.sort(key=lambda run: run[0].begin)
+    return [several, chains[:1]] if len(several) > 1 else [several]
+
+
+def _once(calls: Sequence[_Called]) -> dict[str, _Called]:
+    times = Counter(call.name for call in calls)
+    return {call.name: call for call in calls if times[call.name] == 1}
 
 
 def _continued(run: Sequence[_Called], runs: Sequence[Sequence[_Called]]) -> list[_Called]:
     """A run, and those that follow it: the blocks of the next resolution, say."""
     whole = list(run)
     for other in sorted(runs, key=lambda each: each[0].begin):
-        if other[0].begin > whole[-1].end and _follow([whole[-1], other[0]]):
+        if other[0].begin > whole[-1].end and _shared(whole[-1], other[0]) == _shared(*whole[-2:]):
             whole += other
     return whole
 
 
-def _named(model: nn.Module, given: Iterable[str], by_name: Mapping[str, _Called]) -> list[str]:
+def _named(model: nn.Module, given: str | Sequence[str], calls: Sequence[_Called]) -> list[list[_Called]]:
+    """The chain of the blocks that the caller names.
+
+    Raises:
+        PartitionError: there is no such module, or it is not called once.
+    """
     names = []
     known = dict(model.named_modules())
-    for name in given:
+    for name in [given] if isinstance(given, str) else given:
         if name not in known:
             raise PartitionError(f"blocks: {type(model).__name__} has no module {name!r}.")
-        module = known[name]
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            names += [f"{name}.{key}" for key in module._modules]
-        else:
-            names.append(name)
-    return names
+        is_container = isinstance(known[name], nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        names += [f"{name}.{key}" for key in known[name]._modules] if is_container else [name]
+    once = _once(calls)
+    for name in names:
+        if name not in once:
+            times = sum(call.name == name for call in calls)
+            raise PartitionError(f"block {name!r} is called {times} times in a forward, and must be once.")
+    return [[once[name] for name in names]]
 
 
 def _size(model: nn.Module, run: Sequence[_Called]) -> int:
@@ -249,12 +282,21 @@ def _shared(one: _Called, other: _Called) -> list[tuple[int, int]]:
     return [(place, given[id(leaf)]) for place, leaf in enumerate(one.returned[0]) if id(leaf) in given]
 
 
-def _chain(names: Sequence[str], run: Sequence[_Called]) -> Chain:
-    """The way in which the blocks follow each other.
+def _chains(runs: Sequence[Sequence[_Called]]) -> tuple[Chain, ...]:
+    chains, first = [], 0
+    for run in runs:
+        chains.append(_chain(run)._replace(first=first))
+        first += len(run)
+    return tuple(chains)
+
+
+def _chain(run: Sequence[_Called]) -> Chain:
+    """The way in which blocks follow each other.
 
     Raises:
         PartitionError: not all in the same way.
     """
+    names = [call.name for call in run]
     links = [_shared(one, other) for one, other in zip(run, run[1:], strict=False)]
     for index, link in enumerate(links):
         if not link:
@@ -269,15 +311,17 @@ def _chain(names: Sequence[str], run: Sequence[_Called]) -> Chain:
             )
     exits, entries = zip(*(links[0] if links else [(0, 0)]), strict=True)
     leaves, tree = run[0].returned
-    for name, call in zip(names, run, strict=True):
+    for call in run:
         if call.returned[1] != tree:
             raise PartitionError(
-                f"block {name!r} returns another structure than {names[0]!r}. Name blocks of one kind: blocks=[...]."
+                f"block {call.name!r} returns another structure than {names[0]!r}. Name blocks of one kind: "
+                "blocks=[...]."
             )
-        if not all(isinstance(call.given[0][place], Tensor) for place in entries):
-            raise PartitionError(f"block {name!r} is not called with the tensors that the others are called with.")
+    hidden = [run[0].given[0][place] for place in entries]
+    if not any(isinstance(leaf, Tensor) for leaf in hidden):
+        raise PartitionError(f"block {names[0]!r} is not called with a tensor where the others are.")
     returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # others are lost: _compare tells
-    dtypes = tuple([run[0].given[0][place].dtype for place in entries])
+    dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])
     return Chain(tuple(names), tuple(entries), returned, tree, tuple(exits), dtypes)
 
 
@@ -296,67 +340,80 @@ class _Reading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _phases(
-    model: nn.Module, sample: Any, always: Mapping[str, Any], names: Sequence[str]
-) -> tuple[dict[str, set[int]], dict[int, set[int]]]:
-    """The phases in which modules were called, and storages read: before the first block, up to the last, after it."""
-    phase, called, read = [BEFORE], dict[str, set[int]](), dict[int, set[int]]()
+class Phases(NamedTuple):
+    """The phases in which things are used: 0 before the first chain, 1 within it, 2 after it, 3 within the next, ...
 
-    def at(number: int) -> Callable[..., None]:
-        return lambda *_: phase.__setitem__(0, number)
+    Attributes:
+        called: by the name of a module.
+        read: by a storage.
+    """
+
+    called: dict[str, set[int]]
+    read: dict[int, set[int]]
+
+
+def _phases(model: nn.Module, sample: Any, always: Mapping[str, Any], chains: Sequence[Chain]) -> Phases:
+    """Run the model, and note what it uses when."""
+    now, found = [0], Phases({}, {})
+
+    def at(phase: int) -> Callable[..., None]:
+        return lambda *_: now.__setitem__(0, phase)
 
     def note(name: str) -> Callable[..., None]:
-        return lambda *_: called.setdefault(name, set()).add(phase[0])
+        return lambda *_: found.called.setdefault(name, set()).add(now[0])
 
     with ExitStack() as stack, torch.no_grad():
-        stack.callback(model.get_submodule(names[0]).register_forward_pre_hook(at(WITHIN)).remove)
-        stack.callback(model.get_submodule(names[-1]).register_forward_hook(at(AFTER)).remove)
-        for name, module in model.named_modules():
+        for number, chain in enumerate(chains):
+            begin, end = model.get_submodule(chain.blocks[0]), model.get_submodule(chain.blocks[-1])
+            stack.callback(begin.register_forward_pre_hook(at(2 * number + 1)).remove)
+            stack.callback(end.register_forward_hook(at(2 * number + 2)).remove)
+        for name, module in model.named_modules(remove_duplicate=False):
             stack.callback(module.register_forward_pre_hook(note(name)).remove)
-        stack.enter_context(_Reading(lambda leaf: read.setdefault(_storage(leaf), set()).add(phase[0])))
+        stack.enter_context(_Reading(lambda leaf: found.read.setdefault(_storage(leaf), set()).add(now[0])))
         _call(model, sample, always)
-    return called, read
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- who gets what
 
 
-def _shares(model: nn.Module, seen: Seen) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """The shares of the beginning and of the end; and the modules with parameters among them."""
-    first, last, apart = dict[str, Any](), dict[str, Any](), []
-    units = dict(_units(model, "", set(seen.chain.blocks)))
+def _shares(model: nn.Module, chains: Sequence[Chain], phases: Phases) -> tuple[list[dict[str, Any]], list[str]]:
+    """The shares of the parts that are no blocks, in order; and the modules with parameters among them."""
+    shares: list[dict[str, Any]] = [{} for _ in range(len(chains) + 1)]
+    apart = []
+    units = dict(_units(model, "", {name for chain in chains for name in chain.blocks}))
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     for name, unit in units.items():
-        phases = _used(name, unit, modules, seen)
+        used = _used(name, unit, modules, phases)
         has_parameters = name in modules and any(True for _ in modules[name].parameters())
         if has_parameters:
             apart.append(name)
-            if WITHIN in seen.called.get(name, ()):
+            if any(phase % 2 for phase in phases.called.get(name, ())):
                 raise PartitionError(
                     f"module {name!r} is called between blocks, and belongs to none. Name blocks that contain it: "
                     "blocks=[...]."
                 )
-        has_state = has_parameters or name not in modules or bool(modules[name].state_dict())
-        if BEFORE in phases or has_state and phases == {WITHIN}:
-            first[name] = unit
-        if AFTER in phases or has_state and not phases:
-            last[name] = unit
-    return first, last, apart
+        owners = {phase // 2 for phase in used if phase % 2 == 0}
+        if not owners and (has_parameters or name not in modules or modules[name].state_dict()):
+            owners = {phase // 2 for phase in used} or {len(chains)}  # handed to blocks from before; or unused
+        for owner in owners:
+            shares[owner][name] = unit
+    return shares, apart
 
 
-def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], seen: Seen) -> set[int]:
+def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
     """The phases in which something is used: called, or read where none that has the same parameters is called."""
     tensors = [unit] if isinstance(unit, Tensor) else list(unit.parameters())
     storages = {_storage(tensor) for tensor in tensors}
-    read = {phase for storage in storages for phase in seen.read.get(storage, ())}
+    read = {phase for storage in storages for phase in phases.read.get(storage, ())}
     if name not in modules:
         return read
     sharing = [
         other for other, module in modules.items() if storages & {_storage(each) for each in module.parameters()}
     ]  # fmt: skip
-    inner = [phases for other, phases in seen.called.items() if f"{other}.".startswith(f"{name}.")]
-    called = {phase for phases in inner for phase in phases}
-    return called | {phase for phase in read if not any(phase in seen.called.get(other, ()) for other in sharing)}
+    inner = [found for other, found in phases.called.items() if f"{other}.".startswith(f"{name}.")]
+    called = {phase for found in inner for phase in found}
+    return called | {phase for phase in read if not any(phase in phases.called.get(other, ()) for other in sharing)}
 
 
 def _units(model: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -374,19 +431,19 @@ def _units(model: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str,
             yield path, child
 
 
-def _carrying(outline: Outline, sample: Any, seen: Seen) -> Chain:
-    """The chain, with what blocks are called with that is not made again from the inputs alone.
+def _carrying(outline: Outline, chain: Chain, run: Sequence[_Called], leaves: Leaves) -> Chain:
+    """A chain, with what its blocks are called with that is not made again from the inputs alone.
 
     Raises:
         PartitionError: a block is called with something that the first one is not.
     """
-    chain, leaves = seen.chain, outline.inputs.leaves(sample)
-    firsts = {id(leaf): place for place, leaf in enumerate(seen.calls[0][0]) if isinstance(leaf, Tensor)}
+    given = run[0].given[0]
+    firsts = {id(leaf): place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+    device = next(given[place].device for place in chain.entries if given[place] is not None)
     kept: dict[int, int] = {}
     carried = []
-    for number, (name, (theirs, their_tree)) in enumerate(zip(chain.blocks, seen.calls, strict=True)):
-        hidden = tuple([theirs[place] for place in chain.entries])
-        ours, tree = outline.beside(number, hidden, tuple(leaves))
+    for number, (name, theirs, their_tree) in enumerate([(call.name, *call.given) for call in run], chain.first):
+        ours, tree = outline.beside(number, device, tuple(leaves))
         if tree != their_tree:
             raise PartitionError(f"block {name!r} is called with other arguments where the beginning is elsewhere.")
         places = []

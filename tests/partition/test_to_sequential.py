@@ -99,7 +99,8 @@ def test_the_model_is_left_as_it_was(name):
     values = {key: value.clone() for key, value in model.state_dict().items()}
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     state = torch.get_rng_state()
-    to_sequential(model, sample)
+    layers = to_sequential(model, sample)
+    assert all(layer.training for layer in layers)
     assert torch.equal(state, torch.get_rng_state())
     assert before == [module.training for module in model.modules()]
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -182,7 +183,7 @@ def test_what_blocks_are_called_with_is_that_of_this_call(turns):
 def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch):
     layers, runs, made = to_sequential(Gpt().eval(), padded(2)), [], []
     run = Outline.run
-    monkeypatch.setattr(Outline, "run", lambda self, *args, **kwargs: [runs.append(1), run(self, *args, **kwargs)][1])
+    monkeypatch.setattr(Outline, "run", lambda self, *args: [runs.append(1), run(self, *args)][1])
     x = padded(2)
     layers(x)
     assert len(runs) == 3  # the beginning, the blocks, the end
@@ -301,7 +302,14 @@ FAMILIES = {
     "ViTForImageClassification": ("ViTConfig", SEEING),
     "CLIPTextModelWithProjection": ("CLIPTextConfig", SIZES | {"bos_token_id": 1, "eos_token_id": 2}),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", SEEING),
+    "T5ForConditionalGeneration": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
+                                                "vocab_size": 50}),
+    "BartForConditionalGeneration": ("BartConfig", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+                                                    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                                                    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 50,
+                                                    "max_position_embeddings": 64, "forced_eos_token_id": 2}),
 }  # fmt: skip
+LAYERS = {"T5ForConditionalGeneration": 7, "BartForConditionalGeneration": 7}  # all others: 5
 
 
 def of_family(family):
@@ -313,7 +321,10 @@ def of_family(family):
 
     def text(rows, length=12):
         mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (rows, 1))).long()
-        return {"input_ids": torch.randint(3, 50, (rows, length)), "attention_mask": mask}
+        words = {"input_ids": torch.randint(3, 50, (rows, length)), "attention_mask": mask}
+        if family in LAYERS:
+            words["decoder_input_ids"] = torch.randint(3, 50, (rows, 5))
+        return words
 
     return model, text
 
@@ -323,8 +334,8 @@ def test_models_of_transformers_are_cut_and_train_as_they_are(family):
     model, inputs = of_family(family)
     model.eval()
     layers = to_sequential(model, inputs(4))
-    assert len(layers) == 5
-    pipe = Pipe(layers, [2, 3], chunks=2, devices=["cpu"] * 2, checkpoint="except_last")
+    assert len(layers) == LAYERS.get(family, 5)
+    pipe = Pipe(layers, [2, len(layers) - 4, 2], chunks=2, devices=["cpu"] * 3, checkpoint="except_last")
     first = next(iter(layers(inputs(4))))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for rows in (4, 3):
