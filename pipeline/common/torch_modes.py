@@ -143,7 +143,7 @@ def without_counting_modes() -> Iterator[None]:
 def _saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The caller's hooks for saved tensors; but those of a checkpoint count what its own forward saves."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if within_checkpoint() else hooks
+    return None if hooks is None or within_checkpoint() else hooks
 
 
 def within_checkpoint() -> bool:

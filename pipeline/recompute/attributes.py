@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache, partial
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import eq, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,11 +83,12 @@ class Attributes:
             self._look(values[1:], 0, _package(type(module)), held)
             if table["_modules"]:
                 self._places.append(_Place.of(_MAPPING, table["_modules"], held))
-        self._places += [_Place.of(_MAPPING, table, held) for table in tables]
         self._seen.clear()
+        self._tables = [(table, table.copy()) for table in tables]
+        self._in_tables = list(chain.from_iterable(tables)), list(chain.from_iterable(map(dict.values, tables)))
 
     def __bool__(self) -> bool:
-        return bool(self._modules or self._places)
+        return bool(self._modules or self._places or self._tables)
 
     def _look(self, values: Iterable[Any], depth: int, package: str, held: Held) -> None:
         """Note the containers among `values` and their entries; of objects those of the module's own `package`,
@@ -128,6 +129,12 @@ class Attributes:
                     return False
             except KeyError:
                 return False
+        names, values = self._in_tables  # of all at once: there is one for each module
+        tables = [table for table, _ in self._tables]
+        if list(chain.from_iterable(tables)) != names:
+            return False
+        if not all(map(is_, chain.from_iterable(map(dict.values, tables)), values)):
+            return False
         for kind, holder, content in self._places:
             now = kind.read(holder)
             if len(now) != len(content) or not all(map(kind.same, now, content)):
@@ -154,6 +161,8 @@ class Attributes:
         }
         for table, names, _, _, values in self._modules:
             _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _EVERY_MODULE)
+        for holder, copy in self._tables:
+            _write_mapping(holder, [*copy, *copy.values()])
         for kind, holder, content in self._places:
             if long or kind is not _COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
@@ -213,8 +222,11 @@ class StageAttributes:
 
     @contextmanager
     def as_before(self, chunk: int) -> Iterator[None]:
-        """Within: modules have the attributes that they had before F of `chunk`. At the end: those from before."""
-        before, found = self._before[chunk], self._now()
+        """Within: modules have the attributes that they had before F of `chunk`, or at the beginning of the call.
+
+        At the end: those from before.
+        """
+        before, found = self._before.get(chunk, self._first), self._now()
         if before is not found or self._written:
             before.put_back(self._written, long=False)
         try:

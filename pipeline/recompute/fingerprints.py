@@ -94,11 +94,13 @@ def sample(tensor: Tensor, known: Container[int]) -> Sample:
     Equal tensors may have samples that differ, where memory does not show the values or holds others beside them. Of
     memory that begins at an address of `known` that is the sample. A GPU is not asked: the host would have to wait.
     """
-    if not tensor.is_cpu or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-        return tensor.dtype, tensor.shape, object() if tensor.is_cpu else tensor.device
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return tensor.dtype, tensor.shape, object()
     begin = tensor.data_ptr()
-    if not begin or begin in known:
+    if begin in known or not begin:
         return tensor.dtype, tensor.shape, begin
+    if not tensor.is_cpu:
+        return tensor.dtype, tensor.shape, tensor.device
     dtype, shape = tensor.dtype, tensor.shape
     memory, part = _part(dtype, shape, tensor.stride())
     return dtype, shape, memory.from_address(begin)[part]

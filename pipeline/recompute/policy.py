@@ -109,14 +109,19 @@ def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
             backwards += 1
 
 
-@contextmanager
-def checkpointing(whether: bool) -> Iterator[None]:
+class checkpointing:
     """Within: `is_checkpointing()` returns `whether`."""
-    token = _checkpointing.set(whether)
-    try:
-        yield
-    finally:
-        _checkpointing.reset(token)
+
+    __slots__ = ("_whether", "_token")
+
+    def __init__(self, whether: bool) -> None:
+        self._whether = whether
+
+    def __enter__(self) -> None:
+        self._token = _checkpointing.set(self._whether)
+
+    def __exit__(self, *exc: object) -> None:
+        _checkpointing.reset(self._token)
 
 
 @contextmanager

@@ -317,8 +317,8 @@ class PrivateGenerators:
         self._before[chunk] = self._states()
 
     def as_before(self, chunk: int) -> AbstractContextManager[None]:
-        """Within: they are as they were before F of `chunk`."""
-        return generators_at(self._before[chunk])
+        """Within: they are as they were before F of `chunk`, or at the beginning of the call."""
+        return generators_at(self._before.get(chunk, self._first))
 
     @property
     def changed(self) -> list[int]:

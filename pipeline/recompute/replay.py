@@ -33,7 +33,7 @@ from pipeline.recompute.saved_tensors import SavedTensors
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 
 _NO_VALUES = torch.empty(0, device="cpu")
-_CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot
+_CHUNK = 0  # a Replay has one forward, the only chunk of its ForwardSnapshot: what is kept is the call's beginning
 
 
 class _Begun(NamedTuple):
@@ -100,7 +100,6 @@ class Replay:
         ambient = Ambient.capture(device_types)._replace(saved_tensors_hooks=None)  # R has hooks of its own
         tables = [module._parameters for module in self._modules]
         snapshot = ForwardSnapshot(self._modules, ambient, self._name, 0, self._known, self._compares, tables=tables)
-        snapshot.before_forward(_CHUNK)
         own = addresses([*parameters, *tensors])
         return _Begun(ambient, snapshot, inputs, parameters, versions(parameters), own, generators)
 
