@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from itertools import compress
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -64,8 +65,8 @@ class Deferral:
         if self.is_on or threading.current_thread() is not threading.main_thread():
             return
         try:
-            for number, handler in zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True):
-                if callable(handler) and callable(earlier := _standing(number)):
+            for number in list(compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS)))):
+                if callable(earlier := _standing(number)):
                     self._handlers.append(_Handler(self, number, earlier))
                     _signal.signal(number, self._handlers[-1])
         except BaseException:

@@ -30,7 +30,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
             bases[storage] = tensor.untyped_storage().clone()
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         found[id(tensor)] = empty.set_(bases[storage], tensor.storage_offset(), tensor.shape, tensor.stride())
-    with torch.no_grad():
-        for group in alone.values():
-            found.update(zip(map(id, group), torch._foreach_clone(group)))
+    for group in alone.values():
+        own = [tensor.detach() if tensor.requires_grad else tensor for tensor in group]
+        found.update(zip(map(id, group), torch._foreach_clone(own)))
     return [found[id(tensor)] for tensor in tensors]

@@ -77,7 +77,7 @@ class Replay:
         Raises:
             CheckpointError: the module writes its input in place.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = _flat(args, kwargs)
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         tensors = list(distinct.values())
         before = versions(tensors)
@@ -192,11 +192,11 @@ class _Inputs:
 
     Args:
         leaves: of the arguments,
-        spec: and their structure.
+        spec: and their structure. None: they are the arguments.
         distinct: the tensors among the leaves, by id.
     """
 
-    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec, distinct: dict[int, Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, distinct: dict[int, Tensor]) -> None:
         places = {key: _Slot(place) for place, key in enumerate(distinct)}
         self._leaves = [places[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._spec = spec
@@ -215,8 +215,17 @@ class _Inputs:
             ) from error
         tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept]
         leaves = [tensors[leaf.place] if isinstance(leaf, _Slot) else leaf for leaf in self._leaves]
+        if self._spec is None:
+            return tuple(leaves), {}
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
+    """The leaves of the arguments, and their structure: None if the arguments are the leaves, as a rule tensors."""
+    if kwargs or not all([isinstance(each, Tensor) for each in args]):
+        return pytree.tree_flatten((args, kwargs))
+    return args, None
 
 
 def _parameters_of(modules: Sequence[nn.Module]) -> list[Tensor]:
@@ -244,4 +253,6 @@ def _with_graphs(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -284,7 +284,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.execution": "evaluate",
     "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
     "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
-    "checkpointing": "product", "StageRule.forward": "product",
+    "checkpointing.__enter__": "product", "StageRule.forward": "product",
 }  # fmt: skip
 
 
