@@ -69,7 +69,7 @@ class RankMailbox(Mailbox):
 
     def put(self, stage: int, chunk: int, made: Sequence[Activations]) -> None:
         rows = self._values.made_by[stage]
-        until = _until(rows, made)
+        until: dict[tuple[int, int, int], int] | None = None
         for row, message in zip(rows, made, strict=True):
             key = row.name, chunk, False
             if stage == CALLER:
@@ -78,7 +78,8 @@ class RankMailbox(Mailbox):
             elif row.reader == CALLER or self._rank_of[row.reader] == self._ranks.rank:
                 self._activations[key] = message, None
             else:
-                memory = tuple((identity.origin, until[identity.origin]) for identity in message.memory)
+                until = _until(rows, made) if until is None else until
+                memory = tuple([(identity.origin, until[identity.origin]) for identity in message.memory])
                 tree = message.tree
                 self._send(key, Message(tree.tensors, tree.skeleton, message.needs_grad, memory))
 

@@ -196,6 +196,7 @@ class Receiver:
         self._what = what
         self._window = window
         self._device = device or _HOST
+        self._pins = is_accelerator(self._device)
         self._specs = SpecCache(what)
         self._series: MessageSeries | None = None
         self._posted: deque[tuple[Tensor, Handle]] = deque()
@@ -257,8 +258,8 @@ class Receiver:
         self._series = None
 
     def _post_ahead(self, series: MessageSeries) -> None:
-        while len(self._posted) < self._window and self._position + len(self._posted) < len(series.names):
-            spec = series.predicted(self._position + len(self._posted))
+        for index in range(self._position + len(self._posted), min(self._position + self._window, len(series.names))):
+            spec = series.predicted(index)
             buffer = self._buffer(HEADER.size + spec.beside_header)
             self._posted.append((buffer, self._incoming.post(buffer)))
 
@@ -298,7 +299,7 @@ class Receiver:
 
     def _buffer(self, nbytes: int) -> Tensor:
         """Memory to receive into; where an accelerator copies from it, in pages that do not move."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=is_accelerator(self._device))
+        return torch.empty(nbytes, dtype=torch.uint8, device=_HOST, pin_memory=self._pins)
 
     def _not_expected(self, name: str) -> str:
         series = self._series
