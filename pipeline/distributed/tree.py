@@ -6,7 +6,8 @@
     broadcast     from any rank outwards                                                     n - 1 messages
 
 A message says how long it is, and buffers are posted for the longest, so ranks that exchange different things find that
-out. Where a rank has more than 16 KB, the rest of all goes in a second turn.
+out. Where a rank has more than 16 KB, the rest of all goes in a second turn. No rank waits for what it sends: the
+answer from above, or the next row from below, shows that it has come.
 
 A subtree is a range of ranks that begins with its root, so rows that are joined on their way up are in the order of the
 ranks. The root is rank 0, the first stage: it has heard of all when it begins the forward, and in a step it is the last
@@ -20,6 +21,7 @@ grows with the logarithm of n: 512 ranks are four levels, no rank has more than 
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from functools import lru_cache
 from typing import NamedTuple
@@ -110,15 +112,14 @@ def _turn(connections: Connections, place: TreePlace, size: int, data: bytes, ro
         handle.wait()
     content = b"".join([_LENGTH.pack(len(data)), data[:room], *map(_content, buffers)])
     if place.parent is not None:
-        told = connections.outgoing(place.parent).send(_message(content))
+        connections.outgoing(place.parent).tell(_message(content))
         buffer = _buffer(size, room)
         connections.incoming(place.parent).post(buffer).wait()
-        told.collect()
-        content = bytes(_content(buffer))
+        content = _content(buffer)
     if place.children:
         known = _message(content)
-        for handle in [connections.outgoing(child.start).send(known) for child in place.children]:
-            handle.wait()
+        for child in place.children:
+            connections.outgoing(child.start).tell(known)
     return _rows(content, room)
 
 
@@ -130,10 +131,10 @@ def _message(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(_LENGTH.pack(len(content)) + content), dtype=torch.uint8)
 
 
-def _content(message: Tensor) -> memoryview:
-    memory: memoryview = message.numpy().data
-    (length,) = _LENGTH.unpack_from(memory)
-    return memory[_LENGTH.size : _LENGTH.size + length]
+def _content(message: Tensor) -> bytes:
+    address = message.data_ptr()
+    (length,) = _LENGTH.unpack(ctypes.string_at(address, _LENGTH.size))
+    return ctypes.string_at(address + _LENGTH.size, length)
 
 
 def _rows(content: bytes, room: int) -> list[tuple[int, bytes]]:

@@ -121,6 +121,14 @@ class Outgoing(ABC):
             ChannelError: the channel is dead.
         """
 
+    def tell(self, buffer: Tensor) -> None:
+        """`send` a buffer for which nobody waits: the other end has received it before the next one is told.
+
+        Raises:
+            ChannelError: the channel is dead.
+        """
+        self.send(buffer)
+
 
 class Incoming(ABC):
     """The receiving end of a channel.

@@ -184,6 +184,7 @@ class _Edge:
         self._given_up = False
         self._waiters = waiters
         self._under_way: dict[int, dist.Work] = {}  # each keeps its buffer
+        self._told: Handle | None = None
         self._count = 0
         try:
             meeting_place = dist.PrefixStore(f"{prefix}/{source}to{to}", store)
@@ -206,6 +207,12 @@ class _Edge:
         self._count += 1
         self._under_way[self._count] = work
         return _Handle(self, self._count, not sends and buffer.numel() <= _SHORT)
+
+    def tell(self, buffer: Tensor) -> None:
+        """Begin to send what nobody waits for; the one before has been received."""
+        if self._told is not None:
+            self._told.collect()
+        self._told = self.begin(buffer, True, False)
 
     def wait(self, number: int, at_once: bool) -> None:
         """Wait for what was begun as this number. `at_once`: it has ended, or comes whole."""
@@ -234,6 +241,7 @@ class _Edge:
 
     def close(self) -> None:
         """Drop the group. What is under way would keep it."""
+        self._told = None
         self._under_way.clear()
         self._group = None
 
@@ -274,6 +282,9 @@ class _Outgoing(Outgoing):
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._edge.begin(buffer, True, extra)
+
+    def tell(self, buffer: Tensor) -> None:
+        self._edge.tell(buffer)
 
 
 class _Incoming(Incoming):

@@ -102,6 +102,24 @@ def test_what_all_give_comes_to_all_in_one_message_up_and_one_down(size: int) ->
     assert sum(sent.values()) == 2 * (size - 1)
 
 
+def test_no_rank_waits_for_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Handle] = []
+    monkeypatch.setattr(Counted, "send", lambda self, buffer, extra=False: Watched(waited, self, buffer))
+    for data in ([b"1", b"", b"3"], [bytes(ROOM + 1)] * 10):
+        assert exchanged(data)[0] == [data] * len(data) and not waited
+
+
+class Watched(Handle):
+    """Sends, and notes who waits for that."""
+
+    def __init__(self, waited: list[Handle], counted: Counted, buffer: Tensor) -> None:
+        self._waited, self._handle = waited, counted._outgoing.send(buffer)
+
+    def wait(self) -> None:
+        self._waited.append(self)
+        self._handle.wait()
+
+
 LONG = [(ROOM, 0, 3), (ROOM + 1, 0, 3), (0, 3 * ROOM, 2, ROOM + 1), (7, *[0] * 9, ROOM * 2)]
 
 

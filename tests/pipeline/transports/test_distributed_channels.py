@@ -328,6 +328,20 @@ def test_ranks_connect_whatever_order_they_are_told_the_pairs_in(ranks):
             assert torch.equal(posted, sent)
 
 
+def test_what_is_told_comes_in_the_order_of_what_is_sent_and_is_kept_until_the_next():
+    with together(2) as channels:
+        outgoing, incoming = channels[0].outgoing(1), channels[1].incoming(0)
+        for number in range(5):
+            posted = [torch.zeros(3, dtype=torch.uint8) for _ in range(2)]
+            receives = [incoming.post(buffer) for buffer in posted]
+            outgoing.tell(torch.full((3,), number, dtype=torch.uint8))
+            outgoing.send(torch.full((3,), 100 + number, dtype=torch.uint8)).wait()
+            for receive in receives:
+                receive.wait()
+            assert [buffer.tolist() for buffer in posted] == [[number] * 3, [100 + number] * 3]
+            assert len(channels[0]._edges[0, 1]._under_way) == 1
+
+
 def test_giving_up_many_channels_takes_no_longer_than_one():
     with together(6) as channels:
         waiters = [
