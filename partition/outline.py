@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
 
 Leaves: TypeAlias = list[Any]
-Call: TypeAlias = tuple[Leaves, TreeSpec]  # the arguments of a call, (args, kwargs)
+Key: TypeAlias = "int | str"  # of an argument: its place, or its name
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST = 32  # calls of which something is remembered
 
@@ -103,30 +103,56 @@ class Unread(Tensor):
 _CASTS = frozenset({"_to_copy", "clone", "detach", "alias", "lift_fresh"})
 
 
+class Call:
+    """The arguments of a call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.kwargs[key] if isinstance(key, str) else self.args[key]
+
+    @property
+    def keys(self) -> list[Key]:
+        """The arguments."""
+        return [*range(len(self.args)), *self.kwargs]
+
+    def replaced(self, others: Iterable[tuple[Key, Any]]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with others in some places."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for key, value in others:
+            if isinstance(key, str):
+                kwargs[key] = value
+            else:
+                args[key] = value
+        return args, kwargs
+
+
 class Chain(NamedTuple):
     """The way in which the blocks of a model follow each other.
 
     Attributes:
         blocks: their names in the model.
-        entries: which leaves of a block's arguments are the hidden state.
-        returned: the leaves of what a block returns, None where the hidden state goes, and their tree.
+        entries: which of a block's arguments are the hidden state.
+        returned: the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
         dtypes: of the hidden state that the first block is called with; None where that is no tensor.
         first: the number of its first block among those of all chains.
-        kept: which leaves of the first block's arguments are handed to others, too, and cannot be made from the inputs
-            alone: what is before the block computes them with parameters.
-        carried: for each block which leaf of its arguments is which of these.
+        kept: which of the first block's arguments are handed to others, too, and cannot be made from the inputs alone:
+            what is before the block computes them with parameters.
+        carried: for each block which of its arguments is which of these.
     """
 
     blocks: tuple[str, ...]
-    entries: tuple[int, ...]
+    entries: tuple[Key, ...]
     returned: Leaves
     tree: TreeSpec
     exits: tuple[int, ...]
     dtypes: tuple[torch.dtype | None, ...]
     first: int = 0
-    kept: tuple[int, ...] = ()
-    carried: tuple[tuple[tuple[int, int], ...], ...] = ()
+    kept: tuple[Key, ...] = ()
+    carried: tuple[tuple[tuple[Key, int], ...], ...] = ()
 
     @property
     def last(self) -> int:
@@ -213,7 +239,7 @@ class Run:
         chains: the blocks.
         end: the number of the block at which it ends; None: it goes on to the end of the model.
         hidden: what the block of a number returns. Others return what they are called with.
-        written: by a block's number, what is to stand in some leaves of its arguments: the run goes on with it.
+        written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
 
     Attributes:
         calls: of the blocks that were reached, in order.
@@ -224,7 +250,7 @@ class Run:
         chains: Sequence[Chain],
         end: int | None,
         hidden: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
-        written: Mapping[int, Mapping[int, Tensor]] = MappingProxyType({}),
+        written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
     ) -> None:
         self.calls: list[Call] = []
         self._chains = chains
@@ -236,15 +262,16 @@ class Run:
         """The output of the block of this number."""
         if number != len(self.calls):
             raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
-        leaves, tree = tree_flatten((args, kwargs))
-        self.calls.append((leaves, tree))
+        call = Call(args, kwargs)
+        self.calls.append(call)
         if number == self._end:
             raise Reached
-        for place, tensor in self._written.get(number, {}).items():
-            if _is_computed(leaves[place]):
-                leaves[place].copy_(tensor)
+        for key, value in self._written.get(number, {}).items():
+            for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
+                if isinstance(lost, Tensor) and _is_computed(lost):
+                    lost.copy_(tensor)
         chain = chain_of(self._chains, number)
-        return chain.output(self._hidden.get(number) or [leaves[place] for place in chain.entries])
+        return chain.output(self._hidden.get(number) or [call[key] for key in chain.entries])
 
 
 def chain_of(chains: Iterable[Chain], number: int) -> Chain:
@@ -362,16 +389,14 @@ class Outline(nn.Module):
         finally:
             _run.reset(token)
 
-    def call(self, number: int, hidden: tuple[Any, ...], kept: tuple[Tensor, ...], travelling: tuple[Any, ...]) -> Any:
-        """The arguments of a block: (args, kwargs)."""
+    def call(
+        self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a block: args, kwargs."""
         chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
-        reached, tree = self.beside(number, device, travelling)
-        leaves = list(reached)
-        for place, leaf in zip(chain.entries, hidden, strict=True):
-            leaves[place] = leaf
-        for place, index in chain.carried[number - chain.first]:
-            leaves[place] = kept[index]
-        return tree_unflatten(leaves, tree)
+        carried = [(key, kept[index]) for key, index in chain.carried[number - chain.first]]
+        call = self.beside(number, device, travelling)
+        return call.replaced([*zip(chain.entries, hidden, strict=True), *carried])
 
     def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> Call:
         """The arguments of a block, with nan where the hidden state goes.

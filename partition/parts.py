@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
-Value: TypeAlias = tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]  # hidden state, kept, inputs
+Value: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]  # hidden state, kept, inputs
 
 
 class Holder(nn.Module):
@@ -99,8 +99,11 @@ class Block(Part):
         _check_dtypes(hidden, chain.dtypes)
         args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
         (block,) = self.own().values()
-        returned, _ = tree_flatten(block(*args, **kwargs))
-        return tuple([returned[place] for place in chain.exits]), kept, travelling
+        returned = block(*args, **kwargs)
+        if not isinstance(returned, Tensor):
+            returned = tree_leaves(returned)
+            return tuple([returned[place] for place in chain.exits]), kept, travelling
+        return (returned,), kept, travelling
 
 
 class Middle(Part):
@@ -153,9 +156,8 @@ def _after(outline: Outline, chain: Chain, value: Value, end: int | None) -> tup
 
 
 def _reached(run: Run, chain: Chain, travelling: tuple[Any, ...]) -> Value:
-    leaves, _ = run.calls[chain.first]
-    hidden, kept = [tuple([leaves[place] for place in places]) for places in (chain.entries, chain.kept)]
-    return hidden, kept, travelling
+    call = run.calls[chain.first]
+    return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

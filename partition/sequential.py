@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
 from partition.errors import PartitionError
-from partition.outline import Chain, Inputs, Leaves, Outline, UnreadError, called_with, rebuilt
+from partition.outline import Call, Chain, Inputs, Key, Leaves, Outline, UnreadError, called_with, rebuilt
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
@@ -172,7 +172,7 @@ class _Called(NamedTuple):
     name: str
     begin: int
     end: int
-    given: tuple[Leaves, TreeSpec]
+    given: Call
     returned: tuple[Leaves, TreeSpec]
 
 
@@ -180,10 +180,10 @@ def _all_calls(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> list
     """Every call of a module within the model, in the order in which they began."""
     found: list[_Called] = []
     clock = iter(range(10**9))
-    open_calls: list[tuple[int, tuple[Leaves, TreeSpec]]] = []
+    open_calls: list[tuple[int, Call]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        open_calls.append((next(clock), tree_flatten((args, kwargs))))
+        open_calls.append((next(clock), Call(args, kwargs)))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
@@ -276,9 +276,9 @@ def _follow(run: Sequence[_Called]) -> bool:
     return all(_shared(one, other) for one, other in zip(run, run[1:], strict=False))
 
 
-def _shared(one: _Called, other: _Called) -> list[tuple[int, int]]:
-    """The leaves of what one returned that the other is given, with their places there."""
-    given = {id(leaf): place for place, leaf in reversed(list(enumerate(other.given[0]))) if isinstance(leaf, Tensor)}
+def _shared(one: _Called, other: _Called) -> list[tuple[int, Key]]:
+    """The leaves of what one returned that are arguments of the other."""
+    given = {id(other.given[key]): key for key in reversed(other.given.keys) if isinstance(other.given[key], Tensor)}
     return [(place, given[id(leaf)]) for place, leaf in enumerate(one.returned[0]) if id(leaf) in given]
 
 
@@ -309,7 +309,7 @@ def _chain(run: Sequence[_Called]) -> Chain:
                 f"block {names[index + 1]!r} takes over {len(link)} values from {names[index]!r}, in other places than "
                 f"{names[1]!r} does from {names[0]!r}. Name blocks of one kind: blocks=[...]."
             )
-    exits, entries = zip(*(links[0] if links else [(0, 0)]), strict=True)
+    exits, entries = map(tuple, zip(*(links[0] if links else [(0, 0)]), strict=True))
     leaves, tree = run[0].returned
     for call in run:
         if call.returned[1] != tree:
@@ -317,12 +317,12 @@ def _chain(run: Sequence[_Called]) -> Chain:
                 f"block {call.name!r} returns another structure than {names[0]!r}. Name blocks of one kind: "
                 "blocks=[...]."
             )
-    hidden = [run[0].given[0][place] for place in entries]
+    hidden = [run[0].given[key] for key in entries]
     if not any(isinstance(leaf, Tensor) for leaf in hidden):
         raise PartitionError(f"block {names[0]!r} is not called with a tensor where the others are.")
     returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # others are lost: _compare tells
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])
-    return Chain(tuple(names), tuple(entries), returned, tree, tuple(exits), dtypes)
+    return Chain(tuple(names), entries, returned, tree, exits, dtypes)
 
 
 class _Reading(TorchDispatchMode):
@@ -437,28 +437,40 @@ def _carrying(outline: Outline, chain: Chain, run: Sequence[_Called], leaves: Le
     Raises:
         PartitionError: a block is called with something that the first one is not.
     """
-    given = run[0].given[0]
-    firsts = {id(leaf): place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)}
-    device = next(given[place].device for place in chain.entries if given[place] is not None)
-    kept: dict[int, int] = {}
+    first = run[0].given
+    device = next(first[key].device for key in chain.entries if first[key] is not None)
+    kept: dict[Key, int] = {}
     carried = []
-    for number, (name, theirs, their_tree) in enumerate([(call.name, *call.given) for call in run], chain.first):
-        ours, tree = outline.beside(number, device, tuple(leaves))
-        if tree != their_tree:
+    for number, (name, theirs) in enumerate([(call.name, call.given) for call in run], chain.first):
+        ours = outline.beside(number, device, tuple(leaves))
+        if ours.keys != theirs.keys:
             raise PartitionError(f"block {name!r} is called with other arguments where the beginning is elsewhere.")
+        others = [key for key in theirs.keys if key not in chain.entries and not _same(ours[key], theirs[key])]
         places = []
-        for place, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-            if place in chain.entries or _equal(mine, its):
-                continue
-            if id(its) not in firsts:
+        for key in others:
+            source = next((other for other in first.keys if _is(first[other], theirs[key])), None)
+            if source is None:
                 raise PartitionError(
                     f"block {name!r} is called with a value that the model makes after the first block, or that is no "
-                    f"tensor: leaf {place} of its arguments. Blocks that depend on more of each other than the hidden "
-                    "state cannot be cut; write the model as an nn.Sequential, with pipeline.skip for what passes by."
+                    f"tensor: its argument {key!r}. Blocks that depend on more of each other than the hidden state "
+                    "cannot be cut; write the model as an nn.Sequential, with pipeline.skip for what passes by."
                 )
-            places.append((place, kept.setdefault(firsts[id(its)], len(kept))))
+            places.append((key, kept.setdefault(source, len(kept))))
         carried.append(tuple(places))
     return chain._replace(kept=tuple(kept), carried=tuple(carried))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values hold the same numbers."""
+    (ours, tree), (theirs, their_tree) = tree_flatten(one), tree_flatten(other)
+    return tree == their_tree and all(map(_equal, ours, theirs))
+
+
+def _is(one: Any, other: Any) -> bool:
+    """Whether two values hold the same tensors, and there are some."""
+    ours, theirs = tree_leaves(one), tree_leaves(other)
+    are = len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+    return are and any(isinstance(leaf, Tensor) for leaf in ours)
 
 
 # ------------------------------------------------------------------------------------------------------- comparison

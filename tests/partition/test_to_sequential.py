@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from block_models import MODELS, REFUSED, Chain, Gpt, Skips, ids, padded
+from block_models import MODELS, REFUSED, Chain, Gpt, Skips, doubled, ids, padded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -28,12 +28,6 @@ def seeded():
 def made(name, rows=4):
     kind, inputs = MODELS[name]
     return kind().double(), doubled(inputs(rows)), lambda count: doubled(inputs(count))
-
-
-def doubled(x):
-    return torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, x
-    )
 
 
 def called(model, x):
@@ -188,11 +182,11 @@ def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch
     layers(x)
     assert len(runs) == 3  # the beginning, the blocks, the end
     (_, calls), = layers[1].outline._made.values()
-    made += [weakref.ref(leaf) for leaf in calls[1][0] if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool]
-    assert any(each() is not None for each in made)
+    made += [weakref.ref(leaf) for leaf in tree_leaves(calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
+    assert made and all(each() is not None for each in made)
     del x, calls
     gc.collect()
-    assert not layers[1].outline._made
+    assert not layers[1].outline._made and all(each() is None for each in made)
 
 
 def test_a_copy_computes_with_its_own_parameters():

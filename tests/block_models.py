@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class DiffusionBlock(nn.Module):
@@ -138,6 +141,11 @@ def ids(rows: int, length: int = 6) -> Tensor:
 def padded(rows: int, length: int = 6) -> dict[str, Tensor]:
     padding = torch.arange(length) >= torch.randint(2, length + 1, (rows, 1))
     return {"ids": ids(rows, length), "padding": padding}
+
+
+def doubled(x: Any) -> Any:
+    """The same inputs in float64."""
+    return tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, x)
 
 
 # By name: the model, and inputs of so many rows.

@@ -1,0 +1,34 @@
+"""Models that `to_sequential` has cut, trained over ranks: what each rank knows afterwards."""
+
+from __future__ import annotations
+
+import torch
+from block_models import MODELS, doubled
+from one_and_many import Found, Make, state_of
+from rank_models import even
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from partition import to_sequential
+
+
+def squared(out: object, target: Tensor) -> Tensor:
+    return ((tree_leaves(out)[0] - target) ** 2).mean()
+
+
+def trained(make: Make, name: str, stages: int, schedule: str, checkpoint: str) -> Found:
+    torch.manual_seed(3)
+    kind, inputs = MODELS[name]
+    model = kind().double().train()
+    sample = doubled(inputs(4))
+    batches = [doubled(inputs(rows)) for rows in (7, 5)]
+    layers = to_sequential(model, sample)
+    with torch.no_grad():
+        targets = [torch.randn_like(tree_leaves(layers(batch))[0]) for batch in batches]
+    pipe = make(layers, even(len(layers), stages), 3, schedule=schedule, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    found: Found = {}
+    for turn, (batch, target) in enumerate(zip(batches, targets, strict=True)):
+        step = pipe.step(batch, target, loss_fn=squared, optimizer=optimizer)
+        found[f"loss {turn}"] = step.loss
+    return {**found, **state_of(pipe)}
