@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 from ctypes import c_char, string_at
 from typing import Any, NamedTuple
 
@@ -122,4 +123,6 @@ def _of_numpy() -> int | None:
     return _place(own, numpy.random.RandomState, _NORMAL.pack(1, state["gauss"]))
 
 
-_PYTHONS, _NUMPYS = _of_python(), _of_numpy()
+# An id is an address in CPython alone; and there its lock keeps other threads out.
+_IS_READABLE = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+_PYTHONS, _NUMPYS = (_of_python(), _of_numpy()) if _IS_READABLE else (None, None)
