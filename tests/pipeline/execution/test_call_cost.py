@@ -71,7 +71,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("door", ["step", "forward"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(
-    ("make", "limit"), [(Parameters, 40), (Buffers, 75), (Modules, 22)], ids=["parameter", "buffer", "module"]
+    ("make", "limit"), [(Parameters, 36), (Buffers, 59), (Modules, 25)], ids=["parameter", "buffer", "module"]
 )
 def test_one_more_costs_few_calls_of_functions(
     make: Callable[[int], nn.Module], limit: float, mode: str, door: str
