@@ -36,11 +36,10 @@ class Ambient(NamedTuple):
     @classmethod
     def capture(cls, device_types: Iterable[str]) -> Ambient:
         """The switches as they are now; autocast is kept for each of `device_types`."""
-        kinds = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
         return cls(
-            tuple(kinds),
+            tuple([(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types]),
             torch.is_autocast_cache_enabled(),
-            tuple([get() for get, _ in _SWITCHES]),
+            tuple([get() for get in _GETTERS]),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
             _saved_tensors_hooks(),
@@ -48,7 +47,7 @@ class Ambient(NamedTuple):
 
     def now(self) -> Ambient:
         """The switches of the same device types, as they are now."""
-        return Ambient.capture(kind for kind, _, _ in self.autocast)
+        return Ambient.capture([kind for kind, _, _ in self.autocast])
 
     @contextmanager
     def entered(self, whole_process: bool) -> Iterator[None]:
@@ -191,6 +190,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_matmul_precision, _set_matmul_precision),
     *[_precision(backend, name) for backend in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")],
 )
+
+_GETTERS = tuple([get for get, _ in _SWITCHES])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ but layers runs between F and R.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -163,16 +163,10 @@ class ForwardSnapshot:
 
     @contextmanager
     def _put_back(self, chunk: int, again: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(Recomputing())
-            for differing in self._differing:
-                stack.enter_context(differing())
-            if self._attributes:
-                stack.enter_context(self._attributes.as_before(chunk))
-            if self.buffers:
-                stack.enter_context(self.buffers.as_before(chunk, again))
-            if self._generators:
-                stack.enter_context(self._generators.as_before(chunk))
+        attributes = self._attributes.as_before(chunk) if self._attributes else _NOTHING
+        buffers = self.buffers.as_before(chunk, again) if self.buffers else _NOTHING
+        generators = self._generators.as_before(chunk) if self._generators else _NOTHING
+        with Recomputing(), _all_of(self._differing) if self._differing else _NOTHING, attributes, buffers, generators:
             yield
 
     def check_same(self, chunk: int, outputs: Sequence[Tensor]) -> None:
@@ -196,6 +190,17 @@ class ForwardSnapshot:
         """Drop all state: no recomputation follows."""
         for state in (self._attributes, self._generators, self._fingerprints):
             state.clear()
+
+
+@contextmanager
+def _all_of(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for make in contexts:
+            stack.enter_context(make())
+        yield
+
+
+_NOTHING = nullcontext()
 
 
 def generators_elsewhere(stages: Sequence[Sequence[nn.Module]], own: Container[int]) -> Iterator[Held]:
