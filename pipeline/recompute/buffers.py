@@ -59,7 +59,7 @@ class Buffers:
         self._slots = [
             _Slot(owner, table, name, tensor, address, version, copy)
             for owner, (_, table, name, tensor), address, version, copy in zip(
-                owners, found, memory, versions(tensors), copies(tensors), strict=True
+                owners, found, memory, versions(tensors), copies(tensors, memory), strict=True
             )
         ]
         self._spare: list[tuple[_Slot, Tensor]] | None = None
@@ -146,8 +146,8 @@ class Buffers:
         kept = set(map(id, written))
         others = [slot for slot in self._written if id(slot) not in kept]
         if self._spare is None:  # a write past the counters must not reach `initial`
-            self._spare = list(zip(self._read, copies([slot.initial for slot in self._read])))
-        fresh = [*(copies(values) if again else values), *copies([slot.initial for slot in others])]
+            self._spare = list(zip(self._read, _copies(self._read)))
+        fresh = [*(copies(values) if again else values), *_copies(others)]
         found = [slot.place.get(slot.name) for slot in self._slots]
         held = [tensor for tensor in found if tensor is not None]
         counts = versions(held)
@@ -239,6 +239,11 @@ def _owners(modules: Sequence[int], memory: Sequence[int]) -> list[int]:
         if other != own:
             owners = [other if owner == own else owner for owner in owners]
     return owners
+
+
+def _copies(slots: Sequence[_Slot]) -> list[Tensor]:
+    """Copies of what buffers were as the call began."""
+    return copies([slot.initial for slot in slots], [slot.memory for slot in slots])
 
 
 def _now(slot: _Slot) -> Tensor:

@@ -15,9 +15,14 @@ from torch import Tensor
 from pipeline.data.pytrees import storage_of
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Detached copies that share memory among themselves as the originals do."""
-    storages = list(map(storage_of, tensors))
+def copies(tensors: Sequence[Tensor], storages: Sequence[int] | None = None) -> list[Tensor]:
+    """Detached copies that share memory among themselves as the originals do.
+
+    Args:
+        tensors: the originals.
+        storages: a number for each, the same for those that share memory, where that is known.
+    """
+    storages = list(map(storage_of, tensors)) if storages is None else storages
     sharing = Counter(dict(zip(map(id, tensors), storages)).values()) if len(set(storages)) < len(storages) else {}
     found: dict[int, Tensor] = {}
     alone: dict[torch.dtype, list[Tensor]] = {}

@@ -142,11 +142,11 @@ class Replay:
             self._check_same(snapshot, outputs, found.matches)
 
     def _check_parameters(self, begun: _Begun) -> None:
-        pairs = zip(versions(begun.parameters), begun.versions, strict=True)
-        changed = [number for number, (now, then) in enumerate(pairs) if now != then]
-        if changed:
+        now = versions(begun.parameters)
+        if now != begun.versions:
+            changed = [one != other for one, other in zip(now, begun.versions, strict=True)]
             raise CheckpointError(
-                f"parameter '{_names_of(self._modules[0])[changed[0]]}' of {self._name} was changed in place between "
+                f"parameter '{_names_of(self._modules[0])[changed.index(True)]}' of {self._name} was changed in place between "
                 "the forward and the recomputation. Change it (optimizer.step()) after backward()."
             )
 
