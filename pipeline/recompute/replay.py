@@ -145,8 +145,9 @@ class Replay:
         now = versions(begun.parameters)
         if now != begun.versions:
             changed = [one != other for one, other in zip(now, begun.versions, strict=True)]
+            name = _names_of(self._modules[0])[changed.index(True)]
             raise CheckpointError(
-                f"parameter '{_names_of(self._modules[0])[changed.index(True)]}' of {self._name} was changed in place between "
+                f"parameter '{name}' of {self._name} was changed in place between "
                 "the forward and the recomputation. Change it (optimizer.step()) after backward()."
             )
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.recompute.fingerprints import COUNT, entries, positions, same_entries
+from pipeline.recompute.fingerprints import COUNT, addresses, entries, positions, same_entries, sample
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -117,3 +117,49 @@ def test_a_tensor_with_a_graph_gets_no_longer_graph() -> None:
 def test_a_tensor_without_memory_of_its_own_is_left_alone() -> None:
     assert entries([torch.empty(3, device="meta")]) == []
     assert same_entries(entries([torch._efficientzerotensor(3)]), entries([torch.zeros(3)]))
+
+
+@given(
+    kind=st.sampled_from(["contiguous", "transposed", "sliced"]),
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_a_sample_differs_where_all_values_do_and_not_where_none_does(
+    kind: str, shape: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    tensor = lying(kind, shape, dtype)
+    then = sample(tensor, frozenset())
+    assert then == sample(tensor, frozenset())
+    tensor.copy_(~tensor if dtype is torch.bool else tensor + 1)
+    assert then != sample(tensor, frozenset()) and then[:2] == (dtype, tensor.shape)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 48), (1000, 3), (7, 5, 96), (16, 4, 8, 8)])
+def test_a_sample_differs_where_a_row_of_any_length_or_a_quarter_of_the_features_does(shape: tuple[int, ...]) -> None:
+    """Of as many rows as bytes are taken each is seen, and of any more as many."""
+    tensor = torch.zeros(shape)
+    then = sample(tensor, frozenset())
+    for quarter in range(4 if shape[-1] > 3 else 0):
+        features = torch.zeros(shape)
+        features[..., quarter * shape[-1] // 4 : (quarter + 1) * shape[-1] // 4] = math.pi
+        assert then != sample(features, frozenset())
+    rows = math.prod(shape[:-1])
+    seen = 0
+    for row in range(rows):
+        changed = torch.zeros(shape)
+        changed.view(rows, -1)[row] = math.pi
+        seen += then != sample(changed, frozenset())
+    assert seen >= min(rows, COUNT)
+
+
+def test_a_sample_of_known_memory_is_its_address_and_of_what_memory_does_not_show_it_equals_no_other() -> None:
+    weight, sparse = torch.nn.Parameter(torch.ones(3, 4)), torch.eye(3).to_sparse()
+    known = addresses([weight, sparse])
+    assert known == {weight.data_ptr()}
+    assert sample(weight.t(), known) == sample(weight.t(), known) == (torch.float32, (4, 3), weight.data_ptr())
+    assert sample(weight.t().contiguous(), known) != sample(weight.t(), known)
+    assert sample(sparse, known) != sample(sparse, known)
+    assert sample(torch.ones(0, 3), known) == sample(torch.ones(0, 3), known)
+    assert sample(torch.empty(3, device="meta"), known) == sample(torch.empty(3, device="meta"), known)
