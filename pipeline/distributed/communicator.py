@@ -127,8 +127,9 @@ class DistributedCommunicator(Communicator):
 
     def at(self, action: Action | None) -> None:
         self._action = action
-        self._ranks.monitor.at = "the end of a phase" if action is None else (action,)
-        self._ranks.monitor.steps += 1
+        monitor = self._ranks.monitor
+        monitor.at = "the end of a phase" if action is None else (action,)
+        monitor.steps += 1
 
     # ------------------------------------------------------------------------------------------------------ together
 
