@@ -15,8 +15,11 @@ def waiters():
     waiters.wake()
 
 
+@pytest.fixture
 def running():
-    return [thread for thread in threading.enumerate() if thread.name == "pipe waiter"]
+    """The waiters' threads that this test has started: channels of other tests may still have theirs."""
+    before = set(threading.enumerate())
+    return lambda: [thread for thread in set(threading.enumerate()) - before if thread.name == "pipe waiter"]
 
 
 def soon(condition):
@@ -26,7 +29,7 @@ def soon(condition):
         time.sleep(0.001)
 
 
-def test_a_wait_ends_with_its_job_and_raises_what_that_raised(waiters):
+def test_a_wait_ends_with_its_job_and_raises_what_that_raised(waiters, running):
     done = []
     for number in range(50):
         assert waiters.wait(lambda number=number: done.append((number, threading.current_thread().name)))
@@ -39,7 +42,7 @@ def raise_(error):
     raise error
 
 
-def test_waits_at_a_time_have_a_thread_each(waiters):
+def test_waits_at_a_time_have_a_thread_each(waiters, running):
     go, found = threading.Event(), []
     callers = [threading.Thread(target=lambda: found.append(waiters.wait(go.wait))) for _ in range(5)]
     for caller in callers:
@@ -52,7 +55,7 @@ def test_waits_at_a_time_have_a_thread_each(waiters):
     assert found == [True] * 5
 
 
-def test_wake_ends_waits_whose_jobs_go_on_and_their_threads_end_with_those():
+def test_wake_ends_waits_whose_jobs_go_on_and_their_threads_end_with_those(running):
     waiters, go, found = Waiters(), threading.Event(), []
     callers = [threading.Thread(target=lambda: found.append(waiters.wait(go.wait))) for _ in range(3)]
     for caller in callers:
@@ -68,7 +71,7 @@ def test_wake_ends_waits_whose_jobs_go_on_and_their_threads_end_with_those():
     soon(lambda: not running())
 
 
-def test_threads_that_have_nothing_to_wait_for_end_when_woken():
+def test_threads_that_have_nothing_to_wait_for_end_when_woken(running):
     waiters = Waiters()
     assert waiters.wait(int) and len(running()) == 1
     waiters.wake()
