@@ -31,6 +31,7 @@ from partition.errors import PartitionError
 
 Leaves: TypeAlias = list[Any]
 Key: TypeAlias = "int | str"  # of an argument: its place, or its name
+Volatile: TypeAlias = "frozenset[tuple[int, str]]"  # attributes that a forward sets: id of the module, name
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST = 32  # calls of which something is remembered
 
@@ -240,6 +241,7 @@ class Run:
         end: the number of the block at which it ends; None: it goes on to the end of the model.
         hidden: what the block of a number returns. Others return what they are called with.
         written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
+        rewind: called at the first block that is told what to return: what was drawn before was drawn by another part.
 
     Attributes:
         calls: of the blocks that were reached, in order.
@@ -251,12 +253,14 @@ class Run:
         end: int | None,
         hidden: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
         written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
+        rewind: Callable[[], object] = int,
     ) -> None:
         self.calls: list[Call] = []
         self._chains = chains
         self._end = end
         self._hidden = hidden
         self._written = written
+        self._rewind = rewind
 
     def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block of this number."""
@@ -270,8 +274,16 @@ class Run:
             for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
                 if isinstance(lost, Tensor) and _is_computed(lost):
                     lost.copy_(tensor)
+        if number in self._hidden:
+            self._rewind()
         chain = chain_of(self._chains, number)
         return chain.output(self._hidden.get(number) or [call[key] for key in chain.entries])
+
+
+def around(chains: Iterable[Chain]) -> set[str]:
+    """The names of the modules that contain blocks."""
+    blocks = [name.split(".") for chain in chains for name in chain.blocks]
+    return {".".join(steps[:length]) for steps in blocks for length in range(len(steps))}
 
 
 def chain_of(chains: Iterable[Chain], number: int) -> Chain:
@@ -283,16 +295,18 @@ _run: ContextVar[Run] = ContextVar("run")
 
 
 class StandIn(nn.Module):
-    """A stand-in for a block, with the block's attributes and none of its modules.
+    """A stand-in for a block, with none of its modules, and of its attributes those that no forward sets.
 
     Args:
         block: the block.
         number: its number.
+        volatile: the attributes that a forward sets.
     """
 
-    def __init__(self, block: nn.Module, number: int) -> None:
+    def __init__(self, block: nn.Module, number: int, volatile: Volatile) -> None:
         super().__init__()
-        own = {name: value for name, value in vars(block).items() if name not in _EVERY_MODULE and name != "forward"}
+        lost = {*_EVERY_MODULE, "forward", *[name for owner, name in volatile if owner == id(block)]}
+        own = {name: value for name, value in vars(block).items() if name not in lost}
         vars(self).update(own)
         vars(self)["_stands_for"] = number
 
@@ -305,11 +319,12 @@ class Absent(nn.Module):
 
     Args:
         module: the module.
+        volatile: the attributes that a forward sets, which are those of another call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
         super().__init__()
-        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta")).eval(),)  # not as a child
+        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), volatile).eval(),)  # not as a child
         self._known: OrderedDict[str, Any] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
@@ -333,6 +348,21 @@ class Absent(nn.Module):
         )
 
 
+class _Made(NamedTuple):
+    """The arguments of blocks.
+
+    Attributes:
+        inputs: the tensors that they were made from.
+        calls: the arguments, by a block's number.
+        tensors, versions: all that is in them, as it was made.
+    """
+
+    inputs: list[weakref.ref[Tensor]]
+    calls: list[Call]
+    tensors: list[Tensor]
+    versions: list[int]
+
+
 class Outline(nn.Module):
     """The outline of a model.
 
@@ -343,21 +373,24 @@ class Outline(nn.Module):
         chains: its blocks.
         inputs: what it is called with.
         apart: the names of the modules that lie in parts, beside the blocks.
+        volatile: the attributes that a forward sets.
     """
 
-    def __init__(self, model: nn.Module, chains: tuple[Chain, ...], inputs: Inputs, apart: Iterable[str]) -> None:
+    def __init__(
+        self, model: nn.Module, chains: tuple[Chain, ...], inputs: Inputs, apart: Iterable[str], volatile: Volatile
+    ) -> None:
         super().__init__()
         self.chains = chains
         self.inputs = inputs
         blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
-            name: StandIn(model.get_submodule(name), number) for number, name in enumerate(blocks)
+            name: StandIn(model.get_submodule(name), number, volatile) for number, name in enumerate(blocks)
         }
-        replaced.update({name: Absent(model.get_submodule(name)) for name in apart})
-        containers = {name[: index] for name in blocks for index in _dots(name)} | {""}
+        replaced.update({name: Absent(model.get_submodule(name), volatile) for name in apart})
+        containers = around(chains)
         self._containers_of_blocks = sorted(containers)
-        self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "")}
-        self._made: OrderedDict[Any, tuple[list[weakref.ref[Tensor]], list[Call]]] = OrderedDict()
+        self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
+        self._made: OrderedDict[Any, _Made] = OrderedDict()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: Any) -> Outline:
@@ -413,14 +446,22 @@ class Outline(nn.Module):
         )  # fmt: skip
         with self._lock:
             made = self._made.get(key)
-        if made is not None and all(one() is other for one, other in zip(made[0], tensors, strict=True)):
-            return made[1][number]
+        if made is not None and all(one() is other for one, other in zip(made.inputs, tensors, strict=True)):
+            if made.versions != [_version(tensor) for tensor in made.tensors]:
+                raise PartitionError(
+                    "a block has written into a tensor that the model hands to several blocks. What comes later would "
+                    "depend on which blocks share a stage; write to a copy."
+                )
+            return made.calls[number]
         run = Run(self.chains, end)
         with torch.no_grad():
             self.run(run, self.inputs.arrived(travelling, device), device, {})
         forget = partial(self._made.pop, key, None)
+        made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
+        leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
+        found = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         with self._lock:
-            self._made[key] = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors], run.calls
+            self._made[key] = _Made(made_from, run.calls, found, [_version(tensor) for tensor in found])
             _forget(self._made)
         return run.calls[number]
 
@@ -431,30 +472,35 @@ class Outline(nn.Module):
         return self._roots[device]
 
 
-def rebuilt(module: nn.Module, changed: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with other parameters and buffers; it shares all else."""
-    made = shallow(module)
+def rebuilt(
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = frozenset()
+) -> nn.Module:
+    """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
+    made = shallow(module, volatile)
     for table in ("_parameters", "_buffers"):
         tensors = vars(module)[table].items()
         vars(made)[table] = {name: each if each is None else changed(each) for name, each in tensors}
     vars(made)["_modules"] = {
-        name: child if child is None else rebuilt(child, changed) for name, child in module._modules.items()
+        name: child if child is None else rebuilt(child, changed, volatile) for name, child in module._modules.items()
     }
     return made
 
 
-def shallow(module: nn.Module) -> nn.Module:
+def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
     """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
     made: nn.Module = object.__new__(type(module))
-    vars(made).update(vars(module))
+    lost = {name for owner, name in volatile if owner == id(module)}
+    vars(made).update({name: value for name, value in vars(module).items() if name not in lost})
     for table in ("_parameters", "_buffers", "_modules"):
         vars(made)[table] = dict(vars(module)[table])
     vars(made).pop("forward", None)  # it is bound to the other
     return made
 
 
-def _outlined(module: nn.Module, replaced: Mapping[str, nn.Module], containers: set[str], name: str) -> nn.Module:
-    made = shallow(module)
+def _outlined(
+    module: nn.Module, replaced: Mapping[str, nn.Module], containers: set[str], name: str, volatile: Volatile
+) -> nn.Module:
+    made = shallow(module, volatile)
     vars(made)["training"] = False
     vars(made)["_parameters"] = {
         key: None if each is None else Shape.of(each).poison(each.device)
@@ -465,7 +511,7 @@ def _outlined(module: nn.Module, replaced: Mapping[str, nn.Module], containers: 
         if path in replaced:
             made._modules[key] = replaced[path]
         elif child is not None and path in containers:
-            made._modules[key] = _outlined(child, replaced, containers, path)
+            made._modules[key] = _outlined(child, replaced, containers, path, volatile)
         elif child is not None:
             made._modules[key] = copy.deepcopy(child).eval()
     return made
@@ -493,10 +539,6 @@ def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], trai
         tables = [vars(copied(above))[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
     return copies[""]
-
-
-def _dots(name: str) -> list[int]:
-    return [index for index, letter in enumerate(name) if letter == "."]
 
 
 def _is_computed(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ A part holds modules of the model under their names in the model: the parameter 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -121,7 +122,7 @@ class Middle(Part):
 
     def forward(self, value: Value) -> Value:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
-        run, leaves, device = _after(self.outline, before, value, after.first)
+        run, leaves, device = _after(self.outline, before, value, after.first, self.training)
         self.outline.run(run, leaves, device, self.own(), self.training)
         return _reached(run, after, value[2])
 
@@ -142,17 +143,34 @@ class End(Part):
         self._output = output
 
     def forward(self, value: Value) -> Any:
-        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None)
+        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.training)
         return self._output(self.outline.run(run, leaves, device, self.own(), self.training))
 
 
-def _after(outline: Outline, chain: Chain, value: Value, end: int | None) -> tuple[Run, Leaves, torch.device]:
+def _after(
+    outline: Outline, chain: Chain, value: Value, end: int | None, training: bool
+) -> tuple[Run, Leaves, torch.device]:
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
     hidden, kept, travelling = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
     written = {chain.first: dict(zip(chain.kept, kept, strict=True))}
-    run = Run(outline.chains, end, {chain.last: hidden}, written)
+    run = Run(outline.chains, end, {chain.last: hidden}, written, _rewound(device) if training else int)
     return run, outline.inputs.arrived(travelling, device), device
+
+
+def _rewound(device: torch.device) -> Callable[[], object]:
+    """Puts the default generators back to where they are now."""
+    state = torch.get_rng_state()
+    if device.type == "cpu":
+        return partial(torch.set_rng_state, state)
+    module = torch.get_device_module(device)
+    there = module.get_rng_state(device)
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        module.set_rng_state(there, device)
+
+    return rewind
 
 
 def _reached(run: Run, chain: Chain, travelling: tuple[Any, ...]) -> Value:

@@ -21,7 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
 from partition.errors import PartitionError
-from partition.outline import Call, Chain, Inputs, Key, Leaves, Outline, UnreadError, called_with, rebuilt
+from partition.outline import (
+    Call,
+    Chain,
+    Inputs,
+    Key,
+    Leaves,
+    Outline,
+    UnreadError,
+    Volatile,
+    around,
+    called_with,
+    rebuilt,
+)
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
@@ -41,7 +53,8 @@ def to_sequential(
     the layer: "3.model.layers.2.mlp.up_proj.weight".
 
     The model's own forward is run in each part, with its blocks replaced. Before it is returned, the nn.Sequential is
-    compared with the model on the sample in eval mode: outputs to the bit, gradients nearly.
+    compared with the model on the sample: outputs to the bit, in eval mode and under one seed in train mode; gradients
+    nearly.
 
     Args:
         model: any module that calls one block after the other, each on what the one before returned. Models of Hugging
@@ -82,13 +95,14 @@ def to_sequential(
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     always = _always(model, sample)
     with _in_eval_mode(model), torch.random.fork_rng():
+        volatile = _volatile(model, sample, always)
         calls = _all_calls(model, sample, always)
         choices = [_named(model, blocks, calls)] if blocks is not None else _found(model, calls)
         layers = None
         for runs in choices[:-1]:
             with suppress(PartitionError):
-                layers = layers or _cut(model, sample, always, runs, output or _plain)
-        layers = layers or _cut(model, sample, always, choices[-1], output or _plain)
+                layers = layers or _cut(model, sample, always, volatile, runs, output or _plain)
+        layers = layers or _cut(model, sample, always, volatile, choices[-1], output or _plain)
     return _in_mode(layers, model.training)
 
 
@@ -96,6 +110,7 @@ def _cut(
     model: nn.Module,
     sample: Any,
     always: Mapping[str, Any],
+    volatile: Volatile,
     runs: Sequence[Sequence[_Called]],
     output: Callable[[Any], Any],
 ) -> nn.Sequential:
@@ -107,16 +122,25 @@ def _cut(
     chains = _chains(runs)
     phases = _phases(model, sample, always, chains)
     shares, apart = _shares(model, chains, phases)
+    for name in around(chains):
+        module = model.get_submodule(name)
+        for key in module._buffers:
+            if (id(module), key) in volatile:
+                raise PartitionError(
+                    f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, and "
+                    "each part would write it again. Move it into a module of its own."
+                )
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     try:
-        outline = Outline(model, chains, inputs, apart)
+        outline = Outline(model, chains, inputs, apart, volatile)
         chains = tuple([_carrying(outline, chain, run, leaves) for chain, run in zip(chains, runs, strict=True)])
         while True:
-            layers = _layers(model, Outline(model, chains, inputs, apart), shares, output)
+            layers = _layers(model, Outline(model, chains, inputs, apart, volatile), shares, output)
             try:
                 _compare(model, layers, sample, always, output)
+                _compare_in_train_mode(model, layers, sample, always, output)
                 return layers
             except UnreadError as error:
                 read = [is_read or number == error.leaf for number, is_read in enumerate(inputs.read)]
@@ -166,6 +190,46 @@ def _sharing(module: nn.Module) -> nn.Module:
 
 
 # ------------------------------------------------------------------------------------------------------- one run
+
+
+def _volatile(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> Volatile:
+    """The attributes that the modules' forwards set, and the buffers that they write, in train and in eval mode."""
+    found: set[tuple[int, str]] = set()
+    own = nn.Module.__setattr__
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        found.add((id(module), name))
+        own(module, name, value)
+
+    with _training(model), torch.no_grad():
+        buffers = [(id(module), name, each, each._version) for module in model.modules()
+                   for name, each in module._buffers.items() if each is not None]  # fmt: skip
+        nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
+        try:
+            _call(model, sample, always)
+            for module in model.modules():
+                vars(module)["training"] = False
+            _call(model, sample, always)
+        finally:
+            nn.Module.__setattr__ = own  # type: ignore[method-assign]
+        found.update((owner, name) for owner, name, each, version in buffers if each._version != version)
+    return frozenset(found)
+
+
+@contextmanager
+def _training(*modules: nn.Module) -> Iterator[None]:
+    """Within: train mode; at the end eval mode, and buffers as they were."""
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    for module in modules:
+        module.train()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 class _Called(NamedTuple):
@@ -507,6 +571,27 @@ def _compare(
                 "nn.Sequential."
             )
         _compare_grads(kind, ours, theirs, parameters, names)
+
+
+def _compare_in_train_mode(
+    model: nn.Module, layers: nn.Sequential, sample: Any, always: Mapping[str, Any], make: Callable[[Any], Any]
+) -> None:
+    """See that they return the same in train mode, under one seed.
+
+    Raises:
+        PartitionError: they do not.
+    """
+    found = []
+    for whole in (True, False):
+        with _training(model, layers), torch.no_grad():
+            torch.manual_seed(0)
+            found.append(make(_call(model, sample, always)) if whole else layers(sample))
+    if not _same(*found):
+        raise PartitionError(
+            f"{type(model).__name__} does not return in train mode what its parts return: its end uses what a block "
+            "hands over beside the hidden state, or draws random numbers in another order. Cut it by hand, as an "
+            "nn.Sequential."
+        )
 
 
 def _compare_grads(

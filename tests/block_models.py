@@ -82,7 +82,7 @@ class Gpt(nn.Module):
     def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         parts = self.transformer
         positions = torch.arange(ids.size(1), device=ids.device)
-        x = parts["drop"](parts["wte"](ids) + parts["wpe"](positions))
+        x = parts["drop"](parts["wte"](ids) + F.dropout(parts["wpe"](positions), 0.1, self.training))
         mask = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool, device=ids.device).triu(1)
         for block in parts["h"]:
             x = block(x, src_mask=mask, src_key_padding_mask=padding)
@@ -179,15 +179,6 @@ class Chain(nn.Module):
         return x
 
 
-class EndNeedsBeginning(Chain):
-    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x + self.embed(ids).detach() * 0 + self.kept
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.embed.register_forward_hook(lambda module, args, out: setattr(self, "kept", out.sum()))
-        return super().forward(ids)
-
-
 class Skips(Chain):
     def forward(self, ids: Tensor) -> Tensor:
         first = x = self.embed(ids)
@@ -230,6 +221,83 @@ class OnTheHost(Chain):
         return x * scale
 
 
+class Noted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = x.detach().abs().mean()
+        return super().forward(x)
+
+
+class ReadsBlocks(Chain):
+    """The end reads what blocks keep on themselves: on a stand-in it would be that of another call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noted(4, 4) for _ in range(3))
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x + 0 * sum(block.size for block in self.blocks)
+
+
+class ReadsBlocksInTraining(ReadsBlocks):
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().finish(x, ids) if self.training else x
+
+
+class Listing(nn.Linear):
+    def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+        if self.training:
+            found.append(x.abs().mean())
+        return super().forward(x)
+
+
+class ListsInTraining(Chain):
+    """In train mode blocks hand a penalty over in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Listing(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, found = self.embed(ids), []
+        for block in self.blocks:
+            x = block(x, found)
+        return x + sum(found)
+
+
+class Adding(nn.Linear):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        if self.training:
+            bias += 1
+        return super().forward(x) + bias
+
+
+class WritesShared(Chain):
+    """In train mode blocks write into a tensor that all are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, bias = self.embed(ids), torch.zeros(4)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+class Counts(Chain):
+    """The model counts its calls, which its parts would do again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x
+
+
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -241,5 +309,10 @@ REFUSED = {
     OnTheHost: "its end uses a value that the beginning or a block computes beside the hidden state",
     Between: "Between has no chain of blocks: no module whose children are called once each, one after the other",
     Repeats: "Repeats has no chain of blocks",
+    ReadsBlocks: "forward does not run without its blocks: AttributeError: 'StandIn' object has no attribute 'size'",
+    ReadsBlocksInTraining: "AttributeError: 'StandIn' object has no attribute 'size'",
+    ListsInTraining: "does not return in train mode what its parts return",
+    WritesShared: "a block has written into a tensor that the model hands to several blocks",
+    Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

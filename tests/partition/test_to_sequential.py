@@ -69,6 +69,18 @@ def test_layers_compute_what_the_model_computes(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_layers_draw_in_train_mode_what_the_model_draws(name):
+    model, sample, inputs = made(name)
+    layers, x, found = to_sequential(model, sample).train(), inputs(5), []
+    start = copy.deepcopy(model.state_dict())
+    for compute in (layers, lambda x: called(model, x)):
+        model.load_state_dict(start)
+        torch.manual_seed(5)
+        found.append([*tree_leaves(compute(x)), torch.rand(3), *[each.clone() for each in model.state_dict().values()]])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_hold_the_models_own_parameters_under_its_names(name):
     model, sample, _ = made(name)
     layers = to_sequential(model, sample)
@@ -181,10 +193,10 @@ def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch
     x = padded(2)
     layers(x)
     assert len(runs) == 3  # the beginning, the blocks, the end
-    (_, calls), = layers[1].outline._made.values()
-    made += [weakref.ref(leaf) for leaf in tree_leaves(calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
+    (entry,) = layers[1].outline._made.values()
+    made += [weakref.ref(leaf) for leaf in tree_leaves(entry.calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
     assert made and all(each() is not None for each in made)
-    del x, calls
+    del x, entry
     gc.collect()
     assert not layers[1].outline._made and all(each() is None for each in made)
 
