@@ -68,7 +68,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def calls_of(make: Callable[[int], nn.Module], count: int, chunks: int, mode: str, door: str) -> int:
+def calls_of(make: Callable[[int], nn.Module], count: int, chunks: int, mode: str, entry: str) -> int:
     """How many functions a call that does not validate calls."""
     x = torch.ones(4, 1)
     model = nn.Sequential(make(count), nn.Linear(1, 1))
@@ -76,7 +76,7 @@ def calls_of(make: Callable[[int], nn.Module], count: int, chunks: int, mode: st
     parameters = list(pipe.parameters())
 
     def run() -> None:
-        if door == "step":
+        if entry == "step":
             pipe.step(x, x, loss_fn=mean_square)
         else:
             mean_square(pipe(x), x).backward()
@@ -88,27 +88,27 @@ def calls_of(make: Callable[[int], nn.Module], count: int, chunks: int, mode: st
     return function_calls(run)
 
 
-@pytest.mark.parametrize("door", ["step", "forward"])
+@pytest.mark.parametrize("entry", ["step", "forward"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(
     ("make", "limit"), [(Parameters, 25), (Buffers, 59), (Modules, 16)], ids=["parameter", "buffer", "module"]
 )
 def test_one_more_costs_few_calls_of_functions(
-    make: Callable[[int], nn.Module], limit: float, mode: str, door: str
+    make: Callable[[int], nn.Module], limit: float, mode: str, entry: str
 ) -> None:
     """Time moves with the machine; the number of calls does not."""
-    first, second = (calls_of(make, count, 2, mode, door) for count in (40, 80))
+    first, second = (calls_of(make, count, 2, mode, entry) for count in (40, 80))
     assert (second - first) / 40 <= limit
 
 
-@pytest.mark.parametrize("door", ["step", "forward"])
+@pytest.mark.parametrize("entry", ["step", "forward"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(
     ("make", "limit"), [(Parameters, 0), (Buffers, 10), (Modules, 0)], ids=["parameter", "buffer", "module"]
 )
 def test_one_more_costs_a_further_chunk_few_calls_of_functions(
-    make: Callable[[int], nn.Module], limit: float, mode: str, door: str
+    make: Callable[[int], nn.Module], limit: float, mode: str, entry: str
 ) -> None:
     """None for a parameter: where its alias stands in the graph, and in a module, is compared within C."""
-    few, many = (calls_of(make, count, 4, mode, door) - calls_of(make, count, 2, mode, door) for count in (40, 80))
+    few, many = (calls_of(make, count, 4, mode, entry) - calls_of(make, count, 2, mode, entry) for count in (40, 80))
     assert (many - few) / (2 * 40) <= limit
