@@ -183,15 +183,20 @@ def serve(main: Callable[..., None]) -> None:
         data, fds, *_ = socket.recv_fds(channel, 1 << 20, 8)
         if not data:
             return channel.close()
+        ready, ours = os.pipe()
         pid = os.fork()
         if pid == 0:
             channel.close()
+            os.close(ready)
             files, order = json.loads(data)
             _become(Path(files))
+            os.close(ours)
             return main(order, *fds)
         children += 1
-        for fd in fds:
+        for fd in (*fds, ours):
             os.close(fd)
+        os.read(ready, 1)  # nothing comes: the child, a session by now that can be killed, has closed its end
+        os.close(ready)
         _report(channel, pid=pid)
 
 
