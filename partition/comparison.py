@@ -1,0 +1,111 @@
+"""The comparison of a model with its parts, on the sample: outputs, gradients, in eval and in train mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_iter
+
+from partition.calls import run_model, training
+from partition.errors import PartitionError
+from partition.outline import Leaves
+
+
+def compare(
+    model: nn.Module, layers: nn.Sequential, sample: Any, always: Mapping[str, Any], make: Callable[[Any], Any]
+) -> None:
+    """See that the layers compute what the model computes.
+
+    Raises:
+        PartitionError: they do not.
+    """
+    kind = type(model).__name__
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    missing = set(names.values()) - {names.get(id(each), "") for each in layers.parameters()}
+    if missing:
+        raise PartitionError(f"{kind}: no part has the parameters {', '.join(sorted(missing)[:5])}.")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        expected = make(run_model(model, sample, always))
+        for leaf in tree_iter(expected):
+            if isinstance(leaf, Tensor) and leaf.dim() == 0:
+                raise PartitionError(
+                    f"{kind} returns a single number, a loss say, and those of chunks cannot be joined. Leave labels "
+                    "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
+                )
+        ours, tree = tree_flatten(layers(sample))
+        theirs, their_tree = tree_flatten(expected)
+        if tree != their_tree or not all(map(_equal, ours, theirs)):
+            raise PartitionError(
+                f"{kind} does not return on the sample what its parts return: its end uses a value that the beginning "
+                f"or a block computes beside the hidden state{_furthest(ours, theirs)}. Cut it by hand, as an "
+                "nn.Sequential."
+            )
+        _compare_grads(kind, ours, theirs, parameters, names)
+
+
+def compare_in_train_mode(
+    model: nn.Module, layers: nn.Sequential, sample: Any, always: Mapping[str, Any], make: Callable[[Any], Any]
+) -> None:
+    """See that they return the same in train mode, under one seed.
+
+    Raises:
+        PartitionError: they do not.
+    """
+    found = []
+    for whole in (True, False):
+        with training(model, layers), torch.no_grad():
+            torch.manual_seed(0)
+            found.append(make(run_model(model, sample, always)) if whole else layers(sample))
+    if not same(*found):
+        raise PartitionError(
+            f"{type(model).__name__} does not return in train mode what its parts return: its end uses what a block "
+            "hands over beside the hidden state, or draws random numbers in another order. Cut it by hand, as an "
+            "nn.Sequential."
+        )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values hold the same numbers."""
+    (ours, tree), (theirs, their_tree) = tree_flatten(one), tree_flatten(other)
+    return tree == their_tree and all(map(_equal, ours, theirs))
+
+
+def _compare_grads(
+    kind: str, ours: Leaves, theirs: Leaves, parameters: Sequence[Tensor], names: Mapping[int, str]
+) -> None:
+    grads = []
+    for leaves in (ours, theirs):
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            weights = [torch.randn_like(root) for root in roots]
+        grads.append(torch.autograd.grad(roots, parameters, weights, allow_unused=True) if roots and parameters else ())
+    for parameter, mine, its in zip(parameters, *grads, strict=True) if grads[0] or grads[1] else ():
+        if (mine is None) != (its is None) or mine is not None and its is not None and not _near(mine, its):
+            raise PartitionError(f"{kind}: the gradient of {names[id(parameter)]} is not that of the model.")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    """But for the order of sums."""
+    if not other.numel():
+        return True
+    bound = 1e3 * torch.finfo(other.dtype).eps * float(other.abs().max())
+    return float((one - other).abs().max()) <= bound
+
+
+def _furthest(ours: Leaves, theirs: Leaves) -> str:
+    gaps = [
+        float((one - other).detach().abs().max()) for one, other in zip(ours, theirs, strict=False)
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+    ]  # fmt: skip
+    return f" (the furthest number is {max(gaps):.1e} away)" if gaps else ""
