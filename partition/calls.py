@@ -1,4 +1,4 @@
-"""Runs of a whole model on its sample, watched: which modules it calls, with what, and what their forwards set."""
+"""Runs of a whole model on its sample, watched: the calls of its modules, and what their forwards set."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
 
 
 def run_model(model: nn.Module, x: Any, always: Mapping[str, Any]) -> Any:
+    """The output of the model for an input."""
     args, kwargs = called_with(x, always)
     return model(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What each part of a model holds beside the blocks: the modules and parameters that are used there."""
+"""The shares of the parts of a model: the modules and parameters that each uses beside the blocks."""
 
 from __future__ import annotations
 
