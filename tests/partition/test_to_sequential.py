@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from block_models import MODELS, REFUSED, Chain, Gpt, Skips, doubled, ids, padded
+from families import FAMILIES, LAYERS, of_family
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -280,60 +281,6 @@ def test_what_is_no_model_is_refused():
 
 
 # ------------------------------------------------------------------------------------------------------ transformers
-
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-SEEING = {"image_size": 16, "patch_size": 4} | {
-    key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-}
-GROUPED = SIZES | {"num_key_value_heads": 2}
-FAMILIES = {
-    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64,
-                                       "bos_token_id": 1, "eos_token_id": 2}),
-    "LlamaForCausalLM": ("LlamaConfig", GROUPED),
-    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED),
-    "Qwen3ForCausalLM": ("Qwen3Config", GROUPED | {"head_dim": 8}),
-    "MistralForCausalLM": ("MistralConfig", GROUPED | {"sliding_window": 6}),
-    "GemmaForCausalLM": ("GemmaConfig", GROUPED | {"head_dim": 8}),
-    "Gemma2ForCausalLM": ("Gemma2Config", GROUPED | {"head_dim": 8, "sliding_window": 6}),
-    "Gemma3ForCausalLM": ("Gemma3TextConfig", GROUPED | {"head_dim": 8, "sliding_window": 6}),
-    "PhiForCausalLM": ("PhiConfig", SIZES),
-    "Phi3ForCausalLM": ("Phi3Config", SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
-    "MixtralForCausalLM": ("MixtralConfig", GROUPED | {"num_local_experts": 4}),
-    "BertForMaskedLM": ("BertConfig", SIZES),
-    "BertForSequenceClassification": ("BertConfig", SIZES),
-    "RobertaForMaskedLM": ("RobertaConfig", SIZES),
-    "ViTForImageClassification": ("ViTConfig", SEEING),
-    "CLIPTextModelWithProjection": ("CLIPTextConfig", SIZES | {"bos_token_id": 1, "eos_token_id": 2}),
-    "CLIPVisionModelWithProjection": ("CLIPVisionConfig", SEEING),
-    "T5ForConditionalGeneration": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
-                                                "vocab_size": 50}),
-    "BartForConditionalGeneration": ("BartConfig", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-                                                    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-                                                    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 50,
-                                                    "max_position_embeddings": 64, "forced_eos_token_id": 2}),
-}  # fmt: skip
-LAYERS = {"T5ForConditionalGeneration": 7, "BartForConditionalGeneration": 7}  # all others: 5
-
-
-def of_family(family):
-    transformers = pytest.importorskip("transformers")
-    config, sizes = FAMILIES[family]
-    model = getattr(transformers, family)(getattr(transformers, config)(**sizes))
-    if sizes is SEEING:
-        return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
-
-    def text(rows, length=12):
-        mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (rows, 1))).long()
-        words = {"input_ids": torch.randint(3, 50, (rows, length)), "attention_mask": mask}
-        if family in LAYERS:
-            words["decoder_input_ids"] = torch.randint(3, 50, (rows, 5))
-        return words
-
-    return model, text
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_are_cut_and_train_as_they_are(family):
