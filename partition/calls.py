@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,15 @@ from partition.outline import Call, Leaves, Volatile, called_with
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
-    """The keyword arguments that a model is called with beside its inputs."""
-    takes = "use_cache" in signature(model.forward).parameters
+    """The keyword arguments that a model is called with beside its inputs.
+
+    A model around one of transformers, peft's, hands any keyword argument on to it.
+    """
+    parameters = signature(model.forward).parameters
+    hands_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes = "use_cache" in parameters or hands_on and any(
+        "use_cache" in signature(module.forward).parameters for module in model.modules()
+    )
     return {"use_cache": False} if takes and not (isinstance(sample, dict) and "use_cache" in sample) else {}
 
 

@@ -89,6 +89,66 @@ class Gpt(nn.Module):
         return F.linear(self.last_drop(parts["ln_f"](x)), parts["wte"].weight)
 
 
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 16), nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        given = self.norm1(x)
+        query, key = rotated(self.q(given), *rotary), rotated(self.k(given), *rotary)
+        scores = (query @ key.transpose(1, 2)) / key.size(-1) ** 0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        x = x + self.o(scores.masked_fill(later, -torch.inf).softmax(-1) @ self.v(given))
+        given = self.norm2(x)
+        return x + self.down(F.silu(self.gate(given)) * self.up(given))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+
+
+class Llama(nn.Module):
+    """Rotary tables that the model makes for all blocks, of a buffer that is not saved."""
+
+    def __init__(self, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.layers, self.norm = nn.ModuleList(LlamaBlock(width) for _ in range(3)), nn.RMSNorm(width)
+        self.register_buffer("speeds", 10.0 ** -torch.arange(width // 2), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        angles = torch.arange(ids.size(1), device=ids.device)[:, None] * self.speeds
+        for layer in self.layers:
+            x = layer(x, rotary=(angles.cos(), angles.sin()))
+        return self.head(self.norm(x))
+
+
+class Adapter(nn.Module):
+    """LoRA by hand: a linear layer that is frozen, and a product of two thin matrices that is trained."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down, self.drop = nn.Linear(frozen.in_features, rank, bias=False), nn.Dropout(0.2)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(self.drop(x)))
+
+
+def adapted(first: int = 1) -> Llama:
+    """A Llama that is frozen, but for adapters in its blocks from a number on."""
+    model = Llama().requires_grad_(False)
+    for layer in model.layers[first:]:
+        layer.q, layer.v = Adapter(layer.q), Adapter(layer.v)
+    return model
+
+
 class Lstm(nn.Module):
     """Blocks that return more than the model uses."""
 
@@ -156,6 +216,8 @@ MODELS = {
     "resnet": (ResNet, lambda rows: torch.randn(rows, 3, 8, 8)),
     "gpt": (Gpt, padded),
     "gpt without a mask": (Gpt, ids),
+    "llama": (Llama, ids),
+    "llama with adapters": (adapted, ids),
     "lstm": (Lstm, ids),
     "experts": (Experts, ids),
 }  # fmt: skip
