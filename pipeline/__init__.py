@@ -14,8 +14,8 @@ from pipeline.data.microbatch import NoChunk
 from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.failure.errors import RankError
 from pipeline.entry.eager_backward import eager_backward
-from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.meta_init import reset_parameters
+from pipeline.entry.state.saved import Saved
 from pipeline.entry.step import Step
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.store import GradStore

@@ -91,7 +91,8 @@ class Pipe(Settled, Stateful):
         timeout: over ranks, seconds after which a call is given up in which nothing moves on any rank.
         heartbeat: over ranks, seconds after which a rank that gives no sign of life is given up.
         materialize: how layers on the meta device get their values: a callable that fills a layer in place, a
-            state_dict, the path of a torch.distributed.checkpoint directory, or (callable, state).
+            state_dict, the path of a torch.distributed.checkpoint directory or of a folder of safetensors files, of
+            which each rank reads its own entries, or (callable, state).
 
     Raises:
         TypeError: not an nn.Sequential, or one with a forward of its own; skips that do not match.

@@ -233,15 +233,16 @@ def settle(
         how: where values come from, see entry/state/meta_init.py.
         seed: draws a seed, if one is needed.
     """
-    index, to_fill, places = 0, [], []
+    own = set(own)
+    to_fill: list[tuple[int, str, nn.Module]] = []
+    others: list[tuple[int, str, nn.Module]] = []
+    places = []
     for stage, layers in enumerate(stages):
         table: Mapping[str, Any] = layers._modules  # not named_children(), which leaves out a layer's second place
         for name, layer in table.items():
-            if stage in own:
-                to_fill.append((index, name, layer))
-                places.append(devices[stage])
-            index += 1
-    materialize(to_fill, how, places, seed() if how is not None else 0)
+            (to_fill if stage in own else others).append((len(to_fill) + len(others), name, layer))
+            places += [devices[stage]] * (stage in own)
+    materialize(to_fill, how, places, seed() if how is not None else 0, others)
     for stage in sorted(own, reverse=True):
         with moved_in_place(devices[stage]):
             stages[stage].to(devices[stage])  # a layer that several stages share stays with the first

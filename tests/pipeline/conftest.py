@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scheduler"))  # scheduler_strat
 # What these are about has no lanes: they are left out where lanes are driven in another way.
 NO_LANES = {
     "curvature": "*", "distributed": "*", "gradients": "*", "transports": "*",
-    "data": ("microbatch", "pytrees"), "entry": ("dcp", "meta_init", "state_dict"),
+    "data": ("microbatch", "pytrees"), "entry": ("meta_init", "saved", "state_dict"),
     "recompute": ("fingerprints_of_tensors", "generators_left"),
 }  # fmt: skip
 LANES = "forms", "products"  # of curvature

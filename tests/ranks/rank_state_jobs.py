@@ -14,9 +14,9 @@ from torch import nn
 
 from pipeline import Pipe
 from pipeline.distributed.remote_layer import RemoteLayer
-from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.meta_init import materialize, reset_parameters
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
+from pipeline.entry.state.saved import Saved
 
 TIED = ("0.weight", "5.weight")
 

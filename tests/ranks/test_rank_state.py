@@ -17,7 +17,7 @@ from crew import Crew
 from rank_state_jobs import KINDS, data, deep, groups_of, tied_and_frozen
 from state_training import net, uninterrupted
 
-from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.saved import Saved
 
 SIZES = (1, 2, 3)
 

@@ -1,17 +1,15 @@
-"""A reader of torch.distributed.checkpoint directories that loads single tensors.
+"""A torch.distributed.checkpoint directory as a source of single values.
 
     torch.distributed.checkpoint.save({"model": ..., "optimizer": ...}, checkpoint_id="run/100")    any number of ranks
-    Saved("run/100", "model")["2.weight"]                                                           reads that tensor
-
-Each rank reads its own entries: no rank waits for another, and none holds the whole model.
+    Directory(Path("run/100"), "model").read(["2.weight"])                                          reads that tensor
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,63 +19,45 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
-class Saved(Mapping[str, Any]):
-    """A dict in a torch.distributed.checkpoint directory, whose values are each read when they are asked for.
-
-    Tensors come to the CPU, in memory of their own. Other values were pickled by torch: read them only
-    from a source that you trust.
+class Directory:
+    """The values of a checkpoint directory. Those that are no tensors were pickled by torch.
 
     Args:
-        path: the directory.
-        part: the key of a dict within the saved one, such as "model": this mapping is that dict then.
+        path: of the directory.
+        part: the key of a dict within the saved one: the values are those of that dict then.
 
     Raises:
         FileNotFoundError: there is no checkpoint in the directory.
         KeyError: it has no such part.
-        RuntimeError: when asked for a value that cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as torch says in one process
-        >>> with tempfile.TemporaryDirectory() as path:
-        ...     _ = dcp.save({"model": {"0.weight": torch.ones(2)}, "epoch": 3}, checkpoint_id=path)
-        ...     dict(Saved(path, "model")), sorted(Saved(path)), Saved(path)["epoch"]
-        ({'0.weight': tensor([1., 1.])}, ['epoch', 'model'], 3)
     """
 
-    def __init__(self, path: str | PathLike[str], part: str | None = None) -> None:
+    def __init__(self, path: Path, part: str | None) -> None:
         self._reader = _Reader(path)
-        self._name = f"Saved({str(path)!r}{'' if part is None else f', {part!r}'})"
         self._entries: dict[str, list[_Entry]] = {}
-        metadata = self._reader.found
+        metadata, whole = self._reader.found, set()
         for flat in metadata.state_dict_metadata:
             way = (metadata.planner_data or {}).get(flat, (flat,))
+            whole.add(str(way[0]))
             if part is not None and way[0] == part and len(way) > 1:
                 way = way[1:]
             elif part is not None:
                 continue
             self._entries.setdefault(way[0], []).append(_Entry(flat, way[1:]))
         if part is not None and not self._entries:
-            raise KeyError(f"the checkpoint in {str(path)!r} has no dict {part!r}; it has {sorted(Saved(path))}.")
+            raise KeyError(f"the checkpoint in {str(path)!r} has no dict {part!r}; it has {sorted(whole)}.")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+    @property
+    def names(self) -> Collection[str]:
+        """The keys of the saved dict."""
+        return self._entries.keys()
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """Some values; tensors on the CPU, in memory of their own.
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
-    def __repr__(self) -> str:
-        return f"{self._name} of {len(self)} entries"
-
-    def __getitem__(self, key: str) -> Any:
-        return self.read([key])[key]
-
-    def read(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Several values at once, which takes less time than one by one."""
-        ways = {entry.flat: (key, *entry.way) for key in keys for entry in self._entries[key]}
+        Raises:
+            RuntimeError: one cannot be read.
+        """
+        ways = {entry.flat: (name, *entry.way) for name in names for entry in self._entries[name]}
         into = {flat: self._place(flat) for flat in ways}
         self._reader.wanted = list(into)
         try:
@@ -88,7 +68,7 @@ class Saved(Mapping[str, Any]):
             causes = "; ".join(str(failure[0]) for failure in error.failures.values())
             first = next(iter(ways.values()))[0]
             raise RuntimeError(
-                f"{first!r} of {self._name} cannot be read: {causes}. Is the directory whole?"
+                f"{first!r} of {str(self._reader.path)!r} cannot be read: {causes}. Is the directory whole?"
             ) from error
         return unflatten_state_dict(into, ways)
 
@@ -112,14 +92,14 @@ class _Reader(dcp.FileSystemReader):
 
     wanted: Sequence[str] = ()
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
             self.found = super().read_metadata()
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"no checkpoint in {str(path)!r}: {error}. Give the directory that torch.distributed.checkpoint.save "
-                "got as checkpoint_id."
+                "got as checkpoint_id, or a folder of safetensors files."
             ) from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

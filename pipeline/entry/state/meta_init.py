@@ -6,7 +6,7 @@
     own layers --survey--> tensors without memory --give memory--> the same objects, on their device
                                                                       |
     materialize= callable:  layer by layer, the default generators at layer_seed(seed, 0, index)
-                 state_dict, or the path of a checkpoint directory: by the plain module's names
+                 state_dict, or the path of a checkpoint (`Saved`): by the plain module's names
                  (callable, state): the callable first, then the state over it
 
 Initial values belong to (seed, layer), so they do not depend on how many ranks there are. Objects stay the same, so
@@ -15,8 +15,9 @@ other references to them (another place, a list, an optimizer) stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from os import PathLike, fspath
 from typing import Any, TypeAlias
 
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.arguments import shown
-from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.meta_tensors import Empty, Layers, MetaMemory, check_reachable, is_marked, places, survey
+from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
 
 Init: TypeAlias = Callable[[nn.Module], object]
@@ -34,11 +35,14 @@ How: TypeAlias = Init | State | tuple[Init, State] | None
 
 _REMEDY = (
     "Give materialize=: a callable that fills a layer in place (pipeline.reset_parameters does, for layers "
-    "of torch.nn), a state_dict, the path of a torch.distributed.checkpoint directory, or (callable, state)."
+    "of torch.nn), a state_dict, the path of a torch.distributed.checkpoint directory or of a folder of safetensors "
+    "files, or (callable, state)."
 )
 
 
-def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed: int) -> None:
+def materialize(
+    layers: Layers, how: How, devices: Sequence[torch.device], seed: int, others: Layers = ()
+) -> None:
     """Give memory and values to all parameters and buffers of some layers that are on the meta device.
 
     What is not on the meta device is untouched. A tensor that stands at several places is filled at its first: by the
@@ -48,15 +52,17 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
         layers: this process's own: (index in the nn.Sequential, name, layer).
         how: where values come from. A callable gets each layer that needs values, once, and fills it in place, without
             gradients; the default generators of torch, Python and numpy are at `layer_seed(seed, 0, index)` then. A
-            mapping has the plain module's names, and only those that are needed are read. A path is that of a
-            torch.distributed.checkpoint directory, where the names stand as they are or under "model".
+            mapping has the plain module's names, and only those that are needed are read. A path is that of a folder
+            of safetensors files, or of a torch.distributed.checkpoint directory, where the names stand as they are or
+            under "model".
             (callable, state): the callable fills, and the state replaces all but buffers that no state_dict has.
         devices: of each layer.
         seed: of the initial values.
+        others: the model's other layers. A tensor that these have too may stand under their names in the state.
 
     Raises:
         ValueError: values that are missing, or of another shape or type; tensors without memory that are no parameters
-            or buffers, or are no plain tensors. The message names them.
+            or buffers, or are no plain tensors. The message names them. Or there is a state, and nothing to fill.
         TypeError: `how` is none of these.
         RuntimeError: the callable put other objects in the place of those that it should fill.
 
@@ -70,7 +76,9 @@ def materialize(layers: Layers, how: How, devices: Sequence[torch.device], seed:
     init, state = _sources(how)
     empty = survey(layers, devices)
     check_reachable(layers, empty)
+    _add_names(empty, others)
     if not empty:
+        _check_is_for_some(state, [*layers, *others])
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
@@ -152,27 +160,62 @@ def _sources(how: How) -> tuple[Init | None, State | None]:
     return init, state  # type: ignore[return-value]  # checked, in a way that mypy cannot follow
 
 
+def _add_names(empty: Mapping[int, Empty], others: Layers) -> None:
+    """Note the names that tensors have in other layers: a file has a tied tensor under one of its names."""
+    for _, name, layer in others:
+        for place, tensor, _ in places(name, layer):
+            if id(tensor) in empty:
+                empty[id(tensor)].names.append(place)
+
+
+def _check_is_for_some(state: State | None, layers: Layers) -> None:
+    """Refuse a state that would be read by no rank, since all is initialised already."""
+    tensors = [tensor for _, name, layer in layers for _, tensor, _ in places(name, layer)]
+    if state is not None and tensors and not any(tensor.is_meta for tensor in tensors):
+        raise ValueError(
+            f"materialize= has a state ({shown(state)}), and all of the module has values already, which stay. Build "
+            "it on the meta device (with torch.device('meta'): ...), or call pipe.load_state_dict(state), where "
+            "pipeline.Saved(path) is that of a path."
+        )
+
+
 def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | None) -> None:
     """Refuse, by name, tensors that would get no value."""
     if saved is None:
         if not init:
             names = [meta.names[0] for meta in empty]
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"on the meta device, so without values: {', '.join(names[:5])}{more}. {_REMEDY}")
+            raise ValueError(f"on the meta device, so without values: {_some(names)}. {_REMEDY}")
         return
     lacking = [meta for meta in empty if not _has(saved, meta)]
     unsaved = [meta.names[0] for meta in lacking if not meta.saved]
     if unsaved and not init:
         raise ValueError(
-            f"buffers on the meta device that no state_dict has (persistent=False): {unsaved}. Give "
+            f"buffers on the meta device that no state_dict has (persistent=False): {_some(unsaved)}. Give "
             "materialize=(callable, state), where the callable fills them, or a callable alone."
         )
     missing = [meta.names[0] for meta in lacking if meta.saved]
     if missing:
         raise ValueError(
-            f"the state in materialize= has no values for {missing}. It has {len(saved)} entries, which should have "
-            "the plain module's names."
+            f"the state in materialize= has no values for {_some(missing)}. It has {len(saved)} entries "
+            f"({_some(saved)}), which should have the plain module's names{_like(missing[0], saved)}."
         )
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(islice(names, 5))
+    return f"{first} and {len(names) - 5} more" if len(names) > 5 else first
+
+
+def _like(name: str, saved: Iterable[str]) -> str:
+    """A remedy where the state has a name with other steps in front, as that of a model within the model has."""
+    for other in saved:
+        if f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}"):
+            return (
+                f": {other!r} may be {name!r}. from_pretrained of Hugging Face's libraries renames and converts what "
+                "it loads; save_pretrained(folder, save_original_format=False) then saves it under the names of the "
+                "model"
+            )
+    return ""
 
 
 def _has(saved: Mapping[str, Any], meta: Empty) -> bool:
@@ -240,7 +283,8 @@ def _check_fits(name: str, tensor: Tensor, value: object) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ValueError(
             f"the state in materialize= has {value.dtype} of shape {list(value.shape)} for {name!r}, which is "
-            f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that type and shape, or convert."
+            f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that shape and type (under "
+            f"torch.set_default_dtype, or from_config(config, dtype=...)), and cast the Pipe: pipe.to({tensor.dtype})."
         )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeline.entry.state.dcp import Saved
+from pipeline.entry.state.saved import Saved
 
 NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
 
@@ -321,7 +321,7 @@ def _check_complete(name: str, entry: _Entry) -> None:
     if absent:
         raise ValueError(
             f"the state says that {name!r} had {absent}, which are not here. torch.distributed.checkpoint.load fills "
-            "only what it is given places for; Saved(path, 'optimizer') of pipeline.entry.state.dcp has all there is."
+            "only what it is given places for; pipeline.Saved(path, 'optimizer') has all there is."
         )
 
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeline.distributed.remote_layer import RemoteLayer
-from pipeline.entry.state.dcp import Saved
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
+from pipeline.entry.state.saved import Saved
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 PAIRS = [(one, other) for saving in CUTS for loading in CUTS for one in CUTS[saving] for other in CUTS[loading]]
