@@ -317,12 +317,17 @@ def _again(values: list[Any]) -> list[Any]:
 
 
 def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: Container[Any] = ()) -> None:
-    """Give a dict these entries and no more, but for `others`. An entry whose value is freed stays as it is."""
+    """Give a dict these entries and no more, but for `others`. An entry whose value is freed stays as it is.
+
+    What is as it was is not written: a frozen dict, say, a configuration, refuses it.
+    """
     pairs = zip(names, _again(values), strict=True)
     wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
     for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
         del table[name]
-    table.update({name: value for name, value in wanted.items() if value is not _GONE})
+    changed = {name: value for name, value in wanted.items() if value is not table.get(name, _GONE)}
+    if changed:
+        table.update(changed)
 
 
 def _write_mapping(table: dict[Any, Any], content: list[Any]) -> None:

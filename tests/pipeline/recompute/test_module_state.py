@@ -520,3 +520,29 @@ def test_a_stage_may_write_inputs_of_one_length_and_copies_of_those_of_another(
         loss_of(plain(x)).backward()
         run(pipe, x, entry)
         torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad, rtol=1e-12, atol=0)
+
+
+class Frozen(dict[str, Any]):
+    """A configuration that nobody may change, as libraries of models have."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a frozen configuration is not written")
+
+    __setitem__ = __delitem__ = update = pop = setdefault = _refuse
+
+
+class Configured(nn.Linear):
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.config = Frozen(width=3, scales=[1.0, 2.0])
+
+
+@pytest.mark.probes
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("checkpoint", POLICIES)
+def test_a_frozen_configuration_is_left_alone(checkpoint: str, entry: str) -> None:
+    first = Configured(3, 3, dtype=DOUBLE)
+    pipe = Pipe(nn.Sequential(first, linear()), [1, 1], chunks=2, checkpoint=checkpoint, devices=["cpu"] * 2)
+    for _ in range(3):
+        run(pipe, rows(), entry)
+    assert first.config == {"width": 3, "scales": [1.0, 2.0]}
