@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from partition.outline import Call, Leaves, Volatile, called_with
+from partition.outline import Call, Leaves, Volatile, called_with, renewed
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def all_calls(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> list[
     open_calls: list[tuple[int, Call]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        open_calls.append((next(clock), Call(args, kwargs)))
+        open_calls.append((next(clock), Call(*renewed((args, kwargs)))))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:

@@ -1,12 +1,12 @@
-"""The chains of blocks of a model: modules of which each is called with what the one before returned.
+"""The blocks of a model, and their chains: modules of which each is called with what the one before returned.
 
-    calls of modules ─► found_chains, or named_chain ─► chains_of ─► Chain: how a hidden state goes from block to block
+    calls of modules ─► found_blocks, or named_blocks ─► chains_of ─► Chain: how a hidden state goes from block to block
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -17,39 +17,43 @@ from partition.outline import Chain, Key
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 
 
-def found_chains(model: nn.Module, calls: Sequence[Called]) -> list[list[list[Called]]]:
-    """The chains of a model: all that have a good part of its parameters; the longest alone.
+def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]]:
+    """The blocks of a model, in ways to be tried in turn.
+
+    All chains of blocks of one type that have a good part of the parameters; the longest alone; all modules that are
+    called once, where these have most of the parameters.
 
     Raises:
-        PartitionError: there is none.
+        PartitionError: there are none.
     """
     once = _once(calls)
     runs = []
     for name, module in model.named_modules():
         children = [f"{name}.{key}" if name else key for key in module._modules]
         run = [once[child] for child in children if child in once]
-        if len(run) == len(children) > 1 and run == sorted(run, key=lambda call: call.begin) and _follow(run):
+        is_alike = len({type(model.get_submodule(call.name)) for call in run}) == 1
+        if is_alike and len(run) == len(children) > 1 and run == sorted(run, key=_begin) and _follow(run):
             runs.append(run)
-    alike = [run for run in runs if len({type(model.get_submodule(call.name)) for call in run}) == 1]
-    chains = [_continued(run, alike or runs) for run in alike or runs]
-    if not chains:
-        raise PartitionError(
-            f"{type(model).__name__} has no chain of blocks: no module whose children are called once each, one after "
-            "the other, each with what the one before returned. Name them, blocks=[...], or write the model as an "
-            "nn.Sequential."
-        )
-    chains.sort(key=lambda run: -_size(model, run))
+    chains = sorted([_continued(run, runs) for run in runs], key=lambda run: -_size(model, run))
     several = chains[:1]
     for run in chains[1:]:
         is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
         if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
             several.append(run)
-    several.sort(key=lambda run: run[0].begin)
-    return [several, chains[:1]] if len(several) > 1 else [several]
+    ways = [sorted([call for run in several for call in run], key=_begin), *chains[:1]][: len(several)]
+    units = sorted([once[name] for name in _units(model, "", once)], key=_begin)
+    if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
+        ways.append(units)
+    if not ways:
+        raise PartitionError(
+            f"{type(model).__name__} has no blocks: no modules that are called once in a forward and have most of its "
+            "parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
+        )
+    return ways
 
 
-def named_chain(model: nn.Module, given: str | Sequence[str], calls: Sequence[Called]) -> list[list[Called]]:
-    """The chain of the blocks that the caller names.
+def named_blocks(model: nn.Module, given: str | Sequence[str], calls: Sequence[Called]) -> list[Called]:
+    """The blocks that the caller names.
 
     Raises:
         PartitionError: there is no such module, or it is not called once.
@@ -66,50 +70,92 @@ def named_chain(model: nn.Module, given: str | Sequence[str], calls: Sequence[Ca
         if name not in once:
             times = sum(call.name == name for call in calls)
             raise PartitionError(f"block {name!r} is called {times} times in a forward, and must be once.")
-    return [[once[name] for name in names]]
+    blocks = sorted([once[name] for name in dict.fromkeys(names)], key=_begin)
+    for one, other in zip(blocks, blocks[1:], strict=False):
+        if other.begin < one.end:
+            raise PartitionError(f"block {other.name!r} is called within block {one.name!r}. Name one of the two.")
+    return blocks
 
 
-def chains_of(runs: Sequence[Sequence[Called]]) -> tuple[Chain, ...]:
-    chains, first = [], 0
+def broken_links(blocks: Sequence[Called], in_train_mode: Sequence[Called]) -> set[int]:
+    """The numbers of blocks that are not called in train mode with what the one before returned: dropout is between."""
+    once = _once(in_train_mode)
+    pairs = enumerate(zip(blocks, blocks[1:], strict=False), 1)
+    return {
+        number for number, (one, other) in pairs
+        if one.name in once and other.name in once and not _shared(once[one.name], once[other.name])
+    }  # fmt: skip
+
+
+def chains_of(
+    model: nn.Module, blocks: Sequence[Called], calls: Sequence[Called], begins: Container[int]
+) -> tuple[Chain, ...]:
+    """The chains that blocks make, in their order: a block whose hidden state is not that of the one before begins one.
+
+    Args:
+        model: the model.
+        blocks: of the model.
+        calls: of all modules.
+        begins: the numbers of blocks that begin a chain besides.
+
+    Raises:
+        PartitionError: a block has no hidden state.
+    """
+    with_parameters = [
+        call.begin for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None
+    ]
+    runs: list[list[Called]] = []
+    for number, block in enumerate(blocks):
+        run = runs[-1] if runs else []
+        is_next = run and number not in begins and _continues(run, block)
+        if is_next and not any(run[-1].end < begin < block.begin for begin in with_parameters):
+            run.append(block)
+        else:
+            runs.append([block])
+    chains: list[Chain] = []
     for run in runs:
-        chains.append(_chain(run)._replace(first=first))
-        first += len(run)
+        chains.append(_chain(run)._replace(first=chains[-1].last + 1 if chains else 0))
     return tuple(chains)
 
 
+def _continues(run: Sequence[Called], block: Called) -> bool:
+    """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
+    link, first = _shared(run[-1], block), run[0]
+    is_alike = block.returned[1] == first.returned[1] and all(key in first.given.keys for _, key in link)
+    return bool(link) and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
+
+
 def _chain(run: Sequence[Called]) -> Chain:
-    """The way in which blocks follow each other.
+    """The chain of blocks that follow each other.
 
     Raises:
-        PartitionError: not all in the same way.
+        PartitionError: a block has no hidden state.
     """
-    names = [call.name for call in run]
-    links = [_shared(one, other) for one, other in zip(run, run[1:], strict=False)]
-    for index, link in enumerate(links):
-        if not link:
-            raise PartitionError(
-                f"block {names[index + 1]!r} is not called with what {names[index]!r} returned: the model computes "
-                "something between the two. Name blocks that follow each other: blocks=[...]."
-            )
-        if link != links[0]:
-            raise PartitionError(
-                f"block {names[index + 1]!r} takes over {len(link)} values from {names[index]!r}, in other places than "
-                f"{names[1]!r} does from {names[0]!r}. Name blocks of one kind: blocks=[...]."
-            )
-    exits, entries = map(tuple, zip(*(links[0] if links else [(0, 0)]), strict=True))
-    leaves, tree = run[0].returned
-    for call in run:
-        if call.returned[1] != tree:
-            raise PartitionError(
-                f"block {call.name!r} returns another structure than {names[0]!r}. Name blocks of one kind: "
-                "blocks=[...]."
-            )
-    hidden = [run[0].given[key] for key in entries]
+    first = run[0]
+    leaves, tree = first.returned
+    exits = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:1]
+    entries = [key for key in first.given.keys if isinstance(first.given[key], Tensor)][:1]
+    links = _shared(first, run[1]) if len(run) > 1 else list(zip(exits, entries, strict=False))
+    hidden = [first.given[entry] for _, entry in links]
     if not any(isinstance(leaf, Tensor) for leaf in hidden):
-        raise PartitionError(f"block {names[0]!r} is not called with a tensor where the others are.")
-    returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # others are lost: compare tells
+        raise PartitionError(
+            f"block {first.name!r} is not called with a tensor, or returns none: it has no hidden state. Name others: "
+            "blocks=[...]."
+        )
+    returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])
-    return Chain(tuple(names), entries, returned, tree, exits, dtypes)
+    names = tuple([call.name for call in run])
+    return Chain(names, tuple([key for _, key in links]), returned, tree, tuple([exit for exit, _ in links]), dtypes)
+
+
+def _units(model: nn.Module, name: str, once: Mapping[str, Called]) -> Iterator[str]:
+    """The modules that are called once, as large as can be; of one with most of the parameters its children."""
+    for key, child in model.get_submodule(name).named_children():
+        path = f"{name}.{key}" if name else key
+        if path in once and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
+            yield path
+        else:
+            yield from _units(model, path, once)
 
 
 def _once(calls: Sequence[Called]) -> dict[str, Called]:
@@ -120,14 +166,22 @@ def _once(calls: Sequence[Called]) -> dict[str, Called]:
 def _continued(run: Sequence[Called], runs: Sequence[Sequence[Called]]) -> list[Called]:
     """A run, and those that follow it: the blocks of the next resolution, say."""
     whole = list(run)
-    for other in sorted(runs, key=lambda each: each[0].begin):
+    for other in sorted(runs, key=lambda run: run[0].begin):
         if other[0].begin > whole[-1].end and _shared(whole[-1], other[0]) == _shared(*whole[-2:]):
             whole += other
     return whole
 
 
 def _size(model: nn.Module, run: Sequence[Called]) -> int:
-    return sum(parameter.numel() for call in run for parameter in model.get_submodule(call.name).parameters())
+    return sum(_all_size(model.get_submodule(call.name)) for call in run)
+
+
+def _all_size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _begin(call: Called) -> int:
+    return call.begin
 
 
 def _follow(run: Sequence[Called]) -> bool:

@@ -40,9 +40,9 @@ def compare(
         theirs, their_tree = tree_flatten(expected)
         if tree != their_tree or not all(map(_equal, ours, theirs)):
             raise PartitionError(
-                f"{kind} does not return on the sample what its parts return: its end uses a value that the beginning "
-                f"or a block computes beside the hidden state{_furthest(ours, theirs)}. Cut it by hand, as an "
-                "nn.Sequential."
+                f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
+                f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "
+                "computes it among the blocks, blocks=[...], or write the model as an nn.Sequential."
             )
         _compare_grads(kind, ours, theirs, parameters, names)
 
@@ -62,9 +62,9 @@ def compare_in_train_mode(
             found.append(make(run_model(model, sample, always)) if whole else layers(sample))
     if not same(*found):
         raise PartitionError(
-            f"{type(model).__name__} does not return in train mode what its parts return: its end uses what a block "
-            "hands over beside the hidden state, or draws random numbers in another order. Cut it by hand, as an "
-            "nn.Sequential."
+            f"{type(model).__name__} does not return in train mode what its parts return: what is drawn for dropout "
+            "in one part is used in another, say, or blocks hand something over beside what they return. Name other "
+            "blocks, blocks=[...], or write the model as an nn.Sequential."
         )
 
 

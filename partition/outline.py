@@ -16,7 +16,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import nan
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
+from partition.passing import Passing
 
 Leaves: TypeAlias = list[Any]
 Key: TypeAlias = "int | str"  # of an argument: its place, or its name
 Volatile: TypeAlias = "frozenset[tuple[int, str]]"  # attributes that a forward sets: id of the module, name
-_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST = 32  # calls of which something is remembered
 
 
@@ -120,14 +120,23 @@ class Call:
         return [*range(len(self.args)), *self.kwargs]
 
     def replaced(self, others: Iterable[tuple[Key, Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with others in some places."""
-        args, kwargs = list(self.args), dict(self.kwargs)
+        """The arguments with others in some places; what a block does to a list of them is done to a copy."""
+        args, kwargs = renewed([*self.args]), renewed(self.kwargs)
         for key, value in others:
             if isinstance(key, str):
-                kwargs[key] = value
+                kwargs[key] = renewed(value)
             else:
-                args[key] = value
+                args[key] = renewed(value)
         return args, kwargs
+
+
+def renewed(value: Any) -> Any:
+    """A value with lists, tuples and dicts of its own."""
+    if type(value) in (list, tuple):
+        return type(value)([renewed(entry) for entry in value])
+    if type(value) is dict:
+        return {name: renewed(entry) for name, entry in value.items()}
+    return value
 
 
 class Chain(NamedTuple):
@@ -159,13 +168,6 @@ class Chain(NamedTuple):
     def last(self) -> int:
         """The number of its last block."""
         return self.first + len(self.blocks) - 1
-
-    def output(self, hidden: Iterable[Any]) -> Any:
-        """The output of a block whose hidden state this is."""
-        leaves = list(self.returned)
-        for place, leaf in zip(self.exits, hidden, strict=True):
-            leaves[place] = leaf
-        return tree_unflatten(leaves, self.tree)
 
 
 class Inputs(NamedTuple):
@@ -239,9 +241,11 @@ class Run:
     Args:
         chains: the blocks.
         end: the number of the block at which it ends; None: it goes on to the end of the model.
-        hidden: what the block of a number returns. Others return what they are called with.
+        told: by a block's number, what it returns: by place among the leaves. Other leaves are those that it is called
+            with, or nan.
         written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
-        rewind: called at the first block that is told what to return: what was drawn before was drawn by another part.
+        resume: the number of a block behind which this part begins.
+        rewind: called there: what was drawn before was drawn by another part.
 
     Attributes:
         calls: of the blocks that were reached, in order.
@@ -251,19 +255,29 @@ class Run:
         self,
         chains: Sequence[Chain],
         end: int | None,
-        hidden: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
+        told: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
         written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
+        resume: int | None = None,
         rewind: Callable[[], object] = int,
     ) -> None:
         self.calls: list[Call] = []
         self._chains = chains
         self._end = end
-        self._hidden = hidden
+        self._told = told
         self._written = written
+        self._resume = resume
         self._rewind = rewind
 
-    def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the block of this number."""
+    def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], absent: Absent | None) -> Any:
+        """The output of the block of this number.
+
+        Args:
+            number: of the block.
+            args: that it is called with.
+            kwargs: that it is called with.
+            absent: what returns nan in the shapes of its output. None: its output is its hidden state, in the shape
+                that it is called with; or nothing but blocks sees it.
+        """
         if number != len(self.calls):
             raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
         call = Call(args, kwargs)
@@ -274,10 +288,19 @@ class Run:
             for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
                 if isinstance(lost, Tensor) and _is_computed(lost):
                     lost.copy_(tensor)
-        if number in self._hidden:
+        if number == self._resume:
             self._rewind()
         chain = chain_of(self._chains, number)
-        return chain.output(self._hidden.get(number) or [call[key] for key in chain.entries])
+        told = self._told.get(number, {})
+        leaves = list(chain.returned)
+        if absent is None:
+            for place, key in zip(chain.exits, chain.entries, strict=True):
+                leaves[place] = call[key]
+        elif any(leaf is None and place not in told for place, leaf in enumerate(leaves)):
+            leaves = tree_leaves(absent(*args, **kwargs))
+        for place, leaf in told.items():
+            leaves[place] = leaf
+        return tree_unflatten(leaves, chain.tree)
 
 
 def around(chains: Iterable[Chain]) -> set[str]:
@@ -294,41 +317,54 @@ def chain_of(chains: Iterable[Chain], number: int) -> Chain:
 _run: ContextVar[Run] = ContextVar("run")
 
 
-class StandIn(nn.Module):
-    """A stand-in for a block, with none of its modules, and of its attributes those that no forward sets.
+class Shadow(nn.Module):
+    """A module with the attributes of another, and with parameters of their types, but nan.
+
+    Args:
+        module: the other module.
+        volatile: the attributes that a forward sets, which would be those of another call; it has none of them.
+    """
+
+    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
+        super().__init__()
+        self.shadow = rebuilt(module, lambda tensor: Shape.of(tensor).poison(tensor.device), volatile)
+
+    def __getattr__(self, name: str) -> Any:
+        shadow = vars(self)["_modules"]["shadow"]
+        return shadow if name == "shadow" else getattr(shadow, name)
+
+
+class StandIn(Shadow):
+    """A stand-in for a block.
 
     Args:
         block: the block.
         number: its number.
         volatile: the attributes that a forward sets.
+        is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
     """
 
-    def __init__(self, block: nn.Module, number: int, volatile: Volatile) -> None:
-        super().__init__()
-        lost = {*_EVERY_MODULE, "forward", *[name for owner, name in volatile if owner == id(block)]}
-        own = {name: value for name, value in vars(block).items() if name not in lost}
-        vars(self).update(own)
-        vars(self)["_stands_for"] = number
+    def __init__(self, block: nn.Module, number: int, volatile: Volatile, is_shaping: bool) -> None:
+        super().__init__(block, volatile)
+        self._stands_for = (number, Absent(block, volatile) if is_shaping else None)  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _run.get().reach(vars(self)["_stands_for"], args, kwargs)
+        number, absent = self._stands_for
+        return _run.get().reach(number, args, kwargs, absent)
 
 
-class Absent(nn.Module):
+class Absent(Shadow):
     """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
 
     Args:
         module: the module.
-        volatile: the attributes that a forward sets, which are those of another call.
+        volatile: the attributes that a forward sets.
     """
 
     def __init__(self, module: nn.Module, volatile: Volatile) -> None:
-        super().__init__()
+        super().__init__(module, volatile)
         self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), volatile).eval(),)  # not as a child
         self._known: OrderedDict[str, Any] = OrderedDict()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_on_meta"][0], name)  # a dtype is asked for, say
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -363,6 +399,14 @@ class _Made(NamedTuple):
     versions: list[int]
 
 
+class _Memory:
+    """The arguments of blocks that were made from inputs. It is no module, so no one takes it for the state of one."""
+
+    def __init__(self) -> None:
+        self.made: OrderedDict[Any, _Made] = OrderedDict()
+        self.lock = threading.Lock()
+
+
 class Outline(nn.Module):
     """The outline of a model.
 
@@ -374,24 +418,34 @@ class Outline(nn.Module):
         inputs: what it is called with.
         apart: the names of the modules that lie in parts, beside the blocks.
         volatile: the attributes that a forward sets.
+        passing: the values that pass blocks by.
+        shaping: the numbers of the blocks that are asked for the shapes of what they return.
     """
 
     def __init__(
-        self, model: nn.Module, chains: tuple[Chain, ...], inputs: Inputs, apart: Iterable[str], volatile: Volatile
+        self,
+        model: nn.Module,
+        chains: tuple[Chain, ...],
+        inputs: Inputs,
+        apart: Iterable[str],
+        volatile: Volatile,
+        passing: Passing = Passing(),
+        shaping: Container[int] = (),
     ) -> None:
         super().__init__()
         self.chains = chains
         self.inputs = inputs
+        self.passing = passing
         blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
-            name: StandIn(model.get_submodule(name), number, volatile) for number, name in enumerate(blocks)
+            name: StandIn(model.get_submodule(name), number, volatile, number in shaping)
+            for number, name in enumerate(blocks)
         }
         replaced.update({name: Absent(model.get_submodule(name), volatile) for name in apart})
         containers = around(chains)
         self._containers_of_blocks = sorted(containers)
         self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
-        self._made: OrderedDict[Any, _Made] = OrderedDict()
-        self._lock = threading.Lock()
+        self._memory = _Memory()
 
     def __deepcopy__(self, memo: Any) -> Outline:
         """It holds nothing of a part: copies of parts share it."""
@@ -444,8 +498,8 @@ class Outline(nn.Module):
             torch.is_inference_mode_enabled(), *[torch.is_autocast_enabled(kind) for kind in {"cpu", device.type}],
             *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
         )  # fmt: skip
-        with self._lock:
-            made = self._made.get(key)
+        with self._memory.lock:
+            made = self._memory.made.get(key)
         if made is not None and all(one() is other for one, other in zip(made.inputs, tensors, strict=True)):
             if made.versions != [_version(tensor) for tensor in made.tensors]:
                 raise PartitionError(
@@ -456,19 +510,19 @@ class Outline(nn.Module):
         run = Run(self.chains, end)
         with torch.no_grad():
             self.run(run, self.inputs.arrived(travelling, device), device, {})
-        forget = partial(self._made.pop, key, None)
+        forget = partial(self._memory.made.pop, key, None)
         made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
         found = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-        with self._lock:
-            self._made[key] = _Made(made_from, run.calls, found, [_version(tensor) for tensor in found])
-            _forget(self._made)
+        with self._memory.lock:
+            self._memory.made[key] = _Made(made_from, run.calls, found, [_version(tensor) for tensor in found])
+            _forget(self._memory.made)
         return run.calls[number]
 
     def _on(self, device: torch.device) -> nn.Module:
         """The root, with its buffers on a device."""
         if device not in self._roots:
-            self._roots[device] = rebuilt(self._roots[None], lambda tensor: tensor.to(device))
+            self._roots[device] = rebuilt(self._roots[None], lambda tensor: _moved(tensor, device))
         return self._roots[device]
 
 
@@ -484,6 +538,11 @@ def rebuilt(
         name: child if child is None else rebuilt(child, changed, volatile) for name, child in module._modules.items()
     }
     return made
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; without memory there where it has none here."""
+    return Shape.of(tensor).poison(device) if _is_without_memory(tensor) else tensor.to(device)
 
 
 def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
@@ -543,8 +602,12 @@ def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], trai
 
 def _is_computed(tensor: Tensor) -> bool:
     """Whether it was computed in this run: it is no parameter, be it there or absent, which is no part's to write."""
-    is_absent = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not is_absent and not isinstance(tensor, nn.Parameter) and not (tensor.is_leaf and tensor.requires_grad)
+    is_leaf = isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
+    return not _is_without_memory(tensor) and not is_leaf
+
+
+def _is_without_memory(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _written(leaf: Tensor) -> tuple[tuple[int, ...], str]:

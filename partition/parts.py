@@ -1,6 +1,6 @@
 """The parts of a model as layers of an nn.Sequential: its beginning, its blocks, its end; between two chains a middle.
 
-    x --> Beginning --> (hidden state, kept, inputs) --> Block --> ... --> Block --> End --> the model's output
+    x --> Beginning --> (hidden state, kept, inputs, passing) --> Block --> ... --> Block --> End --> the model's output
 
 What travels beside the hidden state is those inputs whose numbers are read again: ids, padding masks. What the model
 makes of them for its blocks is made again in each stage (`partition.outline.Outline.beside`), and not sent. Only what
@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from partition.errors import PartitionError
 from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
-Value: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]  # hidden state, kept, inputs
+_Values: TypeAlias = tuple[Any, ...]
+Value: TypeAlias = tuple[_Values, _Values, _Values, _Values]  # hidden state, kept, inputs, passing
 
 
 class Holder(nn.Module):
@@ -84,7 +85,8 @@ class Beginning(Part):
         chain = self.outline.chains[0]
         run = Run(self.outline.chains, chain.first)
         self.outline.run(run, leaves, device, self.own(), self.training)
-        return _reached(run, chain, self.outline.inputs.travelling(leaves))
+        nothing = (None,) * len(self.outline.passing.slots)
+        return _reached(run, chain, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -95,20 +97,31 @@ class Block(Part):
         self._number = number
 
     def forward(self, value: Value) -> Value:
-        hidden, kept, travelling = value
+        hidden, kept, travelling, passing = value
         chain = chain_of(self.outline.chains, self._number)
-        _check_dtypes(hidden, chain.dtypes)
+        if self._number == chain.first:
+            _check_dtypes(hidden, chain.dtypes)
         args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
         (block,) = self.own().values()
         returned = block(*args, **kwargs)
-        if not isinstance(returned, Tensor):
-            returned = tree_leaves(returned)
-            return tuple([returned[place] for place in chain.exits]), kept, travelling
-        return (returned,), kept, travelling
+        leaves = [returned] if isinstance(returned, Tensor) else self._leaves(returned, chain)
+        passing = self.outline.passing.filled(self._number, leaves, passing)
+        return tuple([leaves[place] for place in chain.exits]), kept, travelling, passing
+
+    def _leaves(self, returned: Any, chain: Chain) -> Leaves:
+        """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
+        leaves = tree_leaves(returned)
+        for leaf, on_sample in zip(leaves, chain.returned, strict=True):
+            if isinstance(leaf, bool | int | float | str) and leaf != on_sample:
+                raise PartitionError(
+                    f"block {self._names[0]!r} returned {leaf!r}, and {on_sample!r} on the sample, with which the "
+                    "model was cut. Only tensors go from one part to another: return a tensor."
+                )
+        return leaves
 
 
 class Middle(Part):
-    """All that a model computes between two chains of blocks: between an encoder and a decoder.
+    """All that a model computes between two chains of blocks: between an encoder and a decoder, before a skip is read.
 
     Args:
         outline: of the model.
@@ -124,7 +137,7 @@ class Middle(Part):
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.training)
         self.outline.run(run, leaves, device, self.own(), self.training)
-        return _reached(run, after, value[2])
+        return _reached(run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
 class End(Part):
@@ -151,10 +164,12 @@ def _after(
     outline: Outline, chain: Chain, value: Value, end: int | None, training: bool
 ) -> tuple[Run, Leaves, torch.device]:
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
-    hidden, kept, travelling = value
+    hidden, kept, travelling, passing = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
+    told = outline.passing.told(passing)
+    told.setdefault(chain.last, {}).update(zip(chain.exits, hidden, strict=True))
     written = {chain.first: dict(zip(chain.kept, kept, strict=True))}
-    run = Run(outline.chains, end, {chain.last: hidden}, written, _rewound(device) if training else int)
+    run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if training else int)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -173,9 +188,9 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(run: Run, chain: Chain, travelling: tuple[Any, ...]) -> Value:
+def _reached(run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
     call = run.calls[chain.first]
-    return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling
+    return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

@@ -1,7 +1,8 @@
-"""A model that is a beginning, a run of blocks and an end, as an nn.Sequential of its own modules.
+"""A model that calls blocks one after the other, as an nn.Sequential of its own modules.
 
     model, sample ─► runs, watched ─► Chain: blocks that hand a hidden state on ─► Outline, Beginning, Block ..., End
-                                     └─► what is called and read before, between and after them
+                                     └─► what is called and read before, between and after chains
+                                     └─► what is carried to all blocks of a chain, or passes blocks by
     compared with the model on the sample: outputs, gradients, what each block is called with
 
 Nothing is traced: each part runs the model's own forward (`partition.outline`).
@@ -10,19 +11,20 @@ Nothing is traced: each part runs the model's own forward (`partition.outline`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from partition.calls import Called, all_calls, always_of, in_eval_mode, volatile_of
-from partition.chains import chains_of, found_chains, named_chain
-from partition.comparison import compare, compare_in_train_mode, same
+from partition.calls import Called, all_calls, always_of, in_eval_mode, training, volatile_of
+from partition.carrying import NotCarriedError, carrying, passing_of
+from partition.chains import broken_links, chains_of, found_blocks, named_blocks
+from partition.comparison import compare, compare_in_train_mode
 from partition.errors import PartitionError
-from partition.outline import Chain, Inputs, Key, Leaves, Outline, UnreadError, Volatile, around, rebuilt
+from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, Volatile, around, chain_of, rebuilt
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
+from partition.passing import Passing
 from partition.shares import phases_of, shares_of
 
 
@@ -44,16 +46,18 @@ def to_sequential(
     nearly.
 
     Args:
-        model: any module that calls one block after the other, each on what the one before returned. Models of Hugging
-            Face's transformers are called with `use_cache=False`.
+        model: any module that calls modules one after the other: blocks, each on what the one before returned, or a
+            U-Net, or with something computed between them. Models of Hugging Face's transformers are called with
+            `use_cache=False`.
         sample: what it is called with: a dict of keyword arguments, a tuple of positional ones, or a tensor; rows along
             dim 0. Afterwards the nn.Sequential, or a Pipe, is called with one such value.
-        blocks: the names of the blocks, or of modules whose children they are, in order. None: the longest chain, and
-            others beside it, of an encoder and a decoder.
+        blocks: the names of the blocks, or of containers whose children they are. None: the longest chain of blocks of
+            one type, and others beside it, of an encoder and a decoder; or else all modules that are called once.
         output: what to make of what the model returns. None: a mapping becomes a dict of its entries that are not None.
 
     Returns:
-        Layers: the beginning, each block, the end; between two chains of blocks, what the model computes there.
+        Layers: the beginning, each block, the end; and what the model computes between two blocks, where the one is not
+        just called with what the other returned.
 
     Raises:
         TypeError: `model` is no module.
@@ -80,17 +84,33 @@ def to_sequential(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     sample = dict(sample) if isinstance(sample, Mapping) else sample
-    always = always_of(model, sample)
     with in_eval_mode(model), torch.random.fork_rng():
-        volatile = volatile_of(model, sample, always)
-        calls = all_calls(model, sample, always)
-        choices = [named_chain(model, blocks, calls)] if blocks is not None else found_chains(model, calls)
-        layers = None
-        for runs in choices[:-1]:
-            with suppress(PartitionError):
-                layers = layers or _cut(model, sample, always, volatile, runs, output or _plain)
-        layers = layers or _cut(model, sample, always, volatile, choices[-1], output or _plain)
+        layers = _first_cut(model, sample, blocks, output or _plain)
     return _in_mode(layers, model.training)
+
+
+def _first_cut(
+    model: nn.Module, sample: Any, given: str | Sequence[str] | None, output: Callable[[Any], Any]
+) -> nn.Sequential:
+    """The layers of the first way to cut that fits.
+
+    Raises:
+        PartitionError: none does; the words are those of the last that was compared, which asks least of a model.
+    """
+    always = always_of(model, sample)
+    volatile = volatile_of(model, sample, always)
+    calls = all_calls(model, sample, always)
+    with training(model):
+        in_train_mode = all_calls(model, sample, always)
+    ways = [named_blocks(model, given, calls)] if given is not None else found_blocks(model, calls)
+    errors: list[PartitionError] = []
+    for blocks in ways:
+        try:
+            begins = broken_links(blocks, in_train_mode)
+            return _cut(model, sample, always, volatile, blocks, calls, begins, output)
+        except PartitionError as error:
+            errors.append(error)
+    raise next((error for error in reversed(errors) if error.__cause__ is None), errors[-1])
 
 
 def _cut(
@@ -98,7 +118,9 @@ def _cut(
     sample: Any,
     always: Mapping[str, Any],
     volatile: Volatile,
-    runs: Sequence[Sequence[Called]],
+    blocks: Sequence[Called],
+    calls: Sequence[Called],
+    begins: set[int],
     output: Callable[[Any], Any],
 ) -> nn.Sequential:
     """The layers, compared with the model.
@@ -106,25 +128,15 @@ def _cut(
     Raises:
         PartitionError: they compute something else.
     """
-    chains = chains_of(runs)
-    phases = phases_of(model, sample, always, chains)
-    shares, apart = shares_of(model, chains, phases)
-    for name in around(chains):
-        module = model.get_submodule(name)
-        for key in module._buffers:
-            if (id(module), key) in volatile:
-                raise PartitionError(
-                    f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, and "
-                    "each part would write it again. Move it into a module of its own."
-                )
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     try:
-        outline = Outline(model, chains, inputs, apart, volatile)
-        chains = tuple([_carrying(outline, chain, run, leaves) for chain, run in zip(chains, runs, strict=True)])
+        chains, shares, apart = _divided(model, sample, inputs, volatile, blocks, calls, begins)
+        passing = passing_of(Outline(model, chains, inputs, apart, volatile), shares, blocks, leaves)
+        shaping = _shaping(chains, passing, blocks)
         while True:
-            layers = _layers(model, Outline(model, chains, inputs, apart, volatile), shares, output)
+            layers = _layers(model, Outline(model, chains, inputs, apart, volatile, passing, shaping), shares, output)
             try:
                 compare(model, layers, sample, always, output)
                 compare_in_train_mode(model, layers, sample, always, output)
@@ -139,6 +151,61 @@ def _cut(
             f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
             "Cut it by hand, as an nn.Sequential."
         ) from error
+
+
+def _divided(
+    model: nn.Module,
+    sample: Any,
+    inputs: Inputs,
+    volatile: Volatile,
+    blocks: Sequence[Called],
+    calls: Sequence[Called],
+    begins: set[int],
+) -> tuple[tuple[Chain, ...], list[dict[str, Any]], list[str]]:
+    """The chains, the shares of what is around them, and the modules with parameters there.
+
+    A block that is called with more than its chain's first block and the hidden state begins another.
+    """
+    while True:
+        chains = chains_of(model, blocks, calls, begins)
+        shares, apart = shares_of(model, chains, phases_of(model, sample, inputs.always, chains))
+        for name in around(chains):
+            module = model.get_submodule(name)
+            for key in module._buffers:
+                if (id(module), key) in volatile:
+                    raise PartitionError(
+                        f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, "
+                        "and each part would write it again. Move it into a module of its own."
+                    )
+        outline = Outline(model, chains, inputs, apart, volatile, shaping=_shaping(chains, Passing(), blocks))
+        try:
+            return tuple([carrying(outline, chain, blocks, tree_leaves(sample)) for chain in chains]), shares, apart
+        except NotCarriedError as error:
+            if any(chain.first == error.number for chain in chains):
+                raise
+            begins = begins | {error.number}
+
+
+def _shaping(chains: Sequence[Chain], passing: Passing, blocks: Sequence[Called]) -> set[int]:
+    """The blocks that return more than the hidden state in its shape, where more than blocks sees what they return."""
+    is_seen = len(chains) > 1 or passing.slots
+    return {
+        number for number, block in enumerate(blocks)
+        if is_seen and not _returns_hidden_state(block, chain_of(chains, number))
+    }  # fmt: skip
+
+
+def _returns_hidden_state(block: Called, chain: Chain) -> bool:
+    leaves = block.returned[0]
+    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    return tensors == sorted(chain.exits) and all(
+        _shape(leaves[place]) == _shape(block.given[key])
+        for place, key in zip(chain.exits, chain.entries, strict=True)
+    )  # fmt: skip
+
+
+def _shape(value: Any) -> Shape | None:
+    return Shape.of(value) if isinstance(value, Tensor) else None
 
 
 def _layers(
@@ -174,42 +241,6 @@ def _in_mode(layers: nn.Sequential, training: bool) -> nn.Sequential:
 def _sharing(module: nn.Module) -> nn.Module:
     """Another module with the same parameters: two parts of the model hold it."""
     return rebuilt(module, lambda tensor: tensor)
-
-
-def _carrying(outline: Outline, chain: Chain, run: Sequence[Called], leaves: Leaves) -> Chain:
-    """A chain, with what its blocks are called with that is not made again from the inputs alone.
-
-    Raises:
-        PartitionError: a block is called with something that the first one is not.
-    """
-    first = run[0].given
-    device = next(first[key].device for key in chain.entries if first[key] is not None)
-    kept: dict[Key, int] = {}
-    carried = []
-    for number, (name, theirs) in enumerate([(call.name, call.given) for call in run], chain.first):
-        ours = outline.beside(number, device, tuple(leaves))
-        if ours.keys != theirs.keys:
-            raise PartitionError(f"block {name!r} is called with other arguments where the beginning is elsewhere.")
-        others = [key for key in theirs.keys if key not in chain.entries and not same(ours[key], theirs[key])]
-        places = []
-        for key in others:
-            source = next((other for other in first.keys if _is(first[other], theirs[key])), None)
-            if source is None:
-                raise PartitionError(
-                    f"block {name!r} is called with a value that the model makes after the first block, or that is no "
-                    f"tensor: its argument {key!r}. Blocks that depend on more of each other than the hidden state "
-                    "cannot be cut; write the model as an nn.Sequential, with pipeline.skip for what passes by."
-                )
-            places.append((key, kept.setdefault(source, len(kept))))
-        carried.append(tuple(places))
-    return chain._replace(kept=tuple(kept), carried=tuple(carried))
-
-
-def _is(one: Any, other: Any) -> bool:
-    """Whether two values hold the same tensors, and there are some."""
-    ours, theirs = tree_leaves(one), tree_leaves(other)
-    are = len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
-    return are and any(isinstance(leaf, Tensor) for leaf in ours)
 
 
 def _plain(returned: Any) -> Any:

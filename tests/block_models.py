@@ -194,6 +194,155 @@ class Routed(nn.Module):
         return x + out * bias
 
 
+class Convs(nn.Sequential):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__(nn.Conv2d(given, made, 3, padding=1), nn.BatchNorm2d(made), nn.ReLU(inplace=True))
+
+
+class UNet(nn.Module):
+    """Each resolution on the way up reads that on the way down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.pool = Convs(3, 4), Convs(4, 8), nn.MaxPool2d(2)
+        self.middle = Convs(8, 8)
+        self.up2, self.conv2 = nn.ConvTranspose2d(8, 8, 2, 2), Convs(16, 4)
+        self.up1, self.conv1 = nn.ConvTranspose2d(4, 4, 2, 2), Convs(8, 4)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(self.pool(first))
+        x = self.middle(self.pool(second))
+        x = self.conv2(torch.cat([self.up2(x), second], 1))
+        x = self.conv1(torch.cat([self.up1(x), F.dropout(first, 0.1, self.training)], 1))
+        return torch.sigmoid(self.last(x))
+
+
+class Down(nn.Module):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.convs, self.time = nn.ModuleList([Convs(given, made), Convs(made, made)]), nn.Linear(4, made)
+
+    def forward(self, x: Tensor, time: Tensor) -> tuple[Tensor, list[Tensor]]:
+        passing = []
+        for conv in self.convs:
+            x = conv(x) + self.time(time)[:, :, None, None]
+            passing.append(x)
+        return F.max_pool2d(x, 2), passing
+
+
+class Up(nn.Module):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.convs, self.time = nn.ModuleList([Convs(2 * given, given), Convs(2 * given, made)]), nn.Linear(4, given)
+
+    def forward(self, x: Tensor, passing: list[Tensor], time: Tensor) -> Tensor:
+        x = F.interpolate(x, scale_factor=2.0) + self.time(time)[:, :, None, None]
+        for conv in self.convs:
+            x = conv(torch.cat([x, passing.pop()], 1))
+        return x
+
+
+class DiffusionUNet(nn.Module):
+    """Blocks return lists for others far behind, and are called with an embedding of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.first = nn.Linear(1, 4), nn.Conv2d(3, 4, 3, padding=1)
+        self.downs = nn.ModuleList([Down(4, 4), Down(4, 6)])
+        self.ups = nn.ModuleList([Up(6, 4), Up(4, 4)])
+        self.last = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        condition, passing = self.time(time[:, None]), []
+        x = self.first(x)
+        for down in self.downs:
+            x, skips = down(x, condition)
+            passing += skips
+        for up in self.ups:
+            x = up(x, passing[-len(up.convs):], condition)
+            passing = passing[:-len(up.convs)]
+        return self.last(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.finish(x, ids)
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x
+
+
+class Skips(Chain):
+    """The end uses a value of the beginning."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x + first
+
+
+class Collects(Chain):
+    """The end uses what each block returns."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, found = self.embed(ids), []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return torch.stack(found, 1)
+
+
+class Between(Chain):
+    """Something is computed between blocks, with dropout and with a module that is called only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.2, self.training) + 0.1
+            if block is self.blocks[1]:
+                x = self.scale(x)
+        return x
+
+
+class Biased(Chain):
+    """A module is called before each block, for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.bias = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(3)), nn.Embedding(11, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, self.bias(ids))
+        return x
+
+
+class OnTheHost(Chain):
+    """The end uses a number that the beginning computes."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scale = float(x.detach().abs().sum())
+        for block in self.blocks:
+            x = block(x)
+        return x * scale
+
+
 def ids(rows: int, length: int = 6) -> Tensor:
     return torch.randint(0, 11, (rows, length))
 
@@ -220,50 +369,16 @@ MODELS = {
     "llama with adapters": (adapted, ids),
     "lstm": (Lstm, ids),
     "experts": (Experts, ids),
+    "unet": (UNet, lambda rows: torch.randn(rows, 3, 8, 8)),
+    "unet of lists": (DiffusionUNet, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows))),
+    "skips": (Skips, ids),
+    "collects": (Collects, ids),
+    "between": (Between, ids),
+    "biased": (Biased, ids),
 }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ not to be cut
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.finish(x, ids)
-
-    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
-        return x
-
-
-class Skips(Chain):
-    def forward(self, ids: Tensor) -> Tensor:
-        first = x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x + first
-
-
-class Collects(Chain):
-    def forward(self, ids: Tensor) -> Tensor:
-        x, found = self.embed(ids), []
-        for block in self.blocks:
-            x = block(x)
-            found.append(x)
-        return torch.stack(found, 1)
-
-
-class Between(Chain):
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x) + 0.1
-        return x
 
 
 class Repeats(Chain):
@@ -274,13 +389,64 @@ class Repeats(Chain):
         return x
 
 
-class OnTheHost(Chain):
+class Telling(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return super().forward(x), float(x[0, 0].sign())
+
+
+class Tells(nn.Module):
+    """Blocks return a number beside the hidden state, which the end uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Telling(4, 4)] + [nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, sign = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x * sign
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+class Numbers(Chain):
+    """Blocks are called with a number that the beginning computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(4, 4) for _ in range(3))
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        scale = float(x.detach().abs().sum())
+        scale = float(x.detach().abs().mean())
         for block in self.blocks:
-            x = block(x)
-        return x * scale
+            x = block(x, scale)
+        return x
+
+
+class DropsSkip(Chain):
+    """What passes by goes through dropout before other random numbers are drawn, and is used after them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        passing = F.dropout(x, 0.5, self.training)
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5, self.training)
+        return x + passing
+
+
+class AddsInPlace(Chain):
+    """What passes by is changed in place, which each part would do again."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        passing = self.blocks[0](self.embed(ids))
+        x = self.blocks[1](passing.add_(1) * 2)
+        x = self.blocks[2](x * 2)
+        return x + passing
 
 
 class Noted(nn.Linear):
@@ -366,13 +532,12 @@ class Loss(Chain):
 
 
 REFUSED = {
-    Skips: "its end uses a value that the beginning or a block computes beside the hidden state",
-    Collects: "its end uses a value that the beginning or a block computes beside the hidden state",
-    OnTheHost: "its end uses a value that the beginning or a block computes beside the hidden state",
-    Between: "Between has no chain of blocks: no module whose children are called once each, one after the other",
-    Repeats: "Repeats has no chain of blocks",
-    ReadsBlocks: "forward does not run without its blocks: AttributeError: 'StandIn' object has no attribute 'size'",
-    ReadsBlocksInTraining: "AttributeError: 'StandIn' object has no attribute 'size'",
+    Repeats: "Repeats has no blocks: no modules that are called once in a forward and have most of its parameters. ",
+    Numbers: "is called with a value that depends on the beginning of the model, and is no tensor: its argument 1. Han",
+    DropsSkip: "does not return in train mode what its parts return",
+    AddsInPlace: "does not return on the sample what its parts return",
+    ReadsBlocks: "forward does not run without its blocks: AttributeError: 'Noted' object has no attribute 'size'",
+    ReadsBlocksInTraining: "AttributeError: 'Noted' object has no attribute 'size'",
     ListsInTraining: "does not return in train mode what its parts return",
     WritesShared: "a block has written into a tensor that the model hands to several blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",

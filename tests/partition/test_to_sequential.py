@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from block_models import MODELS, REFUSED, Chain, Gpt, Skips, doubled, ids, padded
+from block_models import MODELS, REFUSED, Chain, Gpt, OnTheHost, Skips, Tells, UNet, doubled, ids, padded
 from families import FAMILIES, LAYERS, of_family
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,11 +166,34 @@ def test_dropout_and_running_statistics_are_the_same_however_it_is_cut(name):
     assert not same(called(model, x), called(model.eval(), x))  # there was something to be the same
 
 
+def test_a_number_that_the_beginning_computes_is_computed_again_where_it_is_used():
+    layers = to_sequential(model := OnTheHost().eval(), ids(4))
+    for x in (ids(3), ids(5)):
+        assert torch.equal(layers(x), model(x))
+
+
+def test_what_passes_by_travels_as_long_as_it_is_read():
+    model = UNet().eval()
+    layers, value, there = to_sequential(model, x := torch.randn(4, 3, 8, 8)), x, []
+    for layer in layers[:-1]:
+        value = layer(value)
+        there.append([i for i, passing in enumerate(value[3]) if passing is not None])
+    assert max(map(len, there)) == 2 and there[0] == there[-1] == []
+    assert torch.equal(layers[-1](value), model(x))
+
+
+def test_a_block_that_returns_another_plain_value_than_on_the_sample_is_refused():
+    layers = to_sequential(Tells().eval(), torch.ones(4, 4))
+    layers(torch.ones(3, 4))
+    with pytest.raises(PartitionError, match="block 'blocks.0' returned -1.0, and 1.0 on the sample, with which the"):
+        layers(-torch.ones(3, 4))
+
+
 def test_what_is_not_read_again_does_not_travel():
     value = to_sequential(Chain(), ids(4))[0](ids(3))
-    assert value == (value[0], (), (((3, 6), "int64"),)) and value[0][0].shape == (3, 6, 4)
+    assert value == (value[0], (), (((3, 6), "int64"),), ()) and value[0][0].shape == (3, 6, 4)
     x = padded(3)
-    (state,), kept, (first, padding) = to_sequential(Gpt(), padded(4))[0](x)
+    (state,), kept, (first, padding), _ = to_sequential(Gpt(), padded(4))[0](x)
     assert not kept and state.shape == (3, 6, 8) and padding is x["padding"]
 
 
@@ -194,12 +217,12 @@ def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch
     x = padded(2)
     layers(x)
     assert len(runs) == 3  # the beginning, the blocks, the end
-    (entry,) = layers[1].outline._made.values()
+    (entry,) = layers[1].outline._memory.made.values()
     made += [weakref.ref(leaf) for leaf in tree_leaves(entry.calls[1].kwargs) if isinstance(leaf, torch.Tensor)]
     assert made and all(each() is not None for each in made)
     del x, entry
     gc.collect()
-    assert not layers[1].outline._made and all(each() is None for each in made)
+    assert not layers[1].outline._memory.made and all(each() is None for each in made)
 
 
 def test_a_copy_computes_with_its_own_parameters():
@@ -240,9 +263,10 @@ def test_blocks_may_be_named_and_wrong_names_are_refused():
     model = Gpt()
     assert len(to_sequential(model, ids(2), blocks="transformer.h")) == 5
     assert len(to_sequential(model, ids(2), blocks=["transformer.h.0", "transformer.h.1"])) == 4
+    assert len(to_sequential(model, ids(2), blocks=["transformer.h.0", "transformer.h.2"])) == 5  # one between the two
     for blocks, words in (
         ("h", "blocks: Gpt has no module 'h'."),
-        (["transformer.h.0", "transformer.h.2"], "block 'transformer.h.2' is not called with what 'transformer.h.0' r"),
+        (["transformer.h", "transformer.h.0.linear1"], "block 'transformer.h.0.linear1' is called within block 'tran"),
         ("last_drop.x", "blocks: Gpt has no module 'last_drop.x'"),
     ):
         with pytest.raises(PartitionError, match=re.escape(words)):

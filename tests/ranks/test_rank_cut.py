@@ -7,7 +7,8 @@ from one_and_many import agree_all
 
 CASES = [
     ("gpt", "1f1b", "always"), ("diffusion", "zb-h1", "never"), ("experts", "gpipe", "except_last"),
-    ("resnet", "1f1b", "except_last"), ("lstm", "gpipe", "always"), ("llama with adapters", "zb-h1", "always"),
+    ("resnet", "1f1b", "except_last"), ("lstm", "gpipe", "always"), ("unet", "1f1b", "always"),
+    ("unet of lists", "zb-h1", "never"), ("llama with adapters", "zb-h1", "always"),
 ]  # fmt: skip
 
 
