@@ -4,6 +4,7 @@
     python benchmarks/overhead.py --quick    fewer rounds, one process
     python benchmarks/overhead.py --blocks small [--table gpt ...]    models as users write them, launch-bound
     python benchmarks/overhead.py --blocks large [--table gpt ...]    the same, compute-bound
+    python benchmarks/overhead.py --blocks small --table hf-llama     a model of transformers that to_sequential has cut
     python benchmarks/overhead.py --blocks small --table checkpoint_blocks    without a Pipe, over torch's checkpoint
 
 The hand-written loops compute exactly what the pipe computes over the same chunks: for `pipe(x)` one joined
@@ -16,6 +17,10 @@ A pipe, its loops by hand and torchgpipe run in turns, in another order each rou
 turns' medians, which lie seconds apart; a process gives the median over its rounds, the table the median over several
 processes (where memory lies differs from one to the next, and with it the ratio, by a per cent or two), and the
 smallest and largest.
+
+The tables hf-* are of models of Hugging Face's transformers, where it is installed, as `to_sequential` cuts them: the
+loops by hand call the whole model on each chunk. Their layers hand on more than a tensor, which torchgpipe and the loop
+in order do not take.
 
 "checkpoint_blocks" compares a forward and backward of all blocks, each checkpointed, with torch's own checkpoint called
 by hand around each: single runs in turns, in CPU time, for blocks as they are and with a dropout behind each.
@@ -44,7 +49,9 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
+from models import hugging_face
 from models.blocks import FAMILIES, build
+from models.hugging_face import HUGGING_FACE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,7 +74,7 @@ class Shape(NamedTuple):
     depth: int  # pairs, or blocks, in a stage
     rounds: int
     threads: int
-    family: str = ""  # of models/blocks.py
+    family: str = ""  # of models/blocks.py or models/hugging_face.py
     size: str = ""
 
     @property
@@ -75,15 +82,29 @@ class Shape(NamedTuple):
         return f"{self.size} {self.family} blocks" if self.family else f"Linear({self.width})-ReLU"
 
 
-def built(shape: Shape) -> tuple[nn.Sequential, list[int], Tensor, Tensor]:
-    """Two stages, their numbers of layers, an input and a target."""
+class Model(NamedTuple):
+    """A model with a mini-batch."""
+
+    plain: nn.Module  # what the loops by hand call
+    layers: nn.Sequential
+    balance: list[int]  # of two stages
+    x: Tensor
+    y: Tensor
+
+
+def built(shape: Shape) -> Model:
+    """The model of a shape."""
     rows = shape.rows * CHUNKS
+    if shape.family in HUGGING_FACE:
+        plain, layers, x, y = hugging_face.build(shape.family, shape.size, STAGES * shape.depth, rows)
+        return Model(plain, layers, [1 + shape.depth, shape.depth + 1], x, y)  # with a beginning and an end
     if shape.family:
         model, x, y = build(shape.family, shape.size, STAGES * shape.depth, rows)
-        return model, [shape.depth] * STAGES, x, y
+        return Model(model, model, [shape.depth] * STAGES, x, y)
     pairs = range(STAGES * shape.depth)
     model = nn.Sequential(*(part for _ in pairs for part in (nn.Linear(shape.width, shape.width), nn.ReLU())))
-    return model, [2 * shape.depth] * STAGES, torch.randn(rows, shape.width), torch.randn(rows, shape.width)
+    x, y = torch.randn(rows, shape.width), torch.randn(rows, shape.width)
+    return Model(model, model, [2 * shape.depth] * STAGES, x, y)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -92,7 +113,8 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
     """Each computes the gradients of one mini-batch."""
-    model, balance, x, y = built(shape)
+    plain, model, balance, x, y = built(shape)
+    hands_on_tensors = plain is model
     rows = len(x)
     xs, ys = x.tensor_split(CHUNKS), y.tensor_split(CHUNKS)
 
@@ -102,25 +124,25 @@ def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
         return grad.tensor_split(CHUNKS)
 
     def by_hand() -> None:
-        outputs = [model(part) for part in xs]
+        outputs = [plain(part) for part in xs]
         for output, grad in zip(outputs, joined(outputs), strict=True):
             output.backward(grad)
 
     def by_hand_twice() -> None:
         with torch.no_grad():
-            outputs = [model(part) for part in xs]
+            outputs = [plain(part) for part in xs]
         for part, grad in zip(xs, joined(outputs), strict=True):
-            model(part).backward(grad)
+            plain(part).backward(grad)
 
     def loop() -> None:
         for part, target in zip(xs, ys, strict=True):
-            (mean_square(model(part), target) * (len(part) / rows)).backward()
+            (mean_square(plain(part), target) * (len(part) / rows)).backward()
 
     def loop_twice() -> None:
         for part, target in zip(xs, ys, strict=True):
             with torch.no_grad():
-                model(part)
-            (mean_square(model(part), target) * (len(part) / rows)).backward()
+                plain(part)
+            (mean_square(plain(part), target) * (len(part) / rows)).backward()
 
     stages = [model[: balance[0]], model[balance[0]:]]
 
@@ -153,20 +175,23 @@ def contenders(shape: Shape) -> dict[str, Callable[[], object]]:
     (of_forward,) = plan_forward(by_name("1f1b", STAGES, CHUNKS), ["cpu"] * STAGES).device_orders
     half = len(of_forward) // 2
     found: dict[str, Callable[[], object]] = {
-        "forward/order": partial(in_order, of_forward[:half], of_forward[half:], False, False),
-        "forward/order, twice": partial(in_order, of_forward[:half], of_forward[half:], True, False),
-        "step/order": partial(in_order, (), of_step, False, True),
-        "step/order, twice": partial(in_order, (), of_step, True, True),
         "forward/hand": by_hand,
         "forward/hand, twice": by_hand_twice,
         "step/hand": loop,
         "step/hand, twice": loop_twice,
     }
+    if hands_on_tensors:
+        found |= {
+            "forward/order": partial(in_order, of_forward[:half], of_forward[half:], False, False),
+            "forward/order, twice": partial(in_order, of_forward[:half], of_forward[half:], True, False),
+            "step/order": partial(in_order, (), of_step, False, True),
+            "step/order, twice": partial(in_order, (), of_step, True, True),
+        }
     for mode in ("never", "except_last", "always"):
         pipe = Pipe(model, balance, CHUNKS, checkpoint=mode)
         found[f"forward/{mode}"] = lambda pipe=pipe: mean_square(pipe(x), y).backward()  # type: ignore[misc]
         found[f"step/{mode}"] = lambda pipe=pipe: pipe.step(x, y, loss_fn=mean_square)  # type: ignore[misc]
-        if importlib.util.find_spec("torchgpipe"):
+        if hands_on_tensors and importlib.util.find_spec("torchgpipe"):
             found[f"torchgpipe/{mode}"] = torchgpipe(model, balance, mode, x, y)
     return {name: cleared(model, run) for name, run in found.items()}
 
@@ -214,7 +239,8 @@ def cost(row: str, rounds: int, runs: dict[str, Callable[[], object]], order: ra
     entry, mode = row.split("/")
     twice = "" if mode == "never" else ", twice"
     ours, hand, ordered, peer = row, f"{entry}/hand{twice}", f"{entry}/order{twice}", f"torchgpipe/{mode}"
-    names = [ours, hand, *([ordered] if mode != "except_last" else []), *([peer] if peer in runs else [])]
+    with_order = ordered in runs and mode != "except_last"
+    names = [ours, hand, *([ordered] if with_order else []), *([peer] if peer in runs else [])]
     found: list[dict[str, float]] = []
     for _ in range(WARM):
         runs[ours]()
@@ -332,7 +358,8 @@ def main() -> None:
     parser.add_argument("--malloc", choices=("keeps", "default"), default="keeps", help="free memory (default: keeps)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
     parser.add_argument("--blocks", choices=("small", "large"), help="models as users write them")
-    tables = ("tiny", "one", "four", *FAMILIES, "checkpoint_blocks")
+    families = [*FAMILIES, *HUGGING_FACE]
+    tables = ("tiny", "one", "four", *families, "checkpoint_blocks")
     parser.add_argument("--table", choices=tables, action="append", help="only this table")
     parser.add_argument("--row", choices=ROWS, action="append", help="only this row of each")
     parser.add_argument("--rounds", type=int, help="how many, where the table's own number is too noisy")
@@ -355,13 +382,17 @@ def main() -> None:
         rows, depth, rounds = (2, 4, 20) if options.blocks == "small" else (2, 1, 5)
         shapes = {
             family: ("as users write them", Shape(0, rows, depth, rounds, threads, family, options.blocks))
-            for family in FAMILIES
+            for family in families
         }
     for name in options.table or shapes:
         if name == "checkpoint_blocks":
             depth, rounds = (8, 200) if options.blocks == "small" else (2, 15)
-            families = [shape._replace(depth=depth, rounds=options.rounds or rounds) for _, shape in shapes.values()]
-            report_checkpointed(families, processes)
+            own = [shapes[family][1] for family in FAMILIES]
+            timed = [shape._replace(depth=depth, rounds=options.rounds or rounds) for shape in own]
+            report_checkpointed(timed, processes)
+            continue
+        if name in HUGGING_FACE and not importlib.util.find_spec("transformers"):
+            print(f"\n{name}: transformers is not installed")
             continue
         title, shape = shapes[name]
         report(title, shape._replace(rounds=options.rounds or shape.rounds), processes, options.row or ROWS)
