@@ -311,7 +311,10 @@ def around(chains: Iterable[Chain]) -> set[str]:
 
 def chain_of(chains: Iterable[Chain], number: int) -> Chain:
     """The chain of a block."""
-    return next(chain for chain in chains if chain.first <= number <= chain.last)
+    for chain in chains:  # in order
+        if number < chain.first + len(chain.blocks):
+            return chain
+    raise AssertionError(number)  # there is such a block
 
 
 _run: ContextVar[Run] = ContextVar("run")
@@ -352,6 +355,8 @@ class StandIn(Shadow):
         number, absent = self._stands_for
         return _run.get().reach(number, args, kwargs, absent)
 
+    __call__ = forward  # it has no hooks
+
 
 class Absent(Shadow):
     """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
@@ -367,20 +372,20 @@ class Absent(Shadow):
         self._known: OrderedDict[str, Any] = OrderedDict()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
+        leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
         shapes = [Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         key = repr((tree, shapes))
         if key not in self._known:
             meta = [shape.poison(torch.device("meta")) if isinstance(shape, Shape) else shape for shape in shapes]
-            meta_args, meta_kwargs = tree_unflatten(meta, tree)
+            meta_args, meta_kwargs = (meta, {}) if tree is None else tree_unflatten(meta, tree)
             with torch.no_grad():
                 self._known[key] = self._on_meta[0](*meta_args, **meta_kwargs)
             _forget(self._known)
-        return tree_map_only(
-            Tensor,
-            lambda meta: torch.full(meta.shape, _poison(meta.dtype), dtype=meta.dtype, device=device),
-            self._known[key],
+        known = self._known[key]
+        return _lost(known, device) if isinstance(known, Tensor) else tree_map_only(
+            Tensor, lambda meta: _lost(meta, device), known
         )
 
 
@@ -390,7 +395,7 @@ class _Made(NamedTuple):
     Attributes:
         inputs: the tensors that they were made from.
         calls: the arguments, by a block's number.
-        tensors, versions: all that is in them, as it was made.
+        tensors, versions: all that is in them and has a version, as it was made.
     """
 
     inputs: list[weakref.ref[Tensor]]
@@ -494,14 +499,12 @@ class Outline(nn.Module):
         tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
         # In the thread and stream where it was made, it is ready.
         key = (
-            end, device, threading.get_ident(), _stream(device),
-            torch.is_inference_mode_enabled(), *[torch.is_autocast_enabled(kind) for kind in {"cpu", device.type}],
+            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), _autocast(device),
             *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
         )  # fmt: skip
-        with self._memory.lock:
-            made = self._memory.made.get(key)
-        if made is not None and all(one() is other for one, other in zip(made.inputs, tensors, strict=True)):
-            if made.versions != [_version(tensor) for tensor in made.tensors]:
+        made = self._memory.made.get(key)
+        if made is not None and all([one() is other for one, other in zip(made.inputs, tensors, strict=True)]):
+            if made.versions != [tensor._version for tensor in made.tensors]:
                 raise PartitionError(
                     "a block has written into a tensor that the model hands to several blocks. What comes later would "
                     "depend on which blocks share a stage; write to a copy."
@@ -513,9 +516,9 @@ class Outline(nn.Module):
         forget = partial(self._memory.made.pop, key, None)
         made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
-        found = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
         with self._memory.lock:
-            self._memory.made[key] = _Made(made_from, run.calls, found, [_version(tensor) for tensor in found])
+            self._memory.made[key] = _Made(made_from, run.calls, [*found.values()], [each._version for each in found.values()])
             _forget(self._memory.made)
         return run.calls[number]
 
@@ -548,11 +551,13 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
     """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
     made: nn.Module = object.__new__(type(module))
-    lost = {name for owner, name in volatile if owner == id(module)}
-    vars(made).update({name: value for name, value in vars(module).items() if name not in lost})
+    own = vars(made)
+    own.update(vars(module))
+    for name in [name for owner, name in volatile if owner == id(module)]:
+        own.pop(name, None)
     for table in ("_parameters", "_buffers", "_modules"):
-        vars(made)[table] = dict(vars(module)[table])
-    vars(made).pop("forward", None)  # it is bound to the other
+        own[table] = own[table].copy()
+    own.pop("forward", None)  # it is bound to the other
     return made
 
 
@@ -577,25 +582,17 @@ def _outlined(
 
 
 def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], training: bool) -> nn.Module:
-    """The root with some modules and parameters put in, and copies of what contains them."""
-    copies: dict[str, nn.Module] = {}
-
-    def copied(name: str) -> nn.Module:
-        if name not in copies:
-            if not name:
-                copies[name] = shallow(root)
-            else:
-                above, _, key = name.rpartition(".")
-                table = copied(above)._modules
-                copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # it contains blocks
-            vars(copies[name])["training"] = training
-        return copies[name]
-
-    for name in containers:
-        copied(name)
+    """The root with some modules and parameters put in, and copies of what contains them: the containers of blocks."""
+    copies = {"": shallow(root)}
+    for name in containers[1:]:  # each after the one that it is in
+        above, _, key = name.rpartition(".")
+        table = copies[above]._modules
+        copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # it contains blocks
+    for made in copies.values():
+        vars(made)["training"] = training
     for name, each in own.items():
         above, _, key = name.rpartition(".")
-        tables = [vars(copied(above))[table] for table in ("_parameters", "_buffers", "_modules")]
+        tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
     return copies[""]
 
@@ -615,12 +612,23 @@ def _written(leaf: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
 
 
+def _lost(meta: Tensor, device: torch.device) -> Tensor:
+    """A tensor like one on the meta device, whose numbers no part may need."""
+    return torch.full(meta.shape, _poison(meta.dtype), dtype=meta.dtype, device=device)
+
+
 def _poison(dtype: torch.dtype) -> float:
     return nan if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _stream(device: torch.device) -> int:
     return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
+
+
+def _autocast(device: torch.device) -> tuple[torch.dtype | None, ...]:
+    """The types that autocast computes in, on the CPU and on a device."""
+    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
 
 
 def _version(tensor: Tensor) -> int:

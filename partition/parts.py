@@ -68,7 +68,8 @@ class Part(nn.Module):
         for name in self._names:
             place: Any = self
             for step in name.split("."):
-                place = getattr(place, step)
+                module = place._modules.get(step)
+                place = getattr(place, step) if module is None else module
             found[name] = place
         return found
 

@@ -210,6 +210,38 @@ def test_what_blocks_are_called_with_is_that_of_this_call(turns):
         assert torch.equal(layers(x), model(**x))
 
 
+class Biased(Chain):
+    """Its blocks add what the model multiplies, without their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.randn(4, 4))
+        self.blocks = nn.ModuleList(Sum() for _ in range(3))
+
+    def forward(self, ids):
+        x, bias = self.embed(ids), self.angles @ self.angles
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+class Sum(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, bias):
+        return super().forward(x) + (x.unsqueeze(-2) * bias).sum(-1)
+
+
+def test_what_blocks_are_called_with_is_of_the_types_that_autocast_has_now():
+    model = Biased().eval()
+    layers, x = to_sequential(model, ids(2)), ids(2)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            assert same(layers(x), model(x))
+    assert same(layers(x), model(x))
+
+
 def test_masks_are_made_once_for_all_blocks_and_go_with_their_inputs(monkeypatch):
     layers, runs, made = to_sequential(Gpt().eval(), padded(2)), [], []
     run = Outline.run
