@@ -376,17 +376,23 @@ class Absent(Shadow):
         leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
         shapes = [Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        key = repr((tree, shapes))
+        autocast = _autocast(device)
+        key = repr((tree, shapes, autocast))
         if key not in self._known:
-            meta = [shape.poison(torch.device("meta")) if isinstance(shape, Shape) else shape for shape in shapes]
-            meta_args, meta_kwargs = (meta, {}) if tree is None else tree_unflatten(meta, tree)
-            with torch.no_grad():
-                self._known[key] = self._on_meta[0](*meta_args, **meta_kwargs)
+            place = device if any(autocast) else torch.device("meta")  # where autocast does not come to
+            here = [shape.poison(place) if isinstance(shape, Shape) else shape for shape in shapes]
+            self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
             _forget(self._known)
         known = self._known[key]
         return _lost(known, device) if isinstance(known, Tensor) else tree_map_only(
             Tensor, lambda meta: _lost(meta, device), known
         )
+
+    def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the module returns, on the meta device."""
+        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: Shape.of(tensor).poison(place))
+        with torch.no_grad():
+            return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
 
 
 class _Made(NamedTuple):

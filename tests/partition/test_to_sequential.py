@@ -211,17 +211,18 @@ def test_what_blocks_are_called_with_is_that_of_this_call(turns):
 
 
 class Biased(Chain):
-    """Its blocks add what the model multiplies, without their inputs."""
+    """Its blocks add what the model multiplies, without their inputs, and what has the type of the hidden state."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("angles", torch.randn(4, 4))
-        self.blocks = nn.ModuleList(Sum() for _ in range(3))
+        self.project, self.blocks = nn.Linear(4, 4), nn.ModuleList(Sum() for _ in range(3))
 
     def forward(self, ids):
-        x, bias = self.embed(ids), self.angles @ self.angles
+        x, product = self.project(self.embed(ids)), self.angles @ self.angles
+        bias = torch.full((4,), 0.1234567, dtype=x.dtype)
         for block in self.blocks:
-            x = block(x, bias)
+            x = block(x, product, bias)
         return x
 
 
@@ -229,8 +230,8 @@ class Sum(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
 
-    def forward(self, x, bias):
-        return super().forward(x) + (x.unsqueeze(-2) * bias).sum(-1)
+    def forward(self, x, product, bias):
+        return super().forward(x) + (x.unsqueeze(-2) * product).sum(-1) + bias
 
 
 def test_what_blocks_are_called_with_is_of_the_types_that_autocast_has_now():
@@ -238,7 +239,8 @@ def test_what_blocks_are_called_with_is_of_the_types_that_autocast_has_now():
     layers, x = to_sequential(model, ids(2)), ids(2)
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype):
-            assert same(layers(x), model(x))
+            out, expected = layers(x), model(x)
+            assert out.dtype == expected.dtype and torch.equal(out, expected)
     assert same(layers(x), model(x))
 
 
