@@ -389,7 +389,7 @@ class Absent(Shadow):
         )
 
     def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns, on the meta device."""
+        """The output of the module, on the meta device."""
         module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: Shape.of(tensor).poison(place))
         with torch.no_grad():
             return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
@@ -522,9 +522,10 @@ class Outline(nn.Module):
         forget = partial(self._memory.made.pop, key, None)
         made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
-        found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        counted = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        versions = [leaf._version for leaf in counted.values()]
         with self._memory.lock:
-            self._memory.made[key] = _Made(made_from, run.calls, [*found.values()], [each._version for each in found.values()])
+            self._memory.made[key] = _Made(made_from, run.calls, list(counted.values()), versions)
             _forget(self._memory.made)
         return run.calls[number]
 
