@@ -34,7 +34,8 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
         is_alike = len({type(model.get_submodule(call.name)) for call in run}) == 1
         if is_alike and len(run) == len(children) > 1 and run == sorted(run, key=_begin) and _follow(run):
             runs.append(run)
-    chains = sorted([_continued(run, runs) for run in runs], key=lambda run: -_size(model, run))
+    chains = [_continued(run, runs) for run in runs]
+    chains.sort(key=lambda run: (-_size(model, run), -len(run)))  # layers rather than the stages that they fill
     several = chains[:1]
     for run in chains[1:]:
         is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
@@ -101,14 +102,12 @@ def chains_of(
     Raises:
         PartitionError: a block has no hidden state.
     """
-    with_parameters = [
-        call.begin for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None
-    ]
+    with_parameters = [call for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None]
     runs: list[list[Called]] = []
     for number, block in enumerate(blocks):
         run = runs[-1] if runs else []
         is_next = run and number not in begins and _continues(run, block)
-        if is_next and not any(run[-1].end < begin < block.begin for begin in with_parameters):
+        if is_next and not any(run[-1].end < call.begin and call.end < block.begin for call in with_parameters):
             run.append(block)
         else:
             runs.append([block])

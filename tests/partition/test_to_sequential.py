@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from block_models import MODELS, REFUSED, Chain, Gpt, OnTheHost, Skips, Tells, UNet, doubled, ids, padded
+from block_models import MODELS, REFUSED, Chain, Gpt, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
 from families import FAMILIES, LAYERS, of_family
 from hypothesis import given
 from hypothesis import strategies as st
@@ -305,6 +305,23 @@ def test_blocks_may_be_named_and_wrong_names_are_refused():
     ):
         with pytest.raises(PartitionError, match=re.escape(words)):
             to_sequential(model, ids(2), blocks=blocks)
+
+
+class Stage(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_blocks_are_layers_rather_than_the_stages_that_they_fill():
+    model = ResNet()
+    model.layer1, model.layer2 = nn.Sequential(Stage(*model.layer1), Stage(*model.layer2)), nn.Identity()
+    for each in (ResNet(), model):
+        layers = to_sequential(each, torch.randn(4, 3, 8, 8))
+        assert [type(layer).__name__ for layer in layers] == ["Beginning", *["Block"] * 4, "End"]
 
 
 def test_a_call_that_is_not_like_the_sample_is_refused():
