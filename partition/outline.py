@@ -264,6 +264,7 @@ class Run:
         self._chains = chains
         self._end = end
         self._told = told
+        self._known = {id(leaf) for leaves in told.values() for leaf in leaves.values()}
         self._written = written
         self._resume = resume
         self._rewind = rewind
@@ -286,7 +287,7 @@ class Run:
             raise Reached
         for key, value in self._written.get(number, {}).items():
             for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
-                if isinstance(lost, Tensor) and _is_computed(lost):
+                if isinstance(lost, Tensor) and _is_computed(lost) and id(lost) not in self._known:
                     lost.copy_(tensor)
         if number == self._resume:
             self._rewind()
