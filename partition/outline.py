@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map_only, tree_unflatten
 
 from partition.errors import PartitionError
+from partition.names import places_of
 from partition.passing import Passing
 
 Leaves: TypeAlias = list[Any]
@@ -448,6 +449,7 @@ class Outline(nn.Module):
         self.chains = chains
         self.inputs = inputs
         self.passing = passing
+        self.places_in_model = places_of(model)
         blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
             name: StandIn(model.get_submodule(name), number, volatile, number in shaping)

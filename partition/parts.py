@@ -6,8 +6,7 @@ What travels beside the hidden state is those inputs whose numbers are read agai
 makes of them for its blocks is made again in each stage (`partition.outline.Outline.beside`), and not sent. Only what
 the beginning computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
 
-A part holds modules of the model under their names in the model: the parameter "model.norm.weight" is
-"5.model.norm.weight" of the nn.Sequential.
+A part holds modules of the model under their names in the model, and brings these: `partition.names`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
+from partition.names import NamedLayer
 from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
 _Values: TypeAlias = tuple[Any, ...]
@@ -31,7 +31,7 @@ class Holder(nn.Module):
     """A module that gives the modules in it their names."""
 
 
-class Part(nn.Module):
+class Part(NamedLayer):
     """Some modules, parameters and buffers of a model, under their names.
 
     Args:
@@ -61,6 +61,14 @@ class Part(nn.Module):
     def outline(self) -> Outline:
         """The outline of the model."""
         return self._of[0]
+
+    @property
+    def names_in_model(self) -> tuple[str, ...]:
+        return self._names
+
+    @property
+    def places_in_model(self) -> Mapping[str, int]:
+        return self.outline.places_in_model
 
     def own(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""

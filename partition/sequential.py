@@ -22,6 +22,7 @@ from partition.carrying import NotCarriedError, carrying, passing_of
 from partition.chains import broken_links, chains_of, found_blocks, named_blocks
 from partition.comparison import compare, compare_in_train_mode
 from partition.errors import PartitionError
+from partition.names import ModelLayers
 from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, Volatile, around, chain_of, rebuilt
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 from partition.passing import Passing
@@ -38,8 +39,8 @@ def to_sequential(
     """A model as an nn.Sequential of its beginning, its blocks and its end, which a Pipe can cut.
 
     The layers hold the model's own modules and parameters: what trains the one trains the other, and
-    `model.state_dict()` or `model.save_pretrained(...)` saves it. The names are those of the model behind the number of
-    the layer: "3.model.layers.2.mlp.up_proj.weight".
+    `model.state_dict()` or `model.save_pretrained(...)` saves it. The names are those of the model,
+    "model.layers.2.mlp.up_proj.weight", and so is their order.
 
     The model's own forward is run in each part, with its blocks replaced. Before it is returned, the nn.Sequential is
     compared with the model on the sample: outputs to the bit, in eval mode and under one seed in train mode; gradients
@@ -79,7 +80,7 @@ def to_sequential(
         >>> len(layers), torch.equal(layers(ids), model(ids))
         (5, True)
         >>> [name for name, _ in layers.named_parameters()][:2]
-        ['0.embed.weight', '1.blocks.0.weight']
+        ['embed.weight', 'head.weight']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
@@ -227,7 +228,7 @@ def _layers(
         chain = outline.chains[number]
         blocks = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
         layers += [Block(outline, index, name, model.get_submodule(name)) for index, name in blocks]
-    return _in_mode(nn.Sequential(*layers), False)
+    return _in_mode(ModelLayers(*layers), False)
 
 
 def _in_mode(layers: nn.Sequential, training: bool) -> nn.Sequential:

@@ -7,7 +7,6 @@
 Validation is here: a balance that passes it is positive ints that sum to the number of layers.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from partition.contiguous import balance_costs, whole
 from partition.errors import PartitionError
+from partition.names import sequential
 
 __all__ = ["split", "check_module", "check_balance"]
 
@@ -106,7 +106,6 @@ def _remedy(stages: int, layers: int) -> str:
 
 
 def _stage(module: nn.Sequential, layers: Iterable[tuple[str, nn.Module | None]]) -> nn.Sequential:
-    # None is allowed by the type of _modules; a Sequential that holds one could not run.
-    stage = nn.Sequential(OrderedDict((name, layer) for name, layer in layers if layer is not None))
+    stage = sequential(dict(layers))
     stage.training = module.training  # of the stage alone: .train() would set the layers' too
     return stage

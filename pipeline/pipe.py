@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from partition import split
+from partition.names import sequential
 from partition.sequential import to_sequential
 from partition.splitting import check_module
 from pipeline.common.arguments import check_flags
@@ -255,9 +256,7 @@ class Pipe(Settled, Stateful):
 
     def to_sequential(self) -> nn.Sequential:
         """The plain module back: the same layers under the same names."""
-        plain = nn.Sequential()
-        layers: Mapping[str, Any] = self._modules
-        plain._modules.update(layers)
+        plain = sequential(self._modules)
         plain.training = self.training
         return plain
 

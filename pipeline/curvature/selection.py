@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.names import ModelLayers
 from pipeline.common.call_lock import turn
 from pipeline.curvature.products.sharded import Member, ParameterSpace
 from pipeline.curvature.space import HOST
@@ -46,7 +47,7 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
             f"the module is on several devices ({sorted(map(str, devices))}). Wrap it: Pipe(module, balance, devices="
             "[...])."
         )
-    is_cut = type(model) is nn.Sequential and len(model) > 0
+    is_cut = isinstance(model, nn.Sequential) and type(model) in (nn.Sequential, ModelLayers) and len(model) > 0
     layers = model if isinstance(model, nn.Sequential) and is_cut else nn.Sequential(model)
     pipe = Pipe(layers, [len(layers)], devices=list(devices) or ["cpu"])
     return pipe, "" if is_cut else "0."
@@ -177,7 +178,7 @@ def _check_ties(pipe: Pipe, sum_over: Callable[[Tensor], Tensor], named: Mapping
             row[runtime.rank] = digest(values_in_words([part])) % (1 << 48)
     for row, (tie, _) in zip(sum_over(table), tied, strict=True):
         if len({float(row[rank]) for rank in tie.holders}) > 1:
-            names = " = ".join(f"'{name}'" for _, name in tie.readers)
+            names = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tie.readers))
             raise MismatchError(
                 f"the entries for the tied parameter {names} differ between ranks {list(tie.holders)}: it is one "
                 "parameter. Give the same entries on each, for example drawn from a generator seeded alike."

@@ -9,15 +9,16 @@ on every rank, and a state_dict from here tells the versions of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from partition.names import NamedLayer
 from pipeline.recompute.randomness import Generator, private_generators
 
 
-class RemoteLayer(nn.Module):
+class RemoteLayer(NamedLayer):
     """The place of a layer that another rank has: no parameters, no buffers, not to be called.
 
     train(), eval(), requires_grad_() and hooks do nothing here, and do what they do where the layer is.
@@ -29,6 +30,7 @@ class RemoteLayer(nn.Module):
         rank: the rank that has it.
         keys: the keys of the layer's state_dict. None: any, since the layer itself changes keys as it loads them.
         versions: the state_dict's `_metadata`.
+        names, places: those that the layer brings, see `partition.names`.
 
     Raises:
         RuntimeError: when called.
@@ -49,12 +51,15 @@ class RemoteLayer(nn.Module):
         rank: int,
         keys: Iterable[str] | None = (),
         versions: Mapping[str, Mapping[str, Any]] | None = None,
+        names: Sequence[str] | None = None,
+        places: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
         self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
         self._keys = None if keys is None else frozenset(keys)
         self._versions = dict(versions or {})
+        self._names, self._places = names, places or {}
         self.generators: dict[int, Generator] = {}
 
     @classmethod
@@ -62,10 +67,19 @@ class RemoteLayer(nn.Module):
         """The placeholder of `layer`, in its training mode. It keeps nothing alive but random generators."""
         state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
-        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None))
+        brings = (layer.names_in_model, layer.places_in_model) if isinstance(layer, NamedLayer) else ()
+        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), *brings)
         here.training = layer.training
         here.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
         return here
+
+    @property
+    def names_in_model(self) -> Sequence[str] | None:
+        return self._names
+
+    @property
+    def places_in_model(self) -> Mapping[str, int]:
+        return self._places
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

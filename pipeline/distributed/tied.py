@@ -46,7 +46,7 @@ class TiedGradients(Gradients):
         digests = self._ranks.exchange([digest(text) for text in mine])
         for index, tied in enumerate(self._assignment.tied_parameters):
             if len({digests[rank][index] for rank in tied.holders}) > 1:
-                names = " = ".join(f"'{name}'" for _, name in tied.readers)
+                names = " = ".join(dict.fromkeys(f"'{name}'" for _, name in tied.readers))
                 raise MismatchError(
                     f"the tied parameter {names} has other values, or another requires_grad, on rank {tied.owner} than "
                     f"on another of ranks {list(tied.holders)}. Change it on all of them alike: give it to the "

@@ -15,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from partition.names import sequential
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import StageAssignment, assign
 from pipeline.distributed.group import RankGroup
@@ -126,15 +127,10 @@ def topology_of(
     """
     assignment = assign(stages, rank_of, ranks.rank)
     number, ranks.pipes = ranks.pipes, ranks.pipes + 1
-    named: dict[int, tuple[str, Tensor]] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            named.setdefault(id(parameter), (name, parameter))
-    first_names = {
-        name: named[id(parameter)][0]
-        for stage in stages
-        for name, parameter in stage.named_parameters(remove_duplicate=False)
-    }
+    whole = sequential({name: layer for stage in stages for name, layer in stage._modules.items()})
+    named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
+    everywhere = whole.named_parameters(remove_duplicate=False)
+    first_names = {name: named[id(parameter)][0] for name, parameter in everywhere}
     lines = [f"{name}: {_words(parameter)}" for name, parameter in named.values()]
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
     here = {
@@ -146,14 +142,9 @@ def topology_of(
     }
     known = {key: (name, here.get(key) or ref(parameter)) for key, (name, parameter) in named.items()}
     pairs = frozenset(_pairs(assignment, values))
-    tied = {parameter.name for parameter in assignment.tied_parameters}
-    own = frozenset(
-        name
-        for stage, rank in zip(stages, rank_of, strict=True)
-        if rank == ranks.rank
-        for name, _ in stage.named_parameters()
-        if name not in tied
-    )
+    tied = {first_names[parameter.name] for parameter in assignment.tied_parameters}
+    held = {first_names[name] for stage in assignment.own for name, _ in stages[stage].named_parameters()}
+    own = frozenset(held - tied)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
     return PipeTopology(ranks, number, assignment, pairs, "\n".join(lines), first_names, known, own, nothing)
 

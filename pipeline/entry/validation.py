@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.contiguous import whole
+from partition.names import Layered, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
@@ -36,7 +37,7 @@ _ANEW = (
 )
 
 
-class StageView(nn.Sequential):
+class StageView(Layered, nn.Sequential):
     """A stage as the caller sees it: the Pipe's own layers, in a Sequential that is never run."""
 
     def __init__(self, stage: nn.Sequential) -> None:
@@ -97,7 +98,8 @@ def check_plain(module: nn.Sequential) -> None:
             f"layer {inner[0]} is, or holds, a Pipe that runs over ranks, so the one rank that runs this layer would "
             "wait for the others. Give the inner Pipe devices=[...], which keeps it in one process."
         )
-    lazy = [name for name, child in [*module.named_parameters(), *module.named_buffers()] if is_lazy(child)]
+    named = sequential(module._modules)
+    lazy = [name for name, child in [*named.named_parameters(), *named.named_buffers()] if is_lazy(child)]
     if lazy:
         raise ValueError(f"parameters without a shape: {lazy}. Run the plain module once on a sample before Pipe(...).")
 

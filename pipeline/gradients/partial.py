@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from partition.names import Names
+
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
 
 
@@ -70,7 +72,8 @@ def _part_among(gradients: Iterable[Tensor]) -> list[str]:
             name for (name, param), here in zip(own, is_given, strict=True)
             if not here and (in_store or param.grad is not None)
         ]  # fmt: skip
-        if names and (not others or len({name.partition(".")[0] for name in names}) > 1):
+        holders = Names(pipe._modules).holders
+        if names and (not others or len({holder for name in names for holder in holders(name)[:1]}) > 1):
             return names
     return []
 

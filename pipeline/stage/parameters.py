@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from partition.names import sequential
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
 from pipeline.common.module_tables import Table, tables_of
@@ -310,9 +311,9 @@ class Aliases:
 
     def _path(self, wanted: nn.Module, name: str) -> str:
         for index, layer in self._layers:
-            for path, module in layer.named_modules():
+            for path, module in sequential({str(index): layer}).named_modules():
                 if module is wanted:
-                    return ".".join(part for part in (str(index), path, name) if part)
+                    return ".".join(part for part in (path, name) if part)
         return name
 
 

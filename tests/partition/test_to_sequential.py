@@ -82,19 +82,13 @@ def test_layers_draw_in_train_mode_what_the_model_draws(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_hold_the_models_own_parameters_under_its_names(name):
+def test_layers_hold_the_models_own_parameters_and_buffers(name):
     model, sample, _ = made(name)
     layers = to_sequential(model, sample)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    found = {}
-    for key, parameter in layers.named_parameters(remove_duplicate=False):
-        found[key.partition(".")[2]] = parameter
-        assert parameter is own[key.partition(".")[2]]
-    assert found.keys() == own.keys()
-    state = {key.partition(".")[2]: value for key, value in layers.state_dict().items()}
-    assert state.keys() == model.state_dict().keys()
-    for key, value in model.state_dict().items():
-        assert state[key].data_ptr() == value.data_ptr()
+    pairs = zip(layers.named_parameters(), model.named_parameters(), strict=True)
+    assert all(name == key and parameter is own for (name, parameter), (key, own) in pairs)
+    pairs = zip(layers.state_dict().items(), model.state_dict().items(), strict=True)
+    assert all(name == key and value.data_ptr() == own.data_ptr() for (name, value), (key, own) in pairs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,7 +115,6 @@ def test_a_pipe_of_the_layers_is_a_loop_over_the_model(name, checkpoint):
     model, sample, inputs = made(name)
     model.eval()
     pipe = Pipe(model, sample=sample, balance=None, chunks=2, devices=["cpu"] * 3, checkpoint=checkpoint)
-    assert [name.partition(".")[2] for name, _ in pipe.named_parameters()]
     x = inputs(4)
     target = torch.randn_like(hidden(called(model, x)).detach())
 

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partition.names import sequential
 from pipeline.common.arguments import shown
 from pipeline.entry.state.meta_tensors import Empty, Layers, MetaMemory, check_reachable, is_marked, places, survey
 from pipeline.entry.state.saved import Saved
@@ -291,7 +292,7 @@ def _check_fits(name: str, tensor: Tensor, value: object) -> None:
 def _set_extra_state(layers: Iterable[tuple[int, str, nn.Module]], saved: Mapping[str, Any]) -> None:
     """Load the extra state that a state_dict has besides tensors."""
     for _, name, layer in layers:
-        for prefix, module in layer.named_modules(prefix=name):
+        for prefix, module in sequential({name: layer}).named_modules():
             if f"{prefix}._extra_state" in saved:
                 module.set_extra_state(saved[f"{prefix}._extra_state"])
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from partition.names import sequential
+
 Layers: TypeAlias = Sequence[tuple[int, str, nn.Module]]  # (index in the nn.Sequential, name, layer)
 
 
@@ -46,11 +48,11 @@ class Empty:
 
 def places(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, tensor, whether a state_dict has it) of every place where a layer has a parameter or buffer."""
-    for prefix, module in layer.named_modules(prefix=name, remove_duplicate=False):
+    for prefix, module in sequential({name: layer}).named_modules(remove_duplicate=False):
         tables: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
         for key, tensor in [item for table in tables for item in table.items()]:
             if tensor is not None:
-                yield f"{prefix}.{key}", tensor, key not in module._non_persistent_buffers_set
+                yield f"{prefix}.{key}".removeprefix("."), tensor, key not in module._non_persistent_buffers_set
 
 
 def survey(layers: Layers, devices: Sequence[torch.device]) -> dict[int, Empty]:
@@ -83,11 +85,11 @@ def check_reachable(layers: Layers, empty: Mapping[int, Empty]) -> None:
     """Refuse tensors without memory that are neither parameters nor buffers: nothing could give them values."""
     stray = []
     for _, name, layer in layers:
-        for prefix, module in layer.named_modules(prefix=name):
+        for prefix, module in sequential({name: layer}).named_modules():
             for key, value in vars(module).items():
                 leaves = tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ()
                 if any(isinstance(leaf, Tensor) and leaf.is_meta and id(leaf) not in empty for leaf in leaves):
-                    stray.append(f"{prefix}.{key}")
+                    stray.append(f"{prefix}.{key}".removeprefix("."))
     if stray:
         raise ValueError(
             f"attributes that hold tensors on the meta device and are no parameters or buffers: {stray}. Register them "

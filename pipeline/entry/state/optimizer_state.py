@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from partition.names import starts
 from pipeline.entry.state.saved import Saved
 
 NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
@@ -129,13 +130,15 @@ def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> Order
 
     Args:
         state_dict: of the whole model; one that reads its values when asked (`pipeline.Saved`) reads few.
-        elsewhere: the names of the layers that other ranks have.
+        elsewhere: what only other ranks have, by name: layers, or modules and tensors of a model.
 
     Example:
         >>> own_part({"0.weight": 5, "1.weight": 7}, elsewhere=["1"])
         OrderedDict([('0.weight', 5), ('1.weight', None)])
     """
-    part = OrderedDict((key, None if key.partition(".")[0] in elsewhere else state_dict[key]) for key in state_dict)
+    part = OrderedDict(
+        (key, None if any(start in elsewhere for start in starts(key)) else state_dict[key]) for key in state_dict
+    )
     versions = getattr(state_dict, "_metadata", None)
     if versions is not None:
         part._metadata = versions  # type: ignore[attr-defined]  # where torch keeps it

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partition.names import Layered, Names
 from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
@@ -28,7 +29,7 @@ from pipeline.skip import Enclosed
 from pipeline.stage.batchnorm import batch_norms
 
 
-class Stateful(Enclosed, ABC):
+class Stateful(Layered, Enclosed, ABC):
     """The part of a Pipe that saves and loads."""
 
     @abstractmethod
@@ -56,9 +57,7 @@ class Stateful(Enclosed, ABC):
             communicator.agree(Verdict(None, None, True))
         if gathered is None:
             return None
-        places = {name: index for index, name in enumerate(self._modules)}
-        names = sorted(gathered, key=lambda name: places.get(name.partition(".")[0], -1))
-        whole = OrderedDict((name, _on_cpu(gathered[name])) for name in names)
+        whole = OrderedDict((name, _on_cpu(gathered[name])) for name in Names(self._modules).in_order(gathered))
         setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
         return whole
 
@@ -152,8 +151,9 @@ class Stateful(Enclosed, ABC):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""
-        elsewhere = [name for name, layer in self._modules.items() if isinstance(layer, RemoteLayer)]
-        if elsewhere:
+        remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
+        if remote:
+            elsewhere = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
             state_dict = own_part(state_dict, elsewhere)
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None and "partitions" not in self._modules:

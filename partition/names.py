@@ -1,0 +1,306 @@
+"""The names of what a module of layers holds: behind the layer's number, or those that the layer brings.
+
+    nn.Sequential(nn.Linear(4, 2), ...)     layer 0 holds "weight"                    it is "0.weight"
+    to_sequential(model, sample)            layer 3 holds "model.layers.2.weight"     it is "model.layers.2.weight"
+
+A part of a model brings the names of the model. Within `_modules` it has its number like any layer, so to torch's own
+methods this is "3.model.layers.2.weight". `Layered` takes the number away where names are told, and puts it in front
+where a state_dict is loaded. Two parts may hold one module: it has one name, and two numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from partition.errors import PartitionError
+
+T = TypeVar("T")
+
+
+class NamedLayer(nn.Module, ABC):
+    """A layer that may bring names: those that its modules and tensors have in a model."""
+
+    @property
+    @abstractmethod
+    def names_in_model(self) -> Sequence[str] | None:
+        """Those of the modules and tensors that it holds, none within another. None: its number names these."""
+
+    @property
+    @abstractmethod
+    def places_in_model(self) -> Mapping[str, int]:
+        """The places of all modules and tensors of the model, by name, as from `places_of`."""
+
+
+class Names:
+    """The names of what some layers hold.
+
+    Args:
+        layers: by number, as in `_modules`.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
+        self._layers = layers
+        self._brought = {
+            number: layer.names_in_model
+            for number, layer in layers.items()
+            if isinstance(layer, NamedLayer) and layer.names_in_model is not None
+        }
+
+    def __bool__(self) -> bool:
+        """Whether a layer brings names."""
+        return bool(self._brought)
+
+    @cached_property
+    def units(self) -> dict[str, list[str]]:
+        """The numbers of the layers that hold it, by each name that layers bring, and by the number of any other."""
+        units: dict[str, list[str]] = defaultdict(list)
+        for number in self._layers:
+            for name in self._brought.get(number, (number,)):
+                units[name].append(number)
+        return dict(units)
+
+    def of(self, numbered: str) -> str:
+        """The name of what torch names behind the layer's number. A layer that brings names has that of the root."""
+        number, _, name = numbered.partition(".")
+        return name if number in self._brought else numbered
+
+    def holders(self, name: str) -> list[str]:
+        """The numbers of the layers that hold something."""
+        return next((self.units[start] for start in starts(name) if start in self.units), [])
+
+    def bringing(self, name: str) -> list[str]:
+        """The numbers of the layers that bring a name."""
+        return [number for number in self.holders(name) if number in self._brought]
+
+    def numbered(self, table: Mapping[str, T]) -> dict[str, T]:
+        """The entries of a table that stand under names that layers bring, under the numbers of these."""
+        return {f"{number}.{name}": value for name, value in table.items() for number in self.bringing(name)}
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """In the order of the model; behind them what no model has, in the order of the layers."""
+        return sorted(names, key=self.place)
+
+    def without_numbers(self, texts: Iterable[str]) -> list[str]:
+        """Texts in which torch names things, without the numbers of layers that bring names; each once."""
+        patterns = [
+            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, names))})\b)"
+            for number, names in self._brought.items()
+            if names
+        ]
+        numbers = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})")
+        return list(dict.fromkeys(numbers.sub("", text) for text in texts))
+
+    def place(self, name: str) -> tuple[int, int]:
+        """The place of a name among others: see `in_order`."""
+        if not name:
+            return 0, 0
+        holder = next(iter(self.holders(name)), "")
+        layer = self._layers.get(holder)
+        if holder not in self._brought or not isinstance(layer, NamedLayer):
+            return 1, self._index.get(holder, -1)
+        return 0, next(layer.places_in_model[start] for start in starts(name) if start in layer.places_in_model)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {number: index for index, number in enumerate(self._layers)}
+
+
+class Layered(nn.Module):
+    """A module whose children are layers: a Pipe, a stage. It names what they hold as they say."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As nn.Module's; what lies in a part of a model has its name in the model, and stands in its order.
+
+        The part itself has its number; but the name of the root, as this module, where it has tensors of the root.
+        """
+        names, start = Names(self._modules), _dotted(prefix)
+        if not names:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        by_name = [("", cast(nn.Module, self))]
+        for name, module in islice(super().named_modules(set(), "", remove_duplicate=False), 1, None):
+            is_root = bool(module._parameters or module._buffers)
+            by_name.append((names.of(name) or ("" if is_root else name), module))
+        seen = set() if memo is None else memo
+        for name, module in sorted(by_name, key=lambda item: names.place(item[0])):
+            if module not in seen:
+                seen.update([module] if remove_duplicate else [])
+                yield start + name if name else prefix, module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's; those of a model by their names in it, and in its order.
+
+        Raises:
+            PartitionError: two have one name: the layers are parts of two models, or share what they did no longer.
+        """
+        return self._named(super().named_parameters, prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As nn.Module's; those of a model by their names in it, and in its order."""
+        return self._named(super().named_buffers, prefix, recurse, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As nn.Module's; by the names of a model too, but for its modules that contain blocks."""
+        return self._get(nn.Module.get_submodule, target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As nn.Module's; by the names of a model too."""
+        return self._get(nn.Module.get_parameter, target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """As nn.Module's; by the names of a model too."""
+        return self._get(nn.Module.get_buffer, target)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """As nn.Module's; that of a model by its names, and in its order."""
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        names = Names(self._modules)
+        if names:
+            for table in (state, getattr(state, "_metadata", {})):
+                _rename(table, names, args[1] if len(args) > 1 else prefix)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; that of a model by its names."""
+        names, versions = Names(self._modules), getattr(state_dict, "_metadata", None)
+        if not names:
+            return super().load_state_dict(state_dict, strict, assign)
+        if versions is not None:
+            state_dict = OrderedDict(state_dict)
+            setattr(state_dict, "_metadata", {**versions, **names.numbered(versions)})
+        faults: list[list[str]] = []  # missing keys, unexpected ones, all others in words
+
+        def shorten(*args: Any) -> None:
+            for texts in faults:
+                texts[:] = names.in_order(names.without_numbers(texts))
+
+        with ExitStack() as stack:
+            begin = self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # of torch
+                lambda *args: faults.extend(args[-3:])
+            )
+            stack.callback(begin.remove)
+            end = self.register_load_state_dict_post_hook(shorten)  # type: ignore[no-untyped-call]  # of torch
+            stack.callback(end.remove)
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        names = Names(self._modules)
+        if names:
+            own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+            brought = {name: value for name, value in own.items() if names.bringing(name)}
+            for name in brought:
+                del state_dict[prefix + name]
+            if local_metadata.get("assign_to_params_buffers", False):
+                brought = {name: self._to_be_shared(name, value, names) for name, value in brought.items()}
+            state_dict.update({prefix + key: value for key, value in names.numbered(brought).items()})
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _to_be_shared(self, name: str, value: Any, names: Names) -> Any:
+        """A value that is assigned to the layers that bring its name: a parameter that several have stays one."""
+        table: Mapping[str, Any] = self._modules
+        layers = [table[number] for number in names.bringing(name)]
+        if len(layers) == 1 or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+            return value
+        is_parameter = any(name in dict(layer.named_parameters(remove_duplicate=False)) for layer in layers)
+        return nn.Parameter(value, requires_grad=False) if is_parameter else value  # torch then sets requires_grad
+
+    def _named(
+        self, named: Callable[..., Iterator[tuple[str, T]]], prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, T]]:
+        names, start = Names(self._modules), _dotted(prefix)
+        if not names:
+            yield from named(prefix, recurse, remove_duplicate)
+            return
+        by_name: dict[str, T] = {}
+        for name, tensor in named(prefix, recurse, remove_duplicate=False):
+            if by_name.setdefault(name.removeprefix(start), tensor) is not tensor and isinstance(tensor, nn.Parameter):
+                raise PartitionError(
+                    f"two parameters are named {name!r}. Either the layers are parts of two models: cut one model that "
+                    "calls both. Or two parts of one model shared the parameter and no longer do, as after "
+                    "layers.to('meta'): cut the model anew."
+                )
+        seen: set[int] = set()
+        for name in names.in_order(by_name):
+            if not (remove_duplicate and id(by_name[name]) in seen):
+                seen.add(id(by_name[name]))
+                yield start + name, by_name[name]
+
+    def _get(self, get: Callable[[nn.Module, str], T], target: str) -> T:
+        layers: Mapping[str, Any] = self._modules
+        bringing = [layers[number] for number in Names(layers).bringing(target)]
+        for layer in bringing[:-1]:
+            with suppress(AttributeError):  # it is on another rank
+                return get(layer, target)
+        return get(bringing[-1] if bringing else self, target)
+
+
+class ModelLayers(Layered, nn.Sequential):
+    """An nn.Sequential of the parts of a model."""
+
+
+def sequential(layers: Mapping[str, nn.Module | None]) -> nn.Sequential:
+    """An nn.Sequential of some layers under their numbers, which names what they hold as they say.
+
+    Example:
+        >>> list(sequential({"4": nn.Linear(2, 2)}).state_dict())
+        ['4.weight', '4.bias']
+    """
+    made = ModelLayers() if Names(layers) else nn.Sequential()
+    table: dict[str, Any] = made._modules  # a Sequential that holds None could not run
+    table.update({number: layer for number, layer in layers.items() if layer is not None})
+    return made
+
+
+def places_of(model: nn.Module) -> dict[str, int]:
+    """The places of all modules and tensors of a model, by name, in the order in which torch goes through them.
+
+    Example:
+        >>> places_of(nn.Linear(2, 2))
+        {'': 0, 'weight': 1, 'bias': 2}
+    """
+    order: dict[str, int] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in [prefix, *[_dotted(prefix) + key for key in [*module._parameters, *module._buffers]]]:
+            order.setdefault(name, len(order))
+    return order
+
+
+def starts(name: str) -> Iterator[str]:
+    """A name, and those of the modules around it.
+
+    Example:
+        >>> list(starts("norm.weight"))
+        ['norm.weight', 'norm', '']
+    """
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _rename(table: MutableMapping[str, Any], names: Names, prefix: str) -> None:
+    """Take the numbers of layers that bring names out of the keys of a state."""
+    numbered = {key.removeprefix(prefix): table.pop(key) for key in list(table) if key.startswith(prefix)}
+    own = {names.of(name): value for name, value in numbered.items() if names.of(name) or not name}
+    table.update({prefix + name: own[name] for name in names.in_order(own)})
+
+
+def _dotted(prefix: str) -> str:
+    return f"{prefix}." if prefix else ""
