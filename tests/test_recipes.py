@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from recipes import EXAMPLES, RECIPES, ran
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from crew import Crew
-from under_torchrun import torchrun
-
 from recipes import EXAMPLES, RECIPES, ran
+from under_torchrun import torchrun
 
 LLAMA = "finetune_llama"
 DRAWS = "hessian_llama"  # vectors over ranks are not those of one process
