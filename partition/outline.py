@@ -34,6 +34,7 @@ from partition.passing import Passing
 Leaves: TypeAlias = list[Any]
 Key: TypeAlias = "int | str"  # of an argument: its place, or its name
 Volatile: TypeAlias = "frozenset[tuple[int, str]]"  # attributes that a forward sets: id of the module, name
+_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST = 32  # calls of which something is remembered
 
 
@@ -51,6 +52,12 @@ class Shape(NamedTuple):
     def poison(self, device: torch.device) -> Tensor:
         """A tensor without memory that no numbers may come from: nan, where there is one."""
         return torch.full((), _poison(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
+
+
+class MadeUp(Tensor):
+    """A buffer with numbers that are made up, in the place of one that has none yet. No outline keeps them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
 
 
 class UnreadError(PartitionError):
@@ -270,6 +277,10 @@ class Run:
         self._resume = resume
         self._rewind = rewind
 
+    def spare(self, own: Iterable[Any]) -> None:
+        """Write into none of these: what a part has is there."""
+        self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
+
     def reach(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], absent: Absent | None) -> Any:
         """The output of the block of this number.
 
@@ -481,6 +492,7 @@ class Outline(nn.Module):
             What the model returns; None where the run ended at a block.
         """
         root = _put_in(self._on(device), own, self._containers_of_blocks, training)
+        run.spare(own.values())
         args, kwargs = self.inputs.called(leaves)
         token = _run.set(run)
         try:
@@ -580,6 +592,12 @@ def _outlined(
         key: None if each is None else Shape.of(each).poison(each.device)
         for key, each in module._parameters.items()
     }
+    vars(made)["_buffers"] = {
+        key: Shape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
+        for key, each in module._buffers.items()
+    }
+    for key in [key for key, value in vars(made).items() if key not in _EVERY_MODULE and _holds_parameters(value)]:
+        del vars(made)[key]  # they would be those of when the model was cut
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         if path in replaced:
@@ -605,6 +623,11 @@ def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], trai
         tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
     return copies[""]
+
+
+def _holds_parameters(value: Any) -> bool:
+    """Whether an attribute holds parameters, or modules that may have some."""
+    return any(isinstance(leaf, nn.Parameter | nn.Module) for leaf in tree_leaves(value))
 
 
 def _is_computed(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, Volati
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 from partition.passing import Passing
 from partition.shares import phases_of, shares_of
+from partition.twin import twin_of
 
 
 def to_sequential(
@@ -45,6 +46,10 @@ def to_sequential(
     The model's own forward is run in each part, with its blocks replaced. Before it is returned, the nn.Sequential is
     compared with the model on the sample: outputs to the bit, in eval mode and under one seed in train mode; gradients
     nearly.
+
+    A model on the meta device is cut as well, and stays there. What has no numbers gets made-up ones while it is
+    compared, which take the memory of its largest parameter. Only what a state_dict has may be without numbers: build
+    the model under `pipeline.meta_parameters()`.
 
     Args:
         model: any module that calls modules one after the other: blocks, each on what the one before returned, or a
@@ -85,6 +90,10 @@ def to_sequential(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     sample = dict(sample) if isinstance(sample, Mapping) else sample
+    twin = twin_of(model, sample)
+    if twin is not None:
+        cut = to_sequential(twin.model, sample, blocks=blocks, output=output)
+        return _in_mode(twin.returned(cut), model.training)
     with in_eval_mode(model), torch.random.fork_rng():
         layers = _first_cut(model, sample, blocks, output or _plain)
     return _in_mode(layers, model.training)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from partition.calls import run_model
 from partition.errors import PartitionError
-from partition.outline import Chain
+from partition.outline import Chain, MadeUp
 
 
 class Phases(NamedTuple):
@@ -58,7 +58,10 @@ def shares_of(model: nn.Module, chains: Sequence[Chain], phases: Phases) -> tupl
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     for name, unit in units.items():
         used = _used(name, unit, modules, phases)
-        has_parameters = name in modules and any(True for _ in modules[name].parameters())
+        has_parameters = name in modules and (
+            any(True for _ in modules[name].parameters())
+            or any(isinstance(buffer, MadeUp) for buffer in modules[name].buffers())
+        )
         if has_parameters:
             apart.append(name)
             if any(phase % 2 for phase in phases.called.get(name, ())):

@@ -15,6 +15,7 @@ from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.failure.errors import RankError
 from pipeline.entry.eager_backward import eager_backward
 from pipeline.entry.state.meta_init import reset_parameters
+from pipeline.entry.state.meta_parameters import meta_parameters
 from pipeline.entry.state.saved import Saved
 from pipeline.entry.step import Step
 from pipeline.gradients.eager import EagerUpdate
@@ -43,6 +44,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "layer_seed",
+    "meta_parameters",
     "reset_parameters",
 ]
 

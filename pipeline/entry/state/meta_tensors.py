@@ -113,11 +113,11 @@ class MetaMemory:
         real = torch.empty(0, dtype=empty.tensor.dtype, device=empty.device).set_(new, *view)
         if marked:
             _mark(torch.empty(0, dtype=real.dtype, device=real.device).set_(new))
-        _become(empty.tensor, real)
+        become(empty.tensor, real)
         empty.version = empty.tensor._version
 
 
-def _become(tensor: Tensor, real: Tensor) -> None:
+def become(tensor: Tensor, real: Tensor) -> None:
     """Replace a tensor's contents while it stays the same object: its type, attributes and hooks are kept.
 
     torch.utils.swap_tensors ends in the same call. That one exchanges types and attributes too, and refuses tensors

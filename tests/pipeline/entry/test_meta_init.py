@@ -5,13 +5,13 @@ import random
 import warnings
 import weakref
 from collections.abc import Mapping
-from itertools import accumulate
 
 import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from by_chunks import same
+from peak import peak_bytes
 from safetensors.torch import save_file
 from shards import save_shards
 from torch import nn
@@ -260,14 +260,6 @@ def test_only_own_names_are_read_and_only_own_tensors_get_memory(directory):
     fill(model, state, indices=[0, 3, 7])
     assert sorted(state.read) == sorted(name for name in saved.state_dict() if name.split(".")[0] in {"0", "3", "7"})
     assert {name.split(".")[0] for name, tensor in tensors(model).items() if not tensor.is_meta} == {"0", "3", "7"}
-
-
-def peak_bytes(work):
-    """The most bytes that were in use at a time, of those that the work asked for."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
 
 
 @pytest.mark.parametrize("how", ["init", "state", "directory", "shards"])
