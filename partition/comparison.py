@@ -112,7 +112,7 @@ def _shrunk(gradient: Tensor) -> Tensor:
     """A gradient; of a large one a sum for each piece, weighted at random, and the rest."""
     flat = gradient.flatten()
     whole = len(flat) // _PIECE * _PIECE
-    weights = torch.randn(_PIECE, generator=torch.Generator().manual_seed(0)).to(gradient)
+    weights = torch.randn(_PIECE, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(gradient)
     return torch.cat([flat[:whole].view(-1, _PIECE) @ weights, flat[whole:]])
 
 

@@ -94,7 +94,7 @@ def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tenso
 
     Those of matrices have a size that keeps what goes through them as large as it is; those of others are about 1.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     numbers: dict[int, Tensor] = {}
     windows: dict[tuple[torch.dtype, int], list[Tensor]] = {}
     for tensor in tensors:
@@ -103,13 +103,13 @@ def _numbers(tensors: Iterable[Tensor], device: torch.device) -> dict[int, Tenso
             exponent = round(log2(tensor.numel() / max(tensor.shape)) / 2)
             windows.setdefault((tensor.dtype, exponent), []).append(tensor)
         else:
-            values = torch.rand(tensor.shape, generator=generator) + 0.5 if is_number else torch.ones(tensor.shape)
-            numbers[id(tensor)] = values.to(device, tensor.dtype)
+            values = torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5
+            numbers[id(tensor)] = (values if is_number else torch.ones_like(values)).to(device, tensor.dtype)
     for (dtype, exponent), alike in windows.items():
         size = max(tensor.numel() for tensor in alike) + _STEP * len(alike)
         whole = torch.empty(size, dtype=dtype, device=device)
         for piece in whole.split(_PIECE):
-            piece.copy_(torch.randn(len(piece), generator=generator) / 2**exponent)
+            piece.copy_(torch.randn(len(piece), generator=generator, device="cpu") / 2**exponent)
         for place, tensor in enumerate(alike):
             window = whole[_STEP * place :][: tensor.numel()].view(tensor.shape)
             numbers[id(tensor)] = torch.from_dlpack(window)  # a storage of its own: by these, tensors are told apart
