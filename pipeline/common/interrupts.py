@@ -83,22 +83,29 @@ class Deferral:
         Args:
             note: added to an exception that they raise.
         """
-        may_set = threading.current_thread() is threading.main_thread()
-        self.is_on = False
-        handlers, self._handlers = self._handlers, []
-        came, self._came = self._came, []
         try:
-            for handler in handlers if may_set else ():
-                standing = _standing(handler.number)
-                if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
-                    _signal.signal(handler.number, standing)
+            self.is_on = False
+            self._restore()
+        except BaseException:  # of a handler: a signal has come meanwhile, and handlers pass signals on
+            self._restore()
+            raise
         finally:
+            self._handlers.clear()
+            came, self._came = self._came, []
             try:
                 _raise(came)
             except BaseException as error:
                 if note:
                     error.add_note(note)
                 raise
+
+    def _restore(self) -> None:
+        """Put the earlier handlers back, in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for handler in self._handlers:
+                standing = _standing(handler.number)
+                if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
+                    _signal.signal(handler.number, standing)
 
     def end_with_backward(self) -> None:
         """End with the running backward. If that succeeds, gradients are in `.grad` by then."""

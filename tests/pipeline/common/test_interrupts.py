@@ -53,6 +53,14 @@ class Sender:
         return self.count >= self.at
 
 
+class AtTheEnd(Sender):
+    """Sends it at the n-th instruction of what ends a section."""
+
+    def __call__(self, frame, event, arg):
+        of_end = frame.f_code.co_qualname in ("Deferral.end", "Deferral._restore", "_standing")
+        return super().__call__(frame, event, arg) if of_end else None
+
+
 class AtReturn(Sender):
     """Sends it as a function returns (or a generator yields) for the n-th time, at its last instruction."""
 
@@ -272,6 +280,24 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(entry, calls_be
     draws = random.Random(f"{entry} {calls_before}")
     for _ in range(SAMPLES):
         check(entry, calls_before, Sender(draws.randrange(1, counting.count)))
+
+
+def test_an_interrupt_at_any_instruction_that_ends_a_section_leaves_no_handler_in_place():
+    """One that came while handlers were put back left those that had not been."""
+    interrupts_sent = 0
+    for at in range(1, 400):
+        section = interrupts.Deferral()
+        section.begin()
+        try:
+            with AtTheEnd(at) as sender:
+                section.end()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            interrupts_sent += 1
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not section.is_on, at
+        if not sender.is_sent:
+            break
+    assert interrupts_sent > 50
 
 
 MECHANISMS = {  # functions of which a part is in place when they return
