@@ -1,4 +1,4 @@
-"""A pause of Python's garbage collector while millions of actions, which hold no cycles, are made.
+"""A pause of Python's garbage collector while many objects are made that hold no cycles.
 
     with no_collecting(): ...      a collection looks at every object there is, and there are more with each
 """
@@ -19,7 +19,8 @@ def no_collecting() -> Iterator[None]:
     False
     """
     was_on = gc.isenabled()
-    gc.disable()
+    if was_on:  # else another thread may have paused it, and go on in between
+        gc.disable()
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from pipeline.recompute.randomness import KeptGenerators, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Kind
+from scheduler.collecting import no_collecting
 
 Work: TypeAlias = Mapping[Kind, Callable[[int, int], None]]  # kind -> what it does, called with (stage, chunk)
 
@@ -191,7 +192,8 @@ class Execution:
             perform = partial(self._perform_and_tell, perform)
         if on_final is not None:
             perform = partial(_then_final, perform, _last_backwards(phase.orders), on_final)
-        with weights_cast_anew(self.setup.grad):
+        # The walk over a chunk's graph gives each node an object in Python, which torch keeps until the backward.
+        with no_collecting(), weights_cast_anew(self.setup.grad):
             self.mailbox.begin(number, phase.messages)
             self._driver.run(phase, perform, draws, now, in_turns)
             self.communicator.at(None)

@@ -1,7 +1,9 @@
 """What a call and each of its chunks cost: the engine's function calls for one more parameter, buffer or module."""
 
+import gc
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -112,3 +114,44 @@ def test_one_more_costs_a_further_chunk_few_calls_of_functions(
     """None for a parameter: where its alias stands in the graph, and in a module, is compared within C."""
     few, many = (calls_of(make, count, 4, mode, entry) - calls_of(make, count, 2, mode, entry) for count in (40, 80))
     assert (many - few) / (2 * 40) <= limit
+
+
+class Long(nn.Module):
+    """Its graph has many nodes. It notes whether Python's garbage collector is on, and may fail."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.was_on: set[bool] = set()
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.was_on.add(gc.isenabled())
+        for _ in range(500):
+            x = x * self.weight
+        if self.fails:
+            raise ZeroDivisionError
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_a_call_runs(is_on: bool, fails: bool) -> None:
+    """Each node of a graph that is walked has an object in Python until the backward: no collection looks at them."""
+    layer, x, times = Long(fails), torch.ones(8, 1), []
+    pipe = Pipe(nn.Sequential(layer, nn.Identity()), [1, 1], 8, checkpoint="never")
+
+    def note(phase: str, of: dict[str, int]) -> None:
+        times.append(phase)
+
+    gc.collect()
+    (gc.enable if is_on else gc.disable)()
+    gc.callbacks.append(note)
+    try:
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            pipe.step(x, x, loss_fn=mean_square)
+        assert gc.isenabled() is is_on and layer.was_on == {False}
+        assert len(times) <= 2 * 2  # before and after; 8 chunks with 500 nodes would be more than 5
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
