@@ -8,10 +8,10 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from partition.outline import Call, Leaves, Volatile, called_with, renewed
+from partition.outline import Call, Key, Leaves, Volatile, called_with, renewed
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
@@ -31,30 +31,6 @@ def run_model(model: nn.Module, x: Any, always: Mapping[str, Any]) -> Any:
     """The output of the model for an input."""
     args, kwargs = called_with(x, always)
     return model(*args, **kwargs)
-
-
-def volatile_of(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> Volatile:
-    """The attributes that the modules' forwards set, and the buffers that they write, in train and in eval mode."""
-    found: set[tuple[int, str]] = set()
-    own = nn.Module.__setattr__
-
-    def note(module: nn.Module, name: str, value: Any) -> None:
-        found.add((id(module), name))
-        own(module, name, value)
-
-    with training(model), torch.no_grad():
-        buffers = [(id(module), name, each, each._version) for module in model.modules()
-                   for name, each in module._buffers.items() if each is not None]  # fmt: skip
-        nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
-        try:
-            run_model(model, sample, always)
-            for module in model.modules():
-                vars(module)["training"] = False
-            run_model(model, sample, always)
-        finally:
-            nn.Module.__setattr__ = own  # type: ignore[method-assign]
-        found.update((owner, name) for owner, name, each, version in buffers if each._version != version)
-    return frozenset(found)
 
 
 @contextmanager
@@ -86,33 +62,108 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Called(NamedTuple):
+    """One call of a module.
+
+    Attributes:
+        name: of the module.
+        begin, end: when, in the order of all begins and ends.
+        given: what it was called with.
+        returned: the leaves of what it returned, and their tree.
+        entered: by (id, version) of an argument that is a tensor, which one.
+        left: the (id, version) of each leaf that it returned.
+    """
+
     name: str
     begin: int
     end: int
     given: Call
     returned: tuple[Leaves, TreeSpec]
+    entered: dict[tuple[int, int], Key]
+    left: list[tuple[int, int]]
 
 
-def all_calls(model: nn.Module, sample: Any, always: Mapping[str, Any]) -> list[Called]:
-    """Every call of a module within the model, in the order in which they began."""
-    found: list[Called] = []
+class Watched(NamedTuple):
+    """A model, and what it did on its sample.
+
+    Attributes:
+        model: the model.
+        sample: what it is called with.
+        always: keyword arguments beside that.
+        calls: of all modules, in the order in which they began, in eval mode.
+        in_train_mode: the same in train mode.
+        volatile: the attributes that forwards set, and the buffers that they write, in either mode.
+    """
+
+    model: nn.Module
+    sample: Any
+    always: Mapping[str, Any]
+    calls: list[Called]
+    in_train_mode: list[Called]
+    volatile: Volatile
+
+
+def watched(model: nn.Module, sample: Any) -> Watched:
+    """Run a model on its sample, in train mode and in eval mode, and watch it."""
+    always = always_of(model, sample)
+    modes: list[list[Called]] = [[], []]
+    written: set[tuple[int, str]] = set()
+    with training(model), _setting(written), torch.no_grad():
+        buffers = [(id(module), name, buffer, buffer._version) for module in model.modules()
+                   for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
+        for calls in modes:
+            with _calling(model, calls):
+                run_model(model, sample, always)
+            for module in model.modules():
+                vars(module)["training"] = False
+        written.update((owner, name) for owner, name, buffer, version in buffers if buffer._version != version)
+    in_train_mode, in_eval_mode = [sorted(calls, key=lambda call: call.begin) for calls in modes]
+    return Watched(model, sample, always, in_eval_mode, in_train_mode, frozenset(written))
+
+
+@contextmanager
+def _setting(written: set[tuple[int, str]]) -> Iterator[None]:
+    """Within: note the attributes of modules that are set."""
+    own = nn.Module.__setattr__
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        written.add((id(module), name))
+        own(module, name, value)
+
+    nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _calling(model: nn.Module, calls: list[Called]) -> Iterator[None]:
+    """Within: note every call of a module within the model."""
     clock = iter(range(10**9))
-    open_calls: list[tuple[int, Call]] = []
+    open_calls: list[tuple[int, Call, dict[tuple[int, int], Key]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        open_calls.append((next(clock), Call(*renewed((args, kwargs)))))
+        given = Call(*renewed((args, kwargs)))
+        entered = {_state(given[key]): key for key in reversed(given.keys) if isinstance(given[key], Tensor)}
+        open_calls.append((next(clock), given, entered))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
-            begin, given = open_calls.pop()
-            found.append(Called(name, begin, next(clock), given, tree_flatten(returned)))
+            begin, given, entered = open_calls.pop()
+            leaves, tree = tree_flatten(returned)
+            left = [_state(leaf) for leaf in leaves]
+            calls.append(Called(name, begin, next(clock), given, (leaves, tree), entered, left))
 
         return note
 
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
-        run_model(model, sample, always)
-    return sorted(found, key=lambda call: call.begin)
+        yield
+
+
+def _state(value: Any) -> tuple[int, int]:
+    """A tensor as it is now: what is written in place is another one."""
+    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0

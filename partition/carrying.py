@@ -78,6 +78,7 @@ def passing_of(
     What comes before a chain, and the end, are run with all values that blocks have returned so far, and without each.
     """
     readers: dict[tuple[int, int], int] = {}
+    written: set[tuple[int, int]] = set()
     for reader in range(1, len(outline.chains) + 1):
         before = outline.chains[reader - 1]
         returned = {
@@ -85,36 +86,51 @@ def passing_of(
             for place, leaf in enumerate(blocks[number].returned[0]) if isinstance(leaf, Tensor)
         }  # fmt: skip
         hidden = {(before.last, place) for place in before.exits}
-        whole = _run(outline, shares, reader, blocks, leaves, returned, set())
-        if not same(whole, _run(outline, shares, reader, blocks, leaves, returned, set(returned) - hidden)):
+        again = _Again(outline, shares[reader], reader, blocks, leaves, returned)
+        whole = again.without(set())
+        written |= again.written
+        if not same(whole, again.without(set(returned) - hidden)):
             for slot in set(returned) - hidden:
-                if not same(whole, _run(outline, shares, reader, blocks, leaves, returned, {slot})):
+                if not same(whole, again.without({slot})):
                     readers[slot] = reader
-    return Passing.of(dict(sorted(readers.items())))
+    slots = sorted(readers)
+    return Passing(tuple(slots), tuple([readers[slot] for slot in slots]), frozenset(written))
 
 
-def _run(
-    outline: Outline,
-    shares: Sequence[Mapping[str, Any]],
-    reader: int,
-    blocks: Sequence[Called],
-    leaves: Leaves,
-    returned: Mapping[tuple[int, int], Tensor],
-    without: set[tuple[int, int]],
-) -> Any:
-    """The arguments of a chain's first block, or the output of the model, without some values: nan."""
-    before = outline.chains[reader - 1]
-    told: dict[int, dict[int, Any]] = {}
-    for (number, place), leaf in returned.items():
-        shown = Shape.of(leaf).poison(leaf.device).clone() if (number, place) in without else leaf.clone()
-        told.setdefault(number, {})[place] = shown
-    written = {before.first: {key: blocks[before.first].given[key] for key in before.kept}}
-    end = outline.chains[reader].first if reader < len(outline.chains) else None
-    run = Run(outline.chains, end, told, written)
-    device = next(leaf.device for leaf in returned.values())
-    with torch.no_grad():
-        output = outline.run(run, [*leaves], device, shares[reader])
-    if end is None:
-        return output
-    call = run.calls[end]
-    return [call[key] for key in call.keys]
+class _Again:
+    """Runs of what comes before a chain, or of the end, with values that blocks have returned on the sample.
+
+    Attributes:
+        written: the values into which it has written.
+    """
+
+    def __init__(
+        self,
+        outline: Outline,
+        share: Mapping[str, Any],
+        reader: int,
+        blocks: Sequence[Called],
+        leaves: Leaves,
+        returned: Mapping[tuple[int, int], Tensor],
+    ) -> None:
+        before = outline.chains[reader - 1]
+        self.written: set[tuple[int, int]] = set()
+        self._outline, self._share, self._leaves, self._returned = outline, share, leaves, returned
+        self._end = outline.chains[reader].first if reader < len(outline.chains) else None
+        self._kept = {before.first: {key: blocks[before.first].given[key] for key in before.kept}}
+
+    def without(self, lost: set[tuple[int, int]]) -> Any:
+        """The arguments of the chain's first block, or the output of the model, with nan for some values."""
+        told: dict[int, dict[int, Any]] = {}
+        for (number, place), leaf in self._returned.items():
+            shown = Shape.of(leaf).poison(leaf.device) if (number, place) in lost else leaf
+            told.setdefault(number, {})[place] = shown.clone()
+        run = Run(self._outline.chains, self._end, told, self._kept)
+        device = next(leaf.device for leaf in self._returned.values())
+        with torch.no_grad():
+            output = self._outline.run(run, [*self._leaves], device, self._share)
+        self.written |= {(number, place) for number, place in self._returned if told[number][place]._version}
+        if self._end is None:
+            return output
+        call = run.calls[self._end]
+        return [call[key] for key in call.keys]

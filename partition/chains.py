@@ -190,5 +190,4 @@ def _follow(run: Sequence[Called]) -> bool:
 
 def _shared(one: Called, other: Called) -> list[tuple[int, Key]]:
     """The leaves of what one returned that are arguments of the other."""
-    given = {id(other.given[key]): key for key in reversed(other.given.keys) if isinstance(other.given[key], Tensor)}
-    return [(place, given[id(leaf)]) for place, leaf in enumerate(one.returned[0]) if id(leaf) in given]
+    return [(place, other.entered[state]) for place, state in enumerate(one.left) if state in other.entered]

@@ -16,7 +16,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from math import nan
@@ -348,6 +348,12 @@ class Shadow(nn.Module):
     def __getattr__(self, name: str) -> Any:
         shadow = vars(self)["_modules"]["shadow"]
         return shadow if name == "shadow" else getattr(shadow, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.shadow[index]  # type: ignore[index]  # of a ModuleList, a ParameterDict
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.shadow  # type: ignore[misc]
 
 
 class StandIn(Shadow):

@@ -175,8 +175,7 @@ def _after(
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
     hidden, kept, travelling, passing = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
-    told = outline.passing.told(passing)
-    told.setdefault(chain.last, {}).update(zip(chain.exits, hidden, strict=True))
+    told = outline.passing.told(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
     written = {chain.first: dict(zip(chain.kept, kept, strict=True))}
     run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if training else int)
     return run, outline.inputs.arrived(travelling, device), device

@@ -17,37 +17,38 @@ class Passing(NamedTuple):
         slots: (the number of the block, the place of the value among the leaves of what it returns).
         until: for each slot the number of the last chain of blocks before which it is read; that behind the last chain
             is the end.
+        written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
 
     Example:
         >>> passing = Passing(((1, 0), (3, 2)), (2, 4))
         >>> values = passing.filled(1, ["an output"], (None, None))
-        >>> passing.told(values)
-        {1: {0: 'an output'}}
+        >>> passing.told(values, 3, {0: "a hidden state"})
+        {1: {0: 'an output'}, 3: {0: 'a hidden state'}}
         >>> passing.behind(2, values)
         (None, None)
     """
 
     slots: tuple[tuple[int, int], ...] = ()
     until: tuple[int, ...] = ()
+    written: frozenset[tuple[int, int]] = frozenset()
 
     def filled(self, number: int, leaves: Sequence[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those of the block of this number."""
         slots = zip(self.slots, values, strict=True)
         return tuple([leaves[place] if block == number else value for (block, place), value in slots])
 
-    def told(self, values: tuple[Any, ...]) -> dict[int, dict[int, Any]]:
-        """The values that are there: by the number of a block, by place."""
+    def told(self, values: tuple[Any, ...], last: int, hidden: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
+        """The values that are there, and the hidden state that the last block has returned: by block, by place."""
         by_block: dict[int, dict[int, Any]] = {}
         for (block, place), value in zip(self.slots, values, strict=True):
             if value is not None:
                 by_block.setdefault(block, {})[place] = value
+        by_block.setdefault(last, {}).update(hidden)
+        for block, place in self.written:
+            if place in by_block.get(block, ()):
+                by_block[block][place] = by_block[block][place].clone()
         return by_block
 
     def behind(self, chain: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values that are read again behind what comes before a chain."""
         return tuple([None if until <= chain else value for until, value in zip(self.until, values, strict=True)])
-
-    @classmethod
-    def of(cls, readers: Mapping[tuple[int, int], int]) -> Passing:
-        """The slots of values, by the last chain before which each is read."""
-        return cls(tuple(readers), tuple(readers.values()))

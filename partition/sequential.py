@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from partition.calls import Called, all_calls, always_of, in_eval_mode, training, volatile_of
+from partition.calls import Called, Watched, in_eval_mode, watched
 from partition.carrying import NotCarriedError, carrying, passing_of
 from partition.chains import broken_links, chains_of, found_blocks, named_blocks
 from partition.comparison import compare, compare_in_train_mode
 from partition.errors import PartitionError
 from partition.names import ModelLayers
-from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, Volatile, around, chain_of, rebuilt
+from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, around, chain_of, rebuilt
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 from partition.passing import Passing
 from partition.shares import phases_of, shares_of
@@ -107,42 +107,29 @@ def _first_cut(
     Raises:
         PartitionError: none does; the words are those of the last that was compared, which asks least of a model.
     """
-    always = always_of(model, sample)
-    volatile = volatile_of(model, sample, always)
-    calls = all_calls(model, sample, always)
-    with training(model):
-        in_train_mode = all_calls(model, sample, always)
-    ways = [named_blocks(model, given, calls)] if given is not None else found_blocks(model, calls)
+    seen = watched(model, sample)
+    ways = [named_blocks(model, given, seen.calls)] if given is not None else found_blocks(model, seen.calls)
     errors: list[PartitionError] = []
     for blocks in ways:
         try:
-            begins = broken_links(blocks, in_train_mode)
-            return _cut(model, sample, always, volatile, blocks, calls, begins, output)
+            return _cut(seen, blocks, output)
         except PartitionError as error:
             errors.append(error)
     raise next((error for error in reversed(errors) if error.__cause__ is None), errors[-1])
 
 
-def _cut(
-    model: nn.Module,
-    sample: Any,
-    always: Mapping[str, Any],
-    volatile: Volatile,
-    blocks: Sequence[Called],
-    calls: Sequence[Called],
-    begins: set[int],
-    output: Callable[[Any], Any],
-) -> nn.Sequential:
+def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) -> nn.Sequential:
     """The layers, compared with the model.
 
     Raises:
         PartitionError: they compute something else.
     """
+    model, sample, always, volatile = seen.model, seen.sample, seen.always, seen.volatile
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     try:
-        chains, shares, apart = _divided(model, sample, inputs, volatile, blocks, calls, begins)
+        chains, shares, apart = _divided(seen, inputs, blocks)
         passing = passing_of(Outline(model, chains, inputs, apart, volatile), shares, blocks, leaves)
         shaping = _shaping(chains, passing, blocks)
         while True:
@@ -164,21 +151,16 @@ def _cut(
 
 
 def _divided(
-    model: nn.Module,
-    sample: Any,
-    inputs: Inputs,
-    volatile: Volatile,
-    blocks: Sequence[Called],
-    calls: Sequence[Called],
-    begins: set[int],
+    seen: Watched, inputs: Inputs, blocks: Sequence[Called]
 ) -> tuple[tuple[Chain, ...], list[dict[str, Any]], list[str]]:
     """The chains, the shares of what is around them, and the modules with parameters there.
 
     A block that is called with more than its chain's first block and the hidden state begins another.
     """
+    model, volatile, begins = seen.model, seen.volatile, broken_links(blocks, seen.in_train_mode)
     while True:
-        chains = chains_of(model, blocks, calls, begins)
-        shares, apart = shares_of(model, chains, phases_of(model, sample, inputs.always, chains))
+        chains = chains_of(model, blocks, seen.calls, begins)
+        shares, apart = shares_of(model, chains, phases_of(model, seen.sample, inputs.always, chains))
         for name in around(chains):
             module = model.get_submodule(name)
             for key in module._buffers:
@@ -188,8 +170,9 @@ def _divided(
                         "and each part would write it again. Move it into a module of its own."
                     )
         outline = Outline(model, chains, inputs, apart, volatile, shaping=_shaping(chains, Passing(), blocks))
+        leaves = tree_leaves(seen.sample)
         try:
-            return tuple([carrying(outline, chain, blocks, tree_leaves(sample)) for chain in chains]), shares, apart
+            return tuple([carrying(outline, chain, blocks, leaves) for chain in chains]), shares, apart
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
