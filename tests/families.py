@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +47,23 @@ FAMILIES = {
 LAYERS = {"T5ForConditionalGeneration": 7, "BartForConditionalGeneration": 7}  # all others: 5
 
 
-def of_family(family: str) -> tuple[nn.Module, Callable[..., dict[str, Tensor]]]:
-    """A model, and inputs of so many rows."""
+def of_family(
+    family: str, dropout: float | None = None, **settings: Any
+) -> tuple[nn.Module, Callable[..., dict[str, Tensor]]]:
+    """A model, and inputs of so many rows.
+
+    Args:
+        family: a name in FAMILIES.
+        dropout: everywhere, in place of what the family has.
+        settings: of its config, beside its sizes.
+    """
     transformers = pytest.importorskip("transformers")
     config, sizes = FAMILIES[family]
-    model = getattr(transformers, family)(getattr(transformers, config)(**sizes))
+    kind = getattr(transformers, config)
+    if dropout is not None:
+        known = kind(**sizes).to_dict().items()
+        settings |= {key: dropout for key, value in known if re.search("(?<!layer)drop", key) and value is not None}
+    model = getattr(transformers, family)(kind(**sizes, **settings))
     if sizes is SEEING:
         return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
 

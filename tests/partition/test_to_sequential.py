@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from block_models import MODELS, REFUSED, Chain, Gpt, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
-from families import FAMILIES, LAYERS, of_family
+from families import of_family
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -349,40 +349,6 @@ def test_what_is_no_model_is_refused():
 
 
 # ------------------------------------------------------------------------------------------------------ transformers
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_transformers_are_cut_and_train_as_they_are(family):
-    model, inputs = of_family(family)
-    model.eval()
-    layers = to_sequential(model, inputs(4))
-    assert len(layers) == LAYERS.get(family, 5)
-    pipe = Pipe(layers, [2, len(layers) - 4, 2], chunks=2, devices=["cpu"] * 3, checkpoint="except_last")
-    first = next(iter(layers(inputs(4))))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for rows in (4, 3):
-        x = inputs(rows)
-        target = torch.randn_like(model(**x)[first].detach())
-
-        def loss_fn(out, target):
-            return ((out[first] - target) ** 2).mean()
-
-        optimizer.zero_grad()
-        step = pipe.step(x, target, loss_fn=loss_fn)
-        grads = [each.grad for each in model.parameters()]
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for part in (slice(0, 2), slice(2, rows)):
-            share = (min(part.stop, rows) - part.start) / rows
-            loss = loss_fn(model(**rows_of(x, part)), target[part]) * share
-            loss.backward()
-            total += loss.detach()
-        torch.testing.assert_close(step.loss, total, rtol=1e-6, atol=0)
-        for mine, each in zip(grads, model.parameters(), strict=True):
-            assert (mine is None) == (each.grad is None)
-            if mine is not None:
-                torch.testing.assert_close(mine, each.grad, rtol=1e-4, atol=1e-6)
-        optimizer.step()
-
 
 def test_a_frozen_model_of_transformers_has_gradients_where_it_is_trained():
     model, inputs = of_family("LlamaForCausalLM")

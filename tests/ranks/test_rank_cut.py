@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from cover import either, pairwise
 from crew import Crew
+from families import FAMILIES
 from one_and_many import agree_all
 
 CASES = [
@@ -17,3 +20,17 @@ def test_cut_models_train_over_ranks_as_in_one_process(crew2: Crew, crew3: Crew)
         agree_all(crew, "rank_cut:trained", [
             (name, crew.size, schedule, checkpoint) for name, schedule, checkpoint in CASES
         ])  # fmt: skip
+
+
+FEW = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
+ROWS = pairwise({
+    "family": either(FEW, list(FAMILIES)),
+    "stages": (2, 3),
+    "schedule": ("1f1b", "gpipe", "zb-h1"),
+    "checkpoint": ("always", "except_last", "never"),
+    "dtype": (None, torch.bfloat16),
+})  # fmt: skip
+
+
+def test_families_train_over_ranks_as_in_one_process_and_go_on_after_loading(crew2: Crew) -> None:
+    agree_all(crew2, "rank_families:trained", [tuple(row.values()) for row in ROWS], timeout=either(120.0, 600.0))

@@ -1,0 +1,150 @@
+"""Law: each family of transformers trains in a Pipe as the plain model does in a loop over the chunks."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cover import either, pairwise
+from families import FAMILIES, LAYERS, of_family
+from torch.utils._pytree import tree_map
+
+from partition import to_sequential
+from partition.parts import Block
+from pipeline import Pipe, layer_seed
+
+CHUNKS = 3
+
+
+class Plain:
+    """A copy of a model, run over the same chunks, with the generators seeded as in the layers that it was cut into.
+
+    Args:
+        model: the one that was cut.
+        layers: what it was cut into.
+    """
+
+    def __init__(self, model, layers):
+        names = {id(module): name for name, module in model.named_modules()}
+        self.model = copy.deepcopy(model)
+        self.seed = self.chunk = 0
+        for number, layer in enumerate(layers):
+            if isinstance(layer, Block):
+                (block,) = [self.model.get_submodule(names[id(module)]) for module in layer.own().values()]
+                block.register_forward_pre_hook(lambda *_, layer=number: self.begin(layer))
+                block.register_forward_hook(lambda *_, layer=number + 1: self.begin(layer))
+
+    def begin(self, layer):
+        """What follows is this layer's: its dropout masks by the public rule."""
+        torch.manual_seed(layer_seed(self.seed, self.chunk, layer))
+
+    def step(self, x, target, loss_fn, context):
+        """The loss; gradients are added up."""
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())
+        total = torch.zeros(())
+        for self.chunk, rows in enumerate(torch.arange(len(target)).tensor_split(CHUNKS)):
+            self.begin(0)
+            with context():
+                loss = loss_fn(self.model(**tree_map(lambda leaf, rows=rows: leaf[rows], x)), target[rows])
+            (loss * (len(rows) / len(target))).backward()
+            total += loss.detach() * (len(rows) / len(target))
+        return total
+
+
+def cut(family, sample, **settings):
+    """A model, its layers, and a Pipe with its optimizer."""
+    model, _ = of_family(family, 0.2)
+    layers = to_sequential(model, sample)
+    assert len(layers) == LAYERS.get(family, 5)
+    return model, layers, *piped(layers, [2, len(layers) - 4, 2], **settings)
+
+
+def piped(layers, balance, **settings):
+    pipe = Pipe(layers, balance, CHUNKS, devices=["cpu"] * len(balance), **settings)
+    return pipe, torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
+
+
+def near(ours, theirs):
+    """To a part of the largest number of each tensor; of one that is all but 0, as that of a key's bias, of all."""
+    largest = max(float(other.abs().max()) for other in theirs if other is not None)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            bound = 1e-5 * max(float(other.abs().max()), 0.01 * largest)
+            torch.testing.assert_close(mine, other, rtol=0, atol=bound)
+
+
+ROWS = pairwise({
+    "family": list(FAMILIES),
+    "training": (True, False),
+    "autocast": (None, torch.bfloat16),
+    "checkpoint": ("always", "except_last", "never"),
+    "schedule": ("1f1b", "gpipe", "zb-h1"),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
+def test_a_family_trains_as_the_plain_model_and_goes_on_after_loading(row):
+    """Dropout on, or eval mode; uneven chunks, each with padding of its own; one step, then two of another Pipe."""
+    family, training, dtype = row["family"], row["training"], row["autocast"]
+    settings = {"checkpoint": row["checkpoint"], "schedule": row["schedule"]}
+
+    def context():
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    _, inputs = of_family(family)
+    model, layers, pipe, optimizer = cut(family, inputs(4), **settings)
+    first = next(iter(pipe(inputs(1))))
+
+    def loss_fn(out, target):
+        return ((out[first] - target) ** 2).mean()
+
+    pipe.train(training)
+    model.train(training)
+    plain = Plain(model, layers)
+    others = torch.optim.SGD(plain.model.parameters(), 0.1, momentum=0.9)
+    for turn, rows in enumerate((7, 5, 4)):
+        if turn == 1:
+            state, moments = copy.deepcopy((pipe.state_dict(), pipe.optimizer_state_dict(optimizer)))
+            model, layers, pipe, optimizer = cut(family, inputs(4), schedule="1f1b", checkpoint="always")
+            pipe.load_state_dict(state)
+            pipe.load_optimizer_state_dict(optimizer, moments)
+            pipe.train(training)
+        x = inputs(rows)
+        with torch.no_grad():
+            target = torch.randn_like(model(**x)[first])
+        optimizer.zero_grad()
+        others.zero_grad()
+        torch.manual_seed(turn)
+        with context():
+            loss = pipe.step(x, target, loss_fn=loss_fn).loss
+        torch.manual_seed(turn)
+        near([loss], [plain.step(x, target, loss_fn, context)])
+        near([p.grad for p in model.parameters()], [p.grad for p in plain.model.parameters()])
+        optimizer.step()
+        others.step()
+    near(*[[parameter.detach() for parameter in each.parameters()] for each in (model, plain.model)])
+
+
+FEW = ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("family", either(FEW, list(FAMILIES)))
+def test_second_derivatives_are_those_of_the_plain_model(family):
+    """Of the loss of one mini-batch in chunks, with attention that has them."""
+    model, inputs = of_family(family, attn_implementation="eager")
+    model.eval()
+    x = inputs(5)
+    pipe, _ = piped(to_sequential(model, x), [2, LAYERS.get(family, 5) - 2], checkpoint="always")
+    first = next(iter(pipe(x)))
+    params = list(model.parameters())
+    products = []
+    for call in (pipe, lambda x: model(**x)):
+        grads = torch.autograd.grad(
+            (call(x)[first] ** 2).mean(), params, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        square = sum((grad**2).sum() for grad in grads)
+        products.append(torch.autograd.grad(square, params, allow_unused=True))
+    near(*products)
