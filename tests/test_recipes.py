@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from recipes import EXAMPLES, RECIPES, ran
+from recipe_scripts import EXAMPLES, RECIPES, ran
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from crew import Crew
-from recipes import EXAMPLES, RECIPES, ran
+from recipe_scripts import EXAMPLES, RECIPES, ran
 from under_torchrun import torchrun
 
 LLAMA = "finetune_llama"
@@ -14,7 +14,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in RECIPES if name
 
 @pytest.mark.parametrize("name", [LLAMA, *OTHERS])
 def test_a_recipe_gives_the_same_over_ranks(name: str, crew2: Crew) -> None:
-    printed = crew2.run("recipes:ran", name, init=False)
+    printed = crew2.run("recipe_scripts:ran", name, init=False)
     assert printed == [ran(name), "" if name == LLAMA else printed[0]]
 
 
