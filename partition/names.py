@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -26,18 +26,25 @@ from partition.errors import PartitionError
 T = TypeVar("T")
 
 
+class InModel(NamedTuple):
+    """The names of what a layer holds of a model.
+
+    Attributes:
+        names: those of the modules and tensors in it, none of which lies within another.
+        places: of all modules and tensors of the model, by name, as from `places_of`.
+    """
+
+    names: Sequence[str]
+    places: Mapping[str, int]
+
+
 class NamedLayer(nn.Module, ABC):
-    """A layer that may bring names: those that its modules and tensors have in a model."""
+    """A layer that may bring names."""
 
     @property
     @abstractmethod
-    def names_in_model(self) -> Sequence[str] | None:
-        """Those of the modules and tensors that it holds, none within another. None: its number names these."""
-
-    @property
-    @abstractmethod
-    def places_in_model(self) -> Mapping[str, int]:
-        """The places of all modules and tensors of the model, by name, as from `places_of`."""
+    def in_model(self) -> InModel | None:
+        """The names that it brings. None: its number names what it holds."""
 
 
 class Names:
@@ -50,9 +57,9 @@ class Names:
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
         self._layers = layers
         self._brought = {
-            number: layer.names_in_model
+            number: layer.in_model
             for number, layer in layers.items()
-            if isinstance(layer, NamedLayer) and layer.names_in_model is not None
+            if isinstance(layer, NamedLayer) and layer.in_model is not None
         }
 
     def __bool__(self) -> bool:
@@ -64,7 +71,7 @@ class Names:
         """The numbers of the layers that hold it, by each name that layers bring, and by the number of any other."""
         units: dict[str, list[str]] = defaultdict(list)
         for number in self._layers:
-            for name in self._brought.get(number, (number,)):
+            for name in self._brought[number].names if number in self._brought else (number,):
                 units[name].append(number)
         return dict(units)
 
@@ -92,22 +99,22 @@ class Names:
     def without_numbers(self, texts: Iterable[str]) -> list[str]:
         """Texts in which torch names things, without the numbers of layers that bring names; each once."""
         patterns = [
-            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, names))})\b)"
-            for number, names in self._brought.items()
-            if names
+            rf"{re.escape(number)}\.(?=(?:{'|'.join(map(re.escape, brought.names))})\b)"
+            for number, brought in self._brought.items()
+            if brought.names
         ]
         numbers = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})")
         return list(dict.fromkeys(numbers.sub("", text) for text in texts))
 
     def place(self, name: str) -> tuple[int, int]:
-        """The place of a name among others: see `in_order`."""
-        if not name:
-            return 0, 0
-        holder = next(iter(self.holders(name)), "")
-        layer = self._layers.get(holder)
-        if holder not in self._brought or not isinstance(layer, NamedLayer):
-            return 1, self._index.get(holder, -1)
-        return 0, next(layer.places_in_model[start] for start in starts(name) if start in layer.places_in_model)
+        """The place of a name among others: see `in_order`. Within a module of a part all have that of the module."""
+        unit = next((start for start in starts(name) if start in self.units), name)
+        return (0, self._places[unit]) if unit in self._places else (1, self._index.get(unit, -1))
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """The places in the model, which all of its parts know."""
+        return next((brought.places for brought in self._brought.values()), {})
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -244,7 +251,8 @@ class Layered(nn.Module):
 
     def _get(self, get: Callable[[nn.Module, str], T], target: str) -> T:
         layers: Mapping[str, Any] = self._modules
-        bringing = [layers[number] for number in Names(layers).bringing(target)]
+        names = Names(layers)
+        bringing = [layers[number] for number in names.bringing(target)] if names else []
         for layer in bringing[:-1]:
             with suppress(AttributeError):  # it is on another rank
                 return get(layer, target)

@@ -466,7 +466,7 @@ class Outline(nn.Module):
         self.chains = chains
         self.inputs = inputs
         self.passing = passing
-        self.places_in_model = places_of(model)
+        self.places = places_of(model)
         blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
             name: StandIn(model.get_submodule(name), number, volatile, number in shaping)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.names import NamedLayer
+from partition.names import InModel, NamedLayer
 from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
 _Values: TypeAlias = tuple[Any, ...]
@@ -63,12 +63,8 @@ class Part(NamedLayer):
         return self._of[0]
 
     @property
-    def names_in_model(self) -> tuple[str, ...]:
-        return self._names
-
-    @property
-    def places_in_model(self) -> Mapping[str, int]:
-        return self.outline.places_in_model
+    def in_model(self) -> InModel:
+        return InModel(self._names, self.outline.places)
 
     def own(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""

@@ -9,12 +9,12 @@ on every rank, and a state_dict from here tells the versions of all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from partition.names import NamedLayer
+from partition.names import InModel, NamedLayer
 from pipeline.recompute.randomness import Generator, private_generators
 
 
@@ -30,7 +30,7 @@ class RemoteLayer(NamedLayer):
         rank: the rank that has it.
         keys: the keys of the layer's state_dict. None: any, since the layer itself changes keys as it loads them.
         versions: the state_dict's `_metadata`.
-        names, places: those that the layer brings, see `partition.names`.
+        in_model: the names that the layer brings.
 
     Raises:
         RuntimeError: when called.
@@ -51,15 +51,14 @@ class RemoteLayer(NamedLayer):
         rank: int,
         keys: Iterable[str] | None = (),
         versions: Mapping[str, Mapping[str, Any]] | None = None,
-        names: Sequence[str] | None = None,
-        places: Mapping[str, int] | None = None,
+        in_model: InModel | None = None,
     ) -> None:
         super().__init__()
         self._where = f"layer {index} ({kind}) belongs to stage {stage}, which rank {rank} has"
         self._shown = f"{kind}(...) of stage {stage} on rank {rank}"
         self._keys = None if keys is None else frozenset(keys)
         self._versions = dict(versions or {})
-        self._names, self._places = names, places or {}
+        self._in_model = in_model
         self.generators: dict[int, Generator] = {}
 
     @classmethod
@@ -67,19 +66,15 @@ class RemoteLayer(NamedLayer):
         """The placeholder of `layer`, in its training mode. It keeps nothing alive but random generators."""
         state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
-        brings = (layer.names_in_model, layer.places_in_model) if isinstance(layer, NamedLayer) else ()
-        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), *brings)
+        in_model = layer.in_model if isinstance(layer, NamedLayer) else None
+        here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
         here.training = layer.training
         here.generators = private_generators(layer.modules())  # which stages here may hold too, see snapshot.py
         return here
 
     @property
-    def names_in_model(self) -> Sequence[str] | None:
-        return self._names
-
-    @property
-    def places_in_model(self) -> Mapping[str, int]:
-        return self._places
+    def in_model(self) -> InModel | None:
+        return self._in_model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

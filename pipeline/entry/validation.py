@@ -167,9 +167,10 @@ def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | Non
 def check_shared(stages: Sequence[nn.Sequential]) -> None:
     """Refuse buffers that two stages share, since both would write them. (Parameters may be shared.)"""
     owner: dict[int, int] = {}
+    named: dict[str, int] = {}
     for index, stage in enumerate(stages):
-        for name, buffer in stage.named_buffers():
-            other = owner.setdefault(id(buffer), index)
+        for name, buffer in stage.named_buffers():  # by name: two parts of a model, of which each has been cast
+            other = min(owner.setdefault(id(buffer), index), named.setdefault(name, index))
             if other != index:
                 raise ValueError(
                     f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "

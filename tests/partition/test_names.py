@@ -22,7 +22,7 @@ FAMILIES = ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", 
 
 
 class HeadFirst(nn.Module):
-    """What comes last stands first, in modules and in tensors; names are numbers, and a weight is tied."""
+    """What comes last stands first, in modules and in tensors; names are numbers, a weight and a module have two."""
 
     def __init__(self):
         super().__init__()
@@ -32,13 +32,14 @@ class HeadFirst(nn.Module):
             self.add_module(str(number), nn.Linear(4, 4))
         self.embed = nn.Embedding(11, 4)
         self.embed.weight = self._modules["9"].weight
+        self.bend = self.bend_again = nn.Tanh()
         self.register_buffer("seen", torch.zeros(4))
 
     def forward(self, ids):
-        x = self.embed(ids) + self.shift
+        x = self.bend(self.embed(ids) + self.shift)
         for number in range(3):
             x = self._modules[str(number)](x)
-        return self._modules["9"](x * self.scale + self.seen)
+        return self._modules["9"](self.bend_again(x) * self.scale + self.seen)
 
 
 def made(name):
@@ -80,11 +81,17 @@ def hidden(out):
     return next(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
 
 
+def containers(layers):
+    """The names of modules that contain units of parts: each part has one of its own."""
+    units = [name for layer in layers for name in layer.in_model.names]
+    return {name[:end] for name in units for end, mark in enumerate(name) if mark == "."} | {""}
+
+
 def same(one, other):
     return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
 
 
-ALL = [*MODELS, "head first", *FAMILIES]
+ALL = ("diffusion", "resnet", "gpt", "llama with adapters", "experts", "unet", "between", "head first", *FAMILIES)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -101,6 +108,9 @@ def test_names_and_their_order_are_those_of_the_model(name):
             assert names[0] == names[1]
         buffers = [[key for key, _ in each.named_buffers() if key in state] for each in (module, model)]
         assert buffers[0] == buffers[1]
+    modules, within = dict(layers.named_modules()), set(dict(model.named_modules())) - containers(layers)
+    assert all(type(modules[key]) is type(model.get_submodule(key)) for key in within & set(modules)) and within
+    assert len(list(pipe.modules())) == len({*pipe.modules()}) == len({*nn.Sequential(*layers).modules()})
     assert all(pipe.get_parameter(key) is parameter for key, parameter in model.named_parameters())
     assert list(pipe.full_state_dict()) == list(state)
 
@@ -216,11 +226,27 @@ def test_a_module_around_a_pipe_has_the_names_of_the_model_behind_its_own():
     around, plain = nn.ModuleDict({"pipe": pipe, "head": nn.Linear(2, 2)}), nn.ModuleDict({"pipe": model})
     plain["head"] = around["head"]
     assert list(around.state_dict()) == list(plain.state_dict())
+    assert around.state_dict()._metadata.keys() == plain.state_dict()._metadata.keys()
     assert {key for key, _ in around.named_parameters()} == {key for key, _ in plain.named_parameters()}
     changed = other(plain)
     around.load_state_dict(changed.state_dict())
     assert same(around.state_dict(), changed.state_dict())
     assert {key for key, _ in around.named_modules()} >= {"", "pipe", "pipe.9", "pipe.embed", "head"}
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+def test_the_versions_of_a_state_count_as_in_the_model(version):
+    """An old BatchNorm's state has no count."""
+    model, layers, pipe, _ = cut("resnet")
+    state, versions = model.state_dict(), copy.deepcopy(model.state_dict()._metadata)
+    versions["bn1"] = {"version": version}
+    for key in [key for key in state if key.endswith("num_batches_tracked")]:
+        del state[key]
+    found = []
+    for module in (model, layers, pipe):
+        state._metadata = copy.deepcopy(versions)
+        found.append(set(module.load_state_dict(state, strict=False).missing_keys))
+    assert found[0] == found[1] == found[2] and ("bn1.num_batches_tracked" in found[0]) == (version == 2)
 
 
 def test_parts_of_two_models_are_refused():
@@ -230,6 +256,31 @@ def test_parts_of_two_models_are_refused():
     tied = cut("gpt")[1]
     with pytest.raises(PartitionError, match="'transformer.wte.weight'. Either .* Or two parts of one model shared"):
         Pipe(tied.to("meta"), [2, 3])
+
+
+def test_what_joins_a_block_later_stands_where_the_model_has_it():
+    model, layers, pipe, _ = cut("gpt")
+    model.transformer["h"][1].adapter = nn.Linear(2, 2)
+    assert list(layers.state_dict()) == list(pipe.state_dict()) == list(model.state_dict())
+    assert [key for key, _ in pipe.named_parameters()] == [key for key, _ in model.named_parameters()]
+
+
+class NormAtBothEnds(Chain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids).mean(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def test_running_statistics_that_two_stages_would_each_update_are_refused_after_a_cast_too():
+    for layers in (layers := to_sequential(NormAtBothEnds().eval(), ids(4)), copy.deepcopy(layers).double()):
+        with pytest.raises(ValueError, match="buffer 'norm.running_mean' is shared by stages 0 and 1"):
+            Pipe(layers, [2, 3])
 
 
 def test_curvature_has_parameters_by_the_names_of_the_model():
