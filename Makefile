@@ -46,6 +46,7 @@ bench: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[bench]"
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/ranks.py

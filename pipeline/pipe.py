@@ -71,6 +71,7 @@ class Pipe(Settled, Stateful):
         balance: layers per stage. None: cut so that parameter bytes are even over the devices or ranks.
         chunks: the largest number of micro-batches that a mini-batch is cut into; min(chunks, rows) run.
         sample: what a module that is no nn.Sequential is called with: the model is `to_sequential(module, sample)`.
+            One on the meta device is built under `pipeline.meta_parameters()`, and gets its values by `materialize`.
         batch_dim: the dim that counts the rows of the mini-batch, of inputs, targets and outputs alike: 0, or 1 for
             time-first data [time, rows, ...]. Tensors with fewer dims (lengths, class labels) are cut along dim 0.
         mixes_rows: layers may look at all rows of a chunk (a mixture of experts with a capacity, say), as BatchNorm

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from block_models import MODELS, doubled
+from families import of_family
 from one_and_many import Found, Make, state_of
 from rank_models import even
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partition import to_sequential
+from pipeline import meta_parameters
 
 
 def squared(out: object, target: Tensor) -> Tensor:
@@ -32,3 +34,20 @@ def trained(make: Make, name: str, stages: int, schedule: str, checkpoint: str) 
         step = pipe.step(batch, target, loss_fn=squared, optimizer=optimizer)
         found[f"loss {turn}"] = step.loss
     return {**found, **state_of(pipe)}
+
+
+def loaded(make: Make, family: str, folder: str, stages: int) -> Found:
+    """One step of a model that was built on the meta device, and loaded from a folder."""
+    torch.manual_seed(3)
+    with meta_parameters():
+        model, inputs = of_family(family)
+    layers = to_sequential(model.train(), inputs(4))
+    batch = inputs(5)
+    pipe = make(layers, even(len(layers), stages), 3, materialize=folder)
+    with_memory = {id(parameter) for parameter in model.parameters() if not parameter.is_meta}
+    assert with_memory == {id(parameter) for parameter in pipe.parameters()}
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    step = pipe.step(
+        batch, batch["input_ids"], loss_fn=lambda out, _: (out["logits"] ** 2).mean(), optimizer=optimizer
+    )
+    return {"loss": step.loss, **state_of(pipe)}

@@ -1,11 +1,13 @@
-"""Law: a model that `to_sequential` has cut trains over ranks to the bits of one process."""
+"""Laws: a model that `to_sequential` has cut trains over ranks to the bits of one process, and loads there."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from cover import either, pairwise
 from crew import Crew
-from families import FAMILIES
+from families import FAMILIES, of_family
 from one_and_many import agree_all
 
 CASES = [
@@ -34,3 +36,10 @@ ROWS = pairwise({
 
 def test_families_train_over_ranks_as_in_one_process_and_go_on_after_loading(crew2: Crew) -> None:
     agree_all(crew2, "rank_families:trained", [tuple(row.values()) for row in ROWS], timeout=either(120.0, 600.0))
+
+
+def test_each_rank_loads_its_own_blocks_from_a_folder(crew2: Crew, tmp_path: Path) -> None:
+    families = ("LlamaForCausalLM", "GPT2LMHeadModel")  # in the second's file a tied weight has one of its names
+    for family in families:
+        of_family(family)[0].save_pretrained(tmp_path / family, max_shard_size="20KB")
+    agree_all(crew2, "rank_cut:loaded", [(family, str(tmp_path / family), crew2.size) for family in families])

@@ -198,7 +198,9 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
     if missing:
         raise ValueError(
             f"the state in materialize= has no values for {_some(missing)}. It has {len(saved)} entries "
-            f"({_some(saved)}), which should have the plain module's names{_like(missing[0], saved)}."
+            f"({_some(saved)}), which should have the plain module's names{_like(missing[0], saved)}. What a loader "
+            "renames or converts, as from_pretrained does, save once it is loaded: "
+            "save_pretrained(folder, save_original_format=False)."
         )
 
 
@@ -208,14 +210,10 @@ def _some(names: Collection[str]) -> str:
 
 
 def _like(name: str, saved: Iterable[str]) -> str:
-    """A remedy where the state has a name with other steps in front, as that of a model within the model has."""
+    """A name of the state with other steps in front, as that of a model within the model has."""
     for other in saved:
         if f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}"):
-            return (
-                f": {other!r} may be {name!r}. from_pretrained of Hugging Face's libraries renames and converts what "
-                "it loads; save_pretrained(folder, save_original_format=False) then saves it under the names of the "
-                "model"
-            )
+            return f": {other!r} may be {name!r}"
     return ""
 
 
@@ -284,8 +282,8 @@ def _check_fits(name: str, tensor: Tensor, value: object) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ValueError(
             f"the state in materialize= has {value.dtype} of shape {list(value.shape)} for {name!r}, which is "
-            f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that shape and type (under "
-            f"torch.set_default_dtype, or from_config(config, dtype=...)), and cast the Pipe: pipe.to({tensor.dtype})."
+            f"{tensor.dtype} of shape {list(tensor.shape)}. Build the module with that shape and type, "
+            f"from_config(config, dtype={value.dtype}) say, and cast what is loaded: pipe.to({tensor.dtype})."
         )
 
 
