@@ -36,6 +36,12 @@ def adapted_t5():
     return peft.get_peft_model(model.double(), config), inputs
 
 
+def with_prompts():
+    peft = pytest.importorskip("peft")
+    model, inputs = of_family("LlamaForCausalLM")
+    return peft.get_peft_model(model.double(), peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)), inputs
+
+
 ADAPTED = {
     "by hand": by_hand,
     "peft": by_peft,
@@ -44,6 +50,7 @@ ADAPTED = {
     ),
     "peft, dora": lambda: by_peft(use_dora=True),
     "peft, T5": adapted_t5,
+    "peft, prompts": with_prompts,
 }
 
 
