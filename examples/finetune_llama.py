@@ -1,6 +1,6 @@
 """Fine-tune a small Llama of Hugging Face's transformers on the text of Python's own documentation.
 
-    python examples/finetune_llama.py [--steps 30]
+    python examples/finetune_llama.py [--steps 30] [--out FOLDER]
     torchrun --nproc-per-node 2 examples/finetune_llama.py      # one stage in each process: the same numbers
 
 The model is built from a config, so nothing is downloaded; with `LlamaForCausalLM.from_pretrained(...)` and its
@@ -10,7 +10,6 @@ tokenizer nothing else changes.
 from __future__ import annotations
 
 import argparse
-import os
 from pydoc_data.topics import topics
 
 import torch
@@ -41,6 +40,7 @@ def loss_fn(out: dict[str, Tensor], following: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", help="a folder for the trained model")
     options = parser.parse_args()
     torch.manual_seed(0)  # before the weights and the batches: they are the same in every process
     text = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
@@ -59,8 +59,12 @@ def main() -> None:
 
     assert abs(losses[0] - plain.item()) < 1e-5  # the plain model's, on the whole mini-batch
     assert losses[-1] < losses[0] - 0.5
-    if os.environ.get("RANK", "0") == "0":  # what torchrun calls this process
+    state = pipe.full_state_dict()  # of all stages, on the first rank; None on others
+    if state is not None:
         print(f"llama: loss {losses[0]:.6f} -> {losses[-1]:.6f} nats per character in {options.steps} steps")
+        model.load_state_dict(state)
+        if options.out:
+            model.save_pretrained(options.out)
 
 
 if __name__ == "__main__":

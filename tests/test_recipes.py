@@ -19,6 +19,6 @@ def test_a_recipe_runs_and_learns(name: str) -> None:
 def test_the_page_tells_of_each_recipe_and_shows_lines_of_them() -> None:
     assert set(re.findall(r"\(\.\./examples/(\w+)\.py\)", PAGE)) == set(RECIPES)
     lines = {line.strip() for name in RECIPES for line in (EXAMPLES / f"{name}.py").read_text().splitlines()}
-    shown = {line for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    shown = {line.strip() for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
              for line in block.splitlines()}  # fmt: skip
     assert len(shown) > 10 and shown <= lines
