@@ -102,8 +102,8 @@ def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Ten
     shrunk: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> Tensor:
-        shrunk[id(parameter)] = _shrunk(gradient)
-        return gradient.new_zeros(()).expand_as(gradient)
+        shrunk[id(parameter)] = _shrunk(gradient.to_dense())
+        return gradient if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     with ExitStack() as stack:
         for parameter in parameters:
