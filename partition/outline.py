@@ -666,6 +666,8 @@ def _stream(device: torch.device) -> int:
 
 def _autocast(device: torch.device) -> tuple[torch.dtype | None, ...]:
     """The types that autocast computes in, on the CPU and on a device."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
     return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
 
