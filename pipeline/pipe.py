@@ -382,10 +382,11 @@ class Pipe(Settled, Stateful):
         return entry_points.clip_grad_norm_(self.runtime, max_norm, norm_type, error_if_nonfinite)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As nn.Module's; over ranks, those of this rank. A rank without any gives an empty one, for its optimizer."""
-        topology = self.runtime.topology
-        found = list(super().parameters(recurse))
-        return iter(found or ([] if topology is None else [topology.nothing]))
+        """As nn.Module's; over ranks, those of this rank.
+
+        A rank without any, or with none that is trained, has an empty one besides: its optimizer wants one.
+        """
+        return iter([*super().parameters(recurse), *self._for_its_optimizer()])
 
     @contextmanager
     def trace(self) -> Iterator[TraceRecorder]:

@@ -74,7 +74,7 @@ def _attach(
     backward = Backward(call, now, sizes, wanted, owners, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # other ranks may have owners: this one takes part in the backward
-        leaves.append(call.communicator.topology.nothing)
+        leaves.append(call.communicator.topology.nothing.requires_grad_())
     return _emit(joined.tensors, needs_grad, _work(backward, *leaves))
 
 

@@ -149,6 +149,30 @@ def frozen(make: Make, stages: int, which: tuple[int, ...], input_grad: bool) ->
     return {"out": out.detach(), "requires grad": out.requires_grad, "x.grad": x.grad, **state_of(pipe)}
 
 
+def filtered(make: Make, stages: int, which: tuple[int, ...], entry: str) -> Found:
+    """Whole stages are frozen through the Pipe, and the optimizer gets what is left, as with adapters."""
+    model, balance = layered(8), even(8, stages)
+    pipe = make(model, balance, 3)
+    for param in pipe.parameters():
+        param.requires_grad_(False)
+    ends = [sum(balance[: stage + 1]) for stage in range(stages)]
+    for stage in set(range(stages)) - {*which}:
+        model[ends[stage] - balance[stage] : ends[stage]].requires_grad_(True)
+    stepper = torch.optim.AdamW([param for param in pipe.parameters() if param.requires_grad], lr=0.1)
+    found: Found = {}
+    for step in range(2):
+        if entry == "step":
+            found[f"{step} loss"] = pipe.step(rows(7), rows(7, seed=2), loss_fn=square, optimizer=stepper).loss
+        else:
+            stepper.zero_grad()
+            square(pipe(rows(7)), rows(7, seed=2)).backward()
+            stepper.step()
+    saved = pipe.full_optimizer_state_dict(stepper)
+    pipe.load_optimizer_state_dict(stepper, pipe.optimizer_state_dict(stepper))
+    names = None if saved is None else [name for group in saved["param_groups"] for name in group["param_names"]]
+    return {**found, **state_of(pipe), **({} if names is None else {"names": names})}
+
+
 def bare(make: Make, stages: int, which: int, entry: str) -> Found:
     """A stage without a parameter."""
     layers = [nn.Linear(4, 4) if stage != which else nn.Tanh() for stage in range(stages)]

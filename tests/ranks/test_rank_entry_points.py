@@ -56,6 +56,11 @@ def test_frozen_stages_pass_gradients_on_or_have_no_backward(crew3: Crew) -> Non
     agree_all(crew3, "rank_entry_points:frozen", product((3,), subsets, (False, True)))
 
 
+def test_an_optimizer_of_what_is_trained_is_made_on_every_rank(crew3: Crew) -> None:
+    subsets = [(0,), (2,), (0, 1), (1, 2)]
+    agree_all(crew3, "rank_entry_points:filtered", product((3,), subsets, ("forward", "step")))
+
+
 def test_a_stage_without_parameters_takes_part(crew3: Crew) -> None:
     agree_all(crew3, "rank_entry_points:bare", product((3,), (0, 1, 2), ("forward", "step")))
 

@@ -146,8 +146,13 @@ class Stateful(Layered, Enclosed, ABC):
     def _all_places(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parameters by the names of its own layers: no two ranks save under one key."""
         named = list(super().named_parameters(remove_duplicate=False))
-        nothing = [] if named or self.runtime.topology is None else [("", param) for param in self.parameters()]
-        return iter([*named, *nothing])
+        return iter([*named, *[("", nothing) for nothing in self._for_its_optimizer()]])
+
+    def _for_its_optimizer(self) -> list[nn.Parameter]:
+        """Over ranks, an empty parameter where this one has none that is trained."""
+        topology = self.runtime.topology
+        is_trained = any(param.requires_grad for param in nn.Module.parameters(self))
+        return [] if topology is None or is_trained else [topology.nothing]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""
