@@ -59,8 +59,11 @@ def spin_on(rank: int) -> None:
 
 
 def signal_on(rank: int, number: int) -> str:
-    """This rank gets a signal; the others answer a little later."""
+    """This rank gets a signal when all have begun; the others answer a little later."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"begun/{dist.get_rank()}", "")  # before that, another may still connect to this one
     if dist.get_rank() == rank:
+        store.wait([f"begun/{other}" for other in range(dist.get_world_size())])
         os.kill(os.getpid(), number)
     time.sleep(0.3)
     return "fine"
