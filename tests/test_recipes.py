@@ -1,4 +1,4 @@
-"""Does each recipe run, and does it learn? They assert that themselves. Does the page show what they do?"""
+"""Laws: each recipe runs and learns, as it asserts itself, and the page shows lines of it."""
 
 from __future__ import annotations
 

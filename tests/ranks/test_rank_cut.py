@@ -24,11 +24,10 @@ def test_cut_models_train_over_ranks_as_in_one_process(crew2: Crew, crew3: Crew)
         ])  # fmt: skip
 
 
-FEW = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
 ROWS = pairwise({
-    "family": either(FEW, list(FAMILIES)),
+    "family": either(["T5ForConditionalGeneration"], list(FAMILIES)),
     "stages": (2, 3),
-    "schedule": ("1f1b", "gpipe", "zb-h1"),
+    "schedule": either(("1f1b", "zb-h1"), ("1f1b", "gpipe", "zb-h1")),
     "checkpoint": ("always", "except_last", "never"),
     "dtype": (None, torch.bfloat16),
 })  # fmt: skip

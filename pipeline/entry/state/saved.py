@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.entry.state.dcp import Directory
 from pipeline.entry.state.tensor_files import TensorFiles, tensor_file
+
+if TYPE_CHECKING:
+    from pipeline.entry.state.dcp import Directory
 
 
 class Saved(Mapping[str, Any]):
@@ -74,6 +76,8 @@ class Saved(Mapping[str, Any]):
 def _source(path: Path, part: str | None) -> Directory | TensorFiles:
     file, is_directory = tensor_file(path), (path / ".metadata").exists()
     if file is None or is_directory and part is not None:
+        from pipeline.entry.state.dcp import Directory  # with it sympy: half of the time that it takes to import us
+
         return Directory(path, part)
     if is_directory:
         raise ValueError(
