@@ -118,7 +118,8 @@ def test_payloads_that_come_after_the_end_of_their_channel_are_ended():
     connect = carriers[0].connect
     carriers[0].connect = lambda *args: late(partial(connect, *args))
     at_once(partial(carry, 0), partial(carry, 1))
-    assert failed == ["the channel from rank 0 to rank 1 has been closed."] and carriers[0].aborted == 1
+    assert "the channel from rank 0 to rank 1 has been closed." in failed  # the other end may see it die, or not
+    assert carriers[0].aborted == 1
     ends[1].close()
 
 
