@@ -47,6 +47,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/loading.py
+	$(BIN)/python benchmarks/families.py
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/ranks.py
