@@ -12,13 +12,25 @@ from partition import PartitionError, balance_by_size, balance_by_time, balance_
 from partition.profiling import layer_sizes
 
 
+class Clock:
+    """The time that `time.perf_counter` tells, in seconds: layers move it, and nothing else does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def __deepcopy__(self, memo: Any) -> "Clock":
+        return self  # copies of layers are measured
+
+
 class Delay(nn.Module):
-    def __init__(self, milliseconds: int) -> None:
+    def __init__(self, milliseconds: int, clock: Clock | None = None) -> None:
         super().__init__()
-        self.seconds = milliseconds / 1000
+        self.seconds, self.clock = milliseconds / 1000, clock
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        assert self.clock is not None
+        self.clock.now += self.seconds
         return x
 
 
@@ -40,8 +52,11 @@ class Tradeoff(nn.Module):
     "milliseconds, stages, balance",
     [([4, 8, 12, 16, 20, 24], 2, [4, 2]), ([24, 20, 16, 12, 8, 4], 2, [2, 4]), ([20, 5, 5, 5, 5, 20], 3, [1, 4, 1])],
 )
-def test_layers_that_sleep_are_balanced_by_sleep(milliseconds: list[int], stages: int, balance: list[int]) -> None:
-    module = nn.Sequential(*[Delay(each) for each in milliseconds])
+def test_layers_are_balanced_by_the_time_that_they_take(
+    milliseconds: list[int], stages: int, balance: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    module = nn.Sequential(*[Delay(each, clock) for each in milliseconds])
     assert balance_by_time(stages, module, torch.rand(1), timeout=0.3) == balance
 
 
