@@ -75,7 +75,8 @@ def passing_of(
 ) -> Passing:
     """The values that pass blocks by.
 
-    What comes before a chain, and the end, are run with all values that blocks have returned so far, and without each.
+    What comes before a chain, and the end, are run with all values that blocks have returned so far, and without each:
+    nan. Whole numbers and truth values always pass by, to the end: none of them would show that it is lacking.
     """
     readers: dict[tuple[int, int], int] = {}
     written: set[tuple[int, int]] = set()
@@ -93,6 +94,10 @@ def passing_of(
             for slot in set(returned) - hidden:
                 if not same(whole, again.without({slot})):
                     readers[slot] = reader
+    for number, block in enumerate(blocks):
+        for place, leaf in enumerate(block.returned[0]):
+            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+                readers[number, place] = len(outline.chains)
     slots = sorted(readers)
     return Passing(tuple(slots), tuple([readers[slot] for slot in slots]), frozenset(written))
 

@@ -166,6 +166,34 @@ def test_a_number_that_the_beginning_computes_is_computed_again_where_it_is_used
         assert torch.equal(layers(x), model(x))
 
 
+class Coding(nn.Linear):
+    def forward(self, x):
+        made = super().forward(x)
+        return made, made.argmax(-1)
+
+
+class UsesCodes(nn.Module):
+    """What a block returns is chosen for some rows, of which the sample may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Coding(4, 4), *[nn.Linear(4, 4) for _ in range(3)]])
+        self.table = nn.Embedding(4, 4)
+
+    def forward(self, x):
+        hidden, codes = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            hidden = block(hidden)
+        return hidden + self.table(torch.where(x.sum(-1) > 0, codes, 0))
+
+
+def test_whole_numbers_pass_by_though_the_sample_does_not_use_them():
+    model = UsesCodes().eval()
+    layers = to_sequential(model, -torch.rand(4, 4))
+    for x in (-torch.rand(3, 4), torch.rand(3, 4), torch.randn(9, 4)):
+        assert torch.equal(layers(x), model(x))
+
+
 def test_what_passes_by_travels_as_long_as_it_is_read():
     model = UNet().eval()
     layers, value, there = to_sequential(model, x := torch.randn(4, 3, 8, 8)), x, []
