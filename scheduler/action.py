@@ -13,10 +13,12 @@
     SEND_B  the gradient of the stage's input leaves    B or I of this stage      a message
     RECV_B  the gradient of the stage's output arrives  SEND_B, one stage after   gradient of the output
 
+    R       recomputation of what F did not keep        what B or I needs         the activations
     U       update of the stage's parameters            its last B or W           new parameters
 
-A schedule is made of the first four; messages are what lowering adds (programs/lowering.py). Updates stand in measured
-timelines, where parameters are updated during the backward; their chunk is the last one, which the stage waited for.
+A schedule is made of the first four; messages are what lowering adds (programs/lowering.py). The last two stand in
+measured timelines: R right before the B or I of its chunk, whose time does not count it; U where parameters are updated
+during the backward, with the last chunk, which the stage waited for.
 
 The zero-bubble papers (Qi et al. 2023, arXiv 2401.10241) write "B" for what is I here; here B is always the whole
 backward. Nothing else in this package repeats the difference.
@@ -42,6 +44,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    R = "R"
     U = "U"
 
     @property

@@ -37,7 +37,8 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
 
     >>> from scheduler import by_name, simulate
     >>> print(chrome_trace(simulate(by_name("gpipe", lanes=1, chunks=1)), memory=False))
-    {"otherData": {"unit": "slots", "lanes": 1, "held": [[1, 1, 1]]}, "displayTimeUnit": "ns", "traceEvents": [
+    {"otherData": {"unit": "slots", "clocked": false, "lanes": 1, "held": [[1, 1, 1]]}, "displayTimeUnit": "ns", \
+"traceEvents": [
     {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "pipeline"}},
     {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "lane 0"}},
     {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": 0, "args": {"sort_index": 0}},
@@ -51,7 +52,7 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     events += _counters(timeline) if memory else ()
     events += _arrows(timeline) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
-    about = {"unit": timeline.unit, "lanes": timeline.lanes, "held": held}
+    about = {"unit": timeline.unit, "clocked": timeline.clocked, "lanes": timeline.lanes, "held": held}
     head = json.dumps(about | ({"turns": timeline.turns} if timeline.turns else {}))
     lines = ",\n".join(map(json.dumps, events))
     return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
@@ -77,7 +78,8 @@ def timeline_from_chrome(text: str) -> Timeline:
         events = [_read(event, about["unit"]) for event in trace["traceEvents"] if event["ph"] == "X"]
         held = tuple(Held(*heights) for heights in about["held"])
         turns = tuple(map(tuple, about.get("turns", ())))
-        return Timeline(tuple(sorted(events, key=itemgetter(2))), about["lanes"], about["unit"], held, turns)
+        ordered = tuple(sorted(events, key=itemgetter(2)))
+        return Timeline(ordered, about["lanes"], about["unit"], held, turns, bool(about["clocked"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             f"this is not the trace of a timeline ({type(error).__name__}: {error}). Give what chrome_trace wrote."
@@ -150,4 +152,5 @@ _COLOURS = {
     Kind.B: "rail_animation",  # red
     Kind.I: "thread_state_iowait",  # orange
     Kind.W: "yellow",
+    Kind.R: "thread_state_runnable",  # pale blue
 }

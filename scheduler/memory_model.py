@@ -7,10 +7,11 @@
          F     B I     W                      F           B I   I      W
       activation    kept                   checkpoint     activation  kept
 
-F holds the activations from its start. B ends all of it, I leaves what W needs.
+F holds the activations from its start. B ends all of it, I leaves what W needs. A simulated B or I recomputes within
+itself, a measured one has an R before it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 from scheduler.action import Kind
@@ -43,27 +44,38 @@ class Held(NamedTuple):
         return cls(whole, whole if kept is None else kept, whole if checkpoint is None else checkpoint)
 
 
-def steps(events: Iterable[Event], held: tuple[Held, ...]) -> Iterator[tuple[float, float]]:
+def steps(
+    events: Iterable[Event], held: tuple[Held, ...], recomputed: Set[tuple[int, int]] | None = None
+) -> Iterator[tuple[float, float]]:
     """The times at which the memory of a lane changes, and its new amounts.
 
     Args:
         events: of one lane, in its order
         held: for each stage; none: every chunk holds 1
+        recomputed: the (stage, chunk) pairs that have an R; None: all are recomputed, within their B or I
 
     Returns:
         (time, how much is held from then on), ascending in time; what it held before the first is 0.
     """
     level: float = 0
-    for (stage, kind, _), _, start, end in events:
+    for (stage, kind, chunk), _, start, end in events:
         whole, kept, low = held[stage] if held else Held()
+        if recomputed is not None and (stage, chunk) not in recomputed:
+            low = whole
+        again = whole - low
+        within = again if recomputed is None else 0
         if kind is Kind.F:
-            changes = (start, whole), (end, low - whole)
+            changes = (start, whole), (end, -again)
+        elif kind is Kind.R:
+            changes = (start, again), (end, 0)
         elif kind is Kind.B:
-            changes = (start, whole - low), (end, -whole)
+            changes = (start, within), (end, -whole)
         elif kind is Kind.I:
-            changes = (start, whole - low), (end, kept - whole)
-        else:
+            changes = (start, within), (end, kept - whole)
+        elif kind is Kind.W:
             changes = (start, 0), (end, -kept)
+        else:
+            continue
         for time, change in changes:
             if change:
                 level += change

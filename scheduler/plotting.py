@@ -354,6 +354,7 @@ def _matplotlib(module: str) -> Any:
 _WORDS = {
     Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient",
     Kind.SEND_F: "send", Kind.RECV_F: "receive", Kind.SEND_B: "send", Kind.RECV_B: "receive",
+    Kind.R: "recomputation", Kind.U: "update",
 }
 _FAINT = "#444444"
 _DPI = 100

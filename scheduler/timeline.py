@@ -43,6 +43,8 @@ class Timeline:
         events: sorted by start; the actions of one lane follow each other
         lanes: how many lanes there are, also those that nothing ran on
         unit: "slots" of simulated time, or "s" for seconds
+        clocked: its times are those of clocks: an action starts a little after what it waited for, and what is
+            recomputed has an R
         held: what a chunk holds in each stage; empty: every chunk holds 1, so that `memory` counts chunks
         turns: groups of lanes of which one runs at a time, since they share a thread or a device: their makespan and
             bubble are not those of lanes that run at once
@@ -56,6 +58,7 @@ class Timeline:
     unit: Literal["slots", "s"] = "slots"
     held: tuple[Held, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
+    clocked: bool = False
 
     def __post_init__(self) -> None:
         refuse_unless_whole("lanes", self.lanes, least=1)
@@ -97,7 +100,7 @@ class Timeline:
         zero = ordered[0].start if ordered else 0
         shifted = (Event(action, lane, start - zero, end - zero) for action, lane, start, end in ordered)
         groups = tuple(group for group in map(tuple, turns) if len(group) > 1)
-        return cls(tuple(shifted), lanes, unit="s", turns=groups)
+        return cls(tuple(shifted), lanes, unit="s", turns=groups, clocked=True)
 
     @cached_property
     def by_lane(self) -> tuple[tuple[Event, ...], ...]:
@@ -133,9 +136,15 @@ class Timeline:
         return tuple(max(in_flight(event.action for event in row), default=0) for row in self.by_lane)
 
     @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, chunk) pairs that have an R."""
+        return frozenset((stage, chunk) for (stage, kind, chunk), *_ in self.events if kind is Kind.R)
+
+    @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each lane, when what it holds changes and to how much: (time, held from then on), ascending in time."""
-        return tuple(tuple(steps(row, self.held)) for row in self.by_lane)
+        recomputed = self.recomputed if self.clocked else None
+        return tuple(tuple(steps(row, self.held, recomputed)) for row in self.by_lane)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -146,7 +155,7 @@ class Timeline:
     def critical_path(self) -> tuple[Event, ...]:
         """The chain of actions that makes the step as long as it is: each waits for the one before it, by order or by
         what it needs (explanation.py)."""
-        return critical_path(self.by_lane, self.unit == "slots")
+        return critical_path(self.by_lane, not self.clocked)
 
     def why_idle(self, lane: int, time: float) -> str:
         """A description of why a lane is idle (explanation.py).
@@ -164,7 +173,7 @@ class Timeline:
                 f"there is no lane {lane} at {time}: there are {self.lanes} lanes, numbered from 0, and the makespan "
                 f"is {self.makespan}. Ask within these."
             )
-        return why_idle(self.by_lane, self.unit == "slots", lane, time)
+        return why_idle(self.by_lane, not self.clocked, lane, time)
 
     def _idle_share(self, length: float) -> float:
         return 1 - sum(self.busy) / (self.lanes * length) if length else 0.0

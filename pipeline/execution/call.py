@@ -32,7 +32,7 @@ from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
 from pipeline.execution.second_order import differentiate
 from pipeline.stage.records import OutputEdges
-from pipeline.stage.stage import StageRun, StageSettings
+from pipeline.stage.stage import Begin, StageRun, StageSettings
 from pipeline.transports.message import Message
 from scheduler import Kind
 
@@ -259,12 +259,21 @@ class Call:
 
     def _backward(self, retain: bool, stage: int, chunk: int) -> None:
         run = self._run[stage]
+        setup = self.execution.setup
+        begin: Begin
         if run.ends_in_loss:
-            grads = run.backward(chunk, partial(self._at_end, chunk), True, retain)
+            begin, wanted = partial(self._at_end, chunk), True
         else:
             given = self.execution.take_grads(stage, chunk)
-            grads = run.backward(chunk, partial(_at_outputs, given), _has_any(given), retain)
+            begin, wanted = partial(_at_outputs, given), _has_any(given)
+        if setup.traces and (stage, chunk) in setup.recompute:
+            begin = partial(self._begin_recomputed, stage, chunk, begin)
+        grads = run.backward(chunk, begin, wanted, retain)
         self.execution.mailbox.put_grads(stage, chunk, grads)
+
+    def _begin_recomputed(self, stage: int, chunk: int, begin: Begin, exits: OutputEdges) -> Roots:
+        self.execution.record_recomputation(stage, chunk)
+        return begin(exits)
 
     def _weights(self, retain: bool, stage: int, chunk: int) -> None:
         self._run[stage].weights(chunk, retain)

@@ -33,7 +33,7 @@ from pipeline.execution.setup import Setup
 from pipeline.recompute.randomness import KeptGenerators, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers
-from scheduler import Action, Kind
+from scheduler import Action, Event, Kind
 from scheduler.collecting import no_collecting
 
 Work: TypeAlias = Mapping[Kind, Callable[[int, int], None]]  # kind -> what it does, called with (stage, chunk)
@@ -71,7 +71,7 @@ class Execution:
         self.mailbox = self._new_mailbox()
         self._driver = Driver(setup.layout.places, setup.stages, self._lane_of, setup.layout.workers)
         self._recorded = [len(trace) for trace in setup.traces]
-        self._ready: dict[int, float] = {}  # by stage: when the action under way had its inputs, where that is traced
+        self._ready: dict[int, float] = {}  # by stage: when the action under way, or what is left of it, could begin
 
     # ---------------------------------------------------------------------------------------------------- settings
 
@@ -210,15 +210,21 @@ class Execution:
 
     def _perform_and_tell(self, perform: Perform, action: Action) -> None:
         """The same, with reports to a trace and to other ranks."""
-        start = perf_counter()
+        self._ready[action.stage] = perf_counter()
         self.communicator.at(action)
         perform(action)
-        self.record(action, self._ready.pop(action.stage, start))
+        self.record(action, self._ready.pop(action.stage))
 
-    def record(self, action: Action, start: float) -> None:
-        """Record in the traces that an action ran from `start` until now."""
+    def record(self, action: Action, start: float) -> float:
+        """Record in the traces that an action ran from `start` until now. Returns now."""
+        end = perf_counter()
         for trace in self.setup.traces:
-            trace.record(action, self._lane_of[action.stage], start)
+            trace.record(Event(action, self._lane_of[action.stage], start, end))
+        return end
+
+    def record_recomputation(self, stage: int, chunk: int) -> None:
+        """Record that the backward under way has recomputed what it needs; the rest of it begins now."""
+        self._ready[stage] = self.record(Action(stage, Kind.R, chunk), self._ready[stage])
 
     def record_update(self, stage: int, start: float) -> None:
         """Record an update of parameters after a stage's last backward, from `start` until now."""

@@ -4,16 +4,15 @@
         f(pipe(x), y).backward()           step.timeline
     print(draw(trace.timeline))
 
-An action begins when its inputs are there: a rank's wait for them is a gap. B includes the recomputation, where
-there is one. On an accelerator the times are those of the host, which launches.
+An action begins when its inputs are there: a rank's wait for them is a gap. A recomputation is an event of its own, R,
+right before its B or I. On an accelerator the times are those of the host, which launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 
-from scheduler import Action, Event, Timeline
+from scheduler import Event, Timeline
 
 
 class TraceRecorder:
@@ -29,9 +28,9 @@ class TraceRecorder:
         self._turns = turns
         self._events: list[Event] = []
 
-    def record(self, action: Action, lane: int, start: float) -> None:
-        """Note that `action` ran on `lane` from `start` (of `perf_counter`) until now."""
-        self._events.append(Event(action, lane, start, perf_counter()))
+    def record(self, event: Event) -> None:
+        """Note what ran, in seconds of `perf_counter`."""
+        self._events.append(event)
 
     def __len__(self) -> int:
         """The number of recorded actions."""

@@ -33,7 +33,7 @@ def test_a_measured_timeline_is_read_back_to_the_nanosecond(schedule, scale):
     timeline = Timeline.measured([Event(a, lane, start * scale, end * scale) for a, lane, start, end in slots],
                                  schedule.lanes, [range(schedule.lanes)])
     again = timeline_from_chrome(chrome_trace(timeline))
-    assert (again.lanes, again.unit, again.turns) == (timeline.lanes, "s", timeline.turns)
+    assert (again.lanes, again.unit, again.turns, again.clocked) == (timeline.lanes, "s", timeline.turns, True)
     for before, after in zip(timeline.by_lane, again.by_lane):
         assert [event.action for event in before] == [event.action for event in after]
         times = [time for event in before for time in event[2:]]
@@ -110,7 +110,7 @@ def test_arrows_go_between_lanes_from_what_is_needed_to_what_needs_it(schedule):
 @pytest.mark.parametrize("text, words", [
     ("", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError: 'otherData'"), ("3", "TypeError"),
     ('{"otherData": {"unit": "ms", "lanes": 1, "held": []}, "traceEvents": []}', "the unit is 'ms', not one of slots"),
-    ('{"otherData": {"unit": "s", "lanes": 0, "held": []}, "traceEvents": []}', "lanes is 0"),
+    ('{"otherData": {"unit": "s", "clocked": true, "lanes": 0, "held": []}, "traceEvents": []}', "lanes is 0"),
 ])
 def test_what_is_no_trace_of_a_timeline_is_refused(text, words):
     with pytest.raises(ScheduleError, match=f"this is not the trace of a timeline .*{words}.*what chrome_trace wrote"):

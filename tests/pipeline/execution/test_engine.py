@@ -16,7 +16,7 @@ from pipeline.execution.mailbox import LocalMailbox
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.execution.trace import TraceRecorder
 from pipeline.transports.local import Local
-from scheduler import Action, Kind, Schedule, by_name, draw, requires
+from scheduler import Action, Event, Kind, Schedule, by_name, draw, requires
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -266,8 +266,8 @@ def test_a_trace_begins_at_zero_and_keeps_the_order_of_the_actions() -> None:
     trace = TraceRecorder(lanes=2)
     start = perf_counter()
     for action, number in zip(order("0F0 1F0 1B0 0B0"), (0, 1, 1, 0), strict=True):
-        trace.record(action, number, start)
-        start = perf_counter()
+        start, before = perf_counter(), start
+        trace.record(Event(action, number, before, start))
     timeline = trace.timeline
     assert words(event.action for event in timeline.events) == "0F0 1F0 1B0 0B0"
     assert timeline.unit == "s" and timeline.events[0].start == 0 and timeline.lanes == 2
