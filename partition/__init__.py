@@ -2,13 +2,16 @@
 
     model ─► to_sequential ─► nn.Sequential of its beginning, its blocks and its end
 
-    balance_by_time ─► profiling ─► seconds per layer ─┐
-    balance_by_size ─► profiling ─► bytes per layer ───┴─► balance_costs ─► balance ─► split ─► stages
+    profile ─► Profile: seconds or FLOPs, and bytes, of each layer
+    balance_by_time ─► profiles ─► seconds per layer ─┐
+    balance_by_size ─► profiles ─► bytes per layer ───┴─► balance_costs ─► balance ─► split ─► stages
 """
 
 from partition.balancing import balance_by_size, balance_by_time
 from partition.contiguous import balance_costs
 from partition.errors import PartitionError
+from partition.profiles.profile import LayerProfile, Profile
+from partition.profiles.profiling import profile
 from partition.sequential import to_sequential
 from partition.splitting import split
 
@@ -18,6 +21,10 @@ __all__ = [
     # cut
     "split",
     "to_sequential",
+    # measure
+    "LayerProfile",
+    "Profile",
+    "profile",
     # choose where
     "balance_costs",
     "balance_by_time",

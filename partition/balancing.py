@@ -1,6 +1,6 @@
 """Balances by measurement: stages that take equally long, or are equally big.
 
-    module, sample ──profiling──► seconds or bytes per layer ──balance_costs──► layers per stage
+    module, sample ──profiles──► seconds or bytes per layer ──balance_costs──► layers per stage
 
 The names and the order of arguments are torchgpipe's (torchgpipe.balance). What differs: the split is exact, sizes need
 no CUDA, and the module keeps its mode, its gradients and its random numbers.
@@ -13,7 +13,8 @@ from torch import nn
 
 from partition.contiguous import balance_costs, check_stages, whole
 from partition.errors import PartitionError
-from partition.profiling import Device, layer_sizes, layer_times
+from partition.profiles.profiling import check_timeout, layer_bytes, layer_work
+from partition.profiles.sandbox import Device, device_of
 from partition.splitting import check_module
 
 __all__ = ["balance_by_time", "balance_by_size"]
@@ -49,7 +50,9 @@ def balance_by_time(
         (2, 4)
     """
     check_stages(stages, len(check_module(module)))
-    return balance_costs(layer_times(module, sample, timeout=timeout, device=device), stages)
+    check_timeout(timeout)
+    works, _ = layer_work(module, sample, device_of(module, device), timeout)
+    return balance_costs([work.total for work in works], stages)
 
 
 def balance_by_size(
@@ -106,5 +109,5 @@ def balance_by_size(
         raise PartitionError(f"chunks must be a whole number, 1 or more; got {chunks!r} ({type(chunks).__name__}).")
     if not 0 <= param_scale < math.inf:
         raise PartitionError(f"param_scale must be finite, 0 or more; got {param_scale!r}. Use 2 for SGD, 4 for Adam.")
-    sizes = layer_sizes(module, sample, device=device)
-    return balance_costs([size.activations / chunks + size.parameters * param_scale for size in sizes], stages)
+    sizes, _ = layer_bytes(module, sample, device_of(module, device))
+    return balance_costs([size.activations / chunks + size.held * param_scale for size in sizes], stages)

@@ -482,6 +482,12 @@ class Outline(nn.Module):
         """It holds nothing of a part: copies of parts share it."""
         return self
 
+    def alone(self) -> Outline:
+        """The same outline, which keeps nothing where this one would find it."""
+        made: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
+        vars(made).update(_roots={None: self._roots[None]}, _memory=_Memory())
+        return made
+
     def run(
         self, run: Run, leaves: Leaves, device: torch.device, own: Mapping[str, Any], training: bool = False
     ) -> Any:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partition.profiling import layer_sizes, layer_times
+from partition import profile
 from pipeline import Pipe, Place, checkpoint_blocks
 from pipeline.common import accelerators
 from pipeline.common.places import place_of
@@ -399,8 +399,9 @@ def test_fingerprints_of_what_is_on_an_accelerator_are_those_on_the_host() -> No
 def test_profiling_on_an_accelerator_leaves_generators_alone() -> None:
     layers, x = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3)), torch.rand(3, 5)
     found = [torch.get_rng_state(), *[generator.get_state() for generator in torch.sim.default_generators]]
-    assert layer_sizes(layers, x, device="sim:1")[::2] == layer_sizes(layers, x)[::2]
-    assert all(seconds > 0 for seconds in layer_times(layers, x, timeout=0, device="sim:1"))
+    there, here = profile(layers, x, timeout=0, device="sim:1"), profile(layers, x, timeout=0)
+    assert [layer.saved for layer in there.layers[::2]] == [layer.saved for layer in here.layers[::2]]
+    assert all(layer.work.total > 0 for layer in there.layers)
     now = [torch.get_rng_state(), *[generator.get_state() for generator in torch.sim.default_generators]]
     assert all(map(torch.equal, found, now)) and next(layers.parameters()).is_cpu
 

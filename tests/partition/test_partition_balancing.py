@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import partition
-from partition import PartitionError, balance_by_size, balance_by_time, balance_costs
-from partition.profiling import layer_sizes
+from partition import PartitionError, balance_by_size, balance_by_time, balance_costs, profile
 
 
 class Clock:
@@ -77,7 +76,8 @@ def test_activations_weigh_less_as_chunks_grow() -> None:
 def test_size_is_activations_of_a_chunk_and_scaled_parameters() -> None:
     module = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 30), nn.Tanh(), nn.Linear(30, 2))
     sample = torch.rand(40, 6)
-    costs = [size.activations / 4 + 3.0 * size.parameters for size in layer_sizes(module, sample)]
+    layers = profile(module, sample, timeout=0).layers
+    costs = [layer.saved.total / 4 + 3.0 * layer.parameters.total for layer in layers]
     for stages in range(1, 7):
         balance = balance_by_size(stages, module, sample, chunks=4, param_scale=3.0)
         assert balance == balance_costs(costs, stages)

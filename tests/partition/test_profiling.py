@@ -1,19 +1,35 @@
-"""Laws of partition.profiling: what is measured, and that nothing of the caller's is changed by it."""
+"""Laws of partition.profiles: what is measured of layers, and that nothing of the caller's is changed by it."""
 
 import gc
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from partition import PartitionError
-from partition.profiling import LayerSize, layer_sizes, layer_times
+from partition import PartitionError, profile
+from partition.profiles.profiling import layer_bytes, layer_work
+from partition.profiles.sandbox import device_of
 
 Profile = Callable[..., Any]
+
+
+class LayerSize(NamedTuple):
+    activations: int
+    parameters: int
+
+
+def layer_times(module: nn.Sequential, sample: Any, *, timeout: float, device: Any = None) -> list[float]:
+    return [work.total for work in layer_work(module, sample, device_of(module, device), timeout)[0]]
+
+
+def layer_sizes(module: nn.Sequential, sample: Any, device: Any = None) -> list[LayerSize]:
+    sizes, _ = layer_bytes(module, sample, device_of(module, device))
+    return [LayerSize(size.activations, size.held) for size in sizes]
 
 
 def times(module: nn.Sequential, sample: Any, **options: Any) -> list[float]:
@@ -202,8 +218,7 @@ def test_a_failing_layer_is_named(profile: Profile) -> None:
     assert caught.value.__notes__ == ["while profiling layer '1' (Linear) on cpu"]
 
 
-@profilers
-def test_a_module_that_is_no_plain_sequential_is_refused(profile: Profile) -> None:
+def test_a_module_that_is_no_plain_sequential_is_refused() -> None:
     with pytest.raises(TypeError, match="must be an nn.Sequential.*got Linear"):
         profile(nn.Linear(1, 1), torch.rand(1))
 
@@ -211,7 +226,7 @@ def test_a_module_that_is_no_plain_sequential_is_refused(profile: Profile) -> No
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
 def test_a_timeout_that_is_no_time_is_refused(timeout: float) -> None:
     with pytest.raises(PartitionError, match=rf"timeout must be seconds, 0 or more and finite; got {timeout}"):
-        layer_times(nn.Sequential(nn.ReLU()), torch.rand(1), timeout=timeout)
+        profile(nn.Sequential(nn.ReLU()), torch.rand(1), timeout=timeout)
 
 
 # ------------------------------------------------------------------------------------------- what is measured
@@ -250,7 +265,8 @@ def test_passes_are_repeated_until_the_timeout_and_each_layer_runs_once_to_warm_
 
 
 def test_a_layer_counts_its_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([0.0, 0, 1, 0, 1, 0, 0, 1, 0, 9, 0, 0, 1, 0, 2, 99])  # until; then warm-up, run and clock, three times
+    # until; then three times warm-up, run (begin, made, end) and clock
+    ticks = iter([0.0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 2, 9, 0, 0, 0, 0, 0, 1, 2, 99])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     assert layer_times(nn.Sequential(nn.ReLU()), torch.rand(1), timeout=1) == [2]
 
@@ -302,17 +318,16 @@ def test_sizes_on_meta_are_those_on_the_cpu() -> None:
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
-def test_layers_run_where_the_parameters_are_or_where_they_are_told() -> None:
-    seen: list[str] = []
-    module = nn.Sequential(Lambda(lambda x: (seen.append(x.device.type), x)[1]), nn.Linear(2, 2))
+def test_layers_run_where_the_parameters_are_or_without_numbers_where_these_have_none() -> None:
+    fakes: list[bool] = []
+    module = nn.Sequential(Lambda(lambda x: (fakes.append(isinstance(x, FakeTensor)), x)[1]), nn.Linear(2, 2))
     layer_sizes(module, torch.rand(1, 2))
     layer_sizes(module.to("meta"), torch.rand(1, 2))
     layer_sizes(module, torch.rand(1, 2, device="meta"), device="meta")
     layer_sizes(nn.Sequential(module[0]), torch.rand(1, 2, device="cpu"))
-    assert seen == ["cpu", "meta", "meta", "cpu"]
+    assert fakes == [False] * 2 + [True] * 4 + [False] * 2
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu
 def test_on_cuda_sizes_are_those_on_the_cpu_and_the_generator_is_left_alone() -> None:  # pragma: no cover  # needs CUDA
     module = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.ReLU())

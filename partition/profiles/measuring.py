@@ -1,0 +1,388 @@
+"""Measurements of layers: the seconds or FLOPs of each, and the bytes that its backward holds.
+
+    sample ──copy──► x ──► layer 0 ──► y ──cut──► x ──► layer 1 ──► ...
+                           │ a copy, one at a time, in a sandbox
+                           └─ visit: seconds, FLOPs, or bytes
+
+Cut: detached, needing a gradient if y did, so that the graph of one layer is gone before the next runs. What layers
+stash for later ones is cut too. Nothing of the caller's is changed (sandbox.py).
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from partition.profiles.sandbox import Sandbox
+from partition.profiles.skips import renew, skips_of, values_of
+
+__all__ = ["Loss", "Saved", "Storages", "counted", "each_layer", "timed"]
+
+T = TypeVar("T")
+Visit = Callable[[nn.Module, Any, "Layer"], tuple[T, Any]]
+
+
+class Layer(NamedTuple):
+    """One layer of a visit.
+
+    Attributes:
+        number: its number; of the loss, that of the layers.
+        sandbox: where it runs.
+        stashes, pops: the keys of its skips.
+        aside: tensors that are the caller's, not counted: the target of a loss.
+    """
+
+    number: int
+    sandbox: Sandbox
+    stashes: list[Hashable]
+    pops: list[Hashable]
+    aside: list[Tensor]
+
+
+class Loss(NamedTuple):
+    """A loss that is visited like a layer behind the last: function(output, target)."""
+
+    function: Callable[[Any, Any], Any]
+    target: Any
+
+
+def each_layer(
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None = None
+) -> list[T]:
+    """visit(copy of the layer, its input, Layer) -> (result, output), layer after layer; the results.
+
+    Args:
+        module: the layers.
+        sample: the input of the first.
+        sandbox: where they run.
+        visit: what to do with each.
+        loss: of the output, visited like a layer behind the last; None: there is none.
+    """
+    return copy_context().run(_each_layer, module, sample, sandbox, visit, loss)
+
+
+def _each_layer(
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None
+) -> list[T]:
+    results = []
+    with sandbox.within():
+        x = sandbox.moved(sample)
+        # Not named_children(), which leaves out the second place of a layer that stands in two.
+        for index, (name, layer) in enumerate(module._modules.items()):
+            assert layer is not None  # a Sequential that runs has no None
+            with _noted(name, layer, sandbox):
+                here = Layer(index, sandbox, *skips_of(layer), [])
+                made = sandbox.copy(layer)
+                with sandbox.running():
+                    result, y = visit(made, x, here)
+                del made
+            x = _cut(y)
+            del y
+            renew(here.stashes, _cut)
+            results.append(result)
+        if loss is not None:
+            with _noted("loss", loss.function, sandbox):
+                behind = _LossLayer(loss, sandbox)
+                with sandbox.running():
+                    results.append(visit(behind, x, Layer(len(module), sandbox, [], [], _tensors(behind.target)))[0])
+    return results
+
+
+@contextmanager
+def _noted(name: str, layer: Any, sandbox: Sandbox) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while profiling layer {name!r} ({type(layer).__name__}) on {sandbox}")
+        raise
+
+
+class _LossLayer(nn.Module):
+    """A loss as a layer."""
+
+    def __init__(self, loss: Loss, sandbox: Sandbox) -> None:
+        super().__init__()
+        function = loss.function
+        self.function = sandbox.copy(function) if isinstance(function, nn.Module) else function
+        self.target = sandbox.moved(loss.target)
+
+    def forward(self, output: Any) -> Any:
+        return self.function(output, self.target)
+
+
+# ------------------------------------------------------------------------------------------------------------ seconds
+
+
+def timed(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float, float], Any]:
+    """Seconds of forward, input gradient and whole backward.
+
+    What is done once (lazy parameters, choice of kernels) is done in a run that does not count.
+    """
+    then = copy_context()  # what was stashed before is there for each run
+    then.copy().run(_clocked, layer, x, here, False)
+    trained, alone = _is_trained(layer), 0.0
+    if trained and _needs_grad(x, here):
+        alone = then.copy().run(_clocked, layer, x, here, True)[0][1]
+    (forward, backward), y = _clocked(layer, x, here, False)
+    return (forward, min(alone, backward) if trained else backward, backward), y
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _needs_grad(x: Any, here: Layer) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors([x, values_of(here.pops)]))
+
+
+def _clocked(layer: nn.Module, x: Any, here: Layer, only_inputs: bool) -> tuple[tuple[float, float], Any]:
+    """Seconds of a forward, and of a backward."""
+    given = _Given(x, here.pops)
+    begun = here.sandbox.now()
+    y = layer(given.value)
+    made = here.sandbox.now()
+    _backward(y, here.stashes, given.leaves if only_inputs else given.targets(layer))
+    return (made - begun, here.sandbox.now() - made), y
+
+
+# -------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float, float], Any]:
+    """FLOPs of forward, input gradient and whole backward."""
+    given, trained, inputs = _Given(x, here.pops), _is_trained(layer), 0
+    with _counter() as forward:
+        y = layer(given.value)
+    if trained and given.leaves:
+        with _counter() as counter:
+            _backward(y, here.stashes, given.leaves, retain=True)
+        inputs = counter.get_total_flops()
+    with _counter() as counter:
+        _backward(y, here.stashes, given.targets(layer))
+    backward = counter.get_total_flops()
+    return (forward.get_total_flops(), inputs if trained else backward, backward), y
+
+
+def _counter() -> FlopCounterMode:
+    """Torch's counter, which knows attention on accelerators; on the CPU it is another operator (torch 2.13)."""
+    return FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- bytes
+
+
+class Saved(NamedTuple):
+    """The bytes that autograd holds of one layer for its backward, that the layer has, and that it returns.
+
+    Attributes:
+        inner: of storages that are made and saved within the layer.
+        outer: (number, bytes) of saved storages that are its input or output, or a skip.
+        constants: of storages that every forward saves again: tables that the layer keeps.
+        output: of what it returns, as a message.
+        stashed, popped: (number, bytes) of skips, as messages.
+        parameters: each, in the order of `named_parameters`, without numbers.
+        buffers: of all buffers.
+    """
+
+    inner: int
+    outer: tuple[tuple[int, int], ...]
+    constants: int
+    output: int
+    stashed: tuple[tuple[int, int], ...]
+    popped: tuple[tuple[int, int], ...]
+    parameters: list[Tensor]
+    buffers: int
+
+    @property
+    def activations(self) -> int:
+        """Bytes that its backward needs, of this layer alone."""
+        return self.inner + self.constants + sum(size for _, size in self.outer)
+
+    @property
+    def held(self) -> int:
+        """Bytes of its parameters, each once."""
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.parameters}.values())
+
+
+class Storages:
+    """A visit that counts what layers save, and numbers the storages that pass from layer to layer.
+
+    Args:
+        aside: tensors whose storages are not counted: the parameters and buffers of the module.
+
+    Attributes:
+        entry: (number, bytes) of the storages of the sample.
+    """
+
+    def __init__(self, aside: Iterable[Tensor]) -> None:
+        self.entry: tuple[tuple[int, int], ...] = ()
+        self._aside = {_storage(tensor) for tensor in aside if not is_lazy(tensor)}
+        self._skips: dict[Hashable, tuple[int, int]] = {}
+        self._numbers: dict[int, int] = {}  # of the storages that stand between two layers now
+        self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
+        self._count = itertools.count()
+
+    def __call__(self, layer: nn.Module, x: Any, here: Layer) -> tuple[Saved, Any]:
+        """Run a layer twice, on a clone and on its input: what both runs save is no activation."""
+        self._enter(x, not here.number)
+        first, _ = copy_context().run(_hold, layer, pytree.tree_map_only(Tensor, _cloned, x), here)
+        popped = tuple([self._skips.pop(key) for key in here.pops])
+        saved, y = _hold(layer, x, here)
+        self._leave(y, here)
+        own = {_storage(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
+        inner = constants = 0
+        outer: dict[int, int] = {}
+        for storage in saved.keys() - own:
+            size = saved[storage].untyped_storage().nbytes()
+            if storage in self._numbers:
+                outer[self._numbers[storage]] = size
+            elif storage in first:
+                constants += size
+            else:
+                inner += size
+        stashed = tuple([self._skips[key] for key in here.stashes])
+        shapes = [torch.empty_like(parameter, device="meta") for _, parameter in _parameters(layer)]
+        buffers = sum(buffer.nbytes for buffer in layer.buffers())
+        result = Saved(inner, tuple(sorted(outer.items())), constants, _message(y), stashed, popped, shapes, buffers)
+        self._forget(y)
+        return result, y
+
+    def _enter(self, x: Any, first: bool) -> None:
+        self._number(x)
+        if first:
+            self.entry = tuple([(self._numbers[_storage(tensor)], tensor.nbytes) for tensor in _tensors(x)])
+
+    def _leave(self, y: Any, here: Layer) -> None:
+        self._number(y)
+        for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
+            self._number(value)
+            tensors = _tensors(value)
+            number = self._numbers[_storage(tensors[0])] if tensors else next(self._count)
+            self._skips[key] = number, _message(value)
+
+    def _number(self, value: Any) -> None:
+        for tensor in _tensors(value):
+            if _storage(tensor) not in self._numbers:
+                self._numbers[_storage(tensor)] = next(self._count)
+                self._alive.append(tensor.detach())
+
+    def _forget(self, y: Any) -> None:
+        """Forget storages that no later layer reads."""
+        between = {_storage(tensor) for tensor in _tensors([y, values_of(self._skips)])}
+        self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
+        self._alive = [tensor for tensor in self._alive if _storage(tensor) in between]
+
+
+def _hold(layer: nn.Module, x: Any, here: Layer) -> tuple[dict[int, Tensor], Any]:
+    """The storages that a forward saves, each with a tensor that keeps it alive, and what it returns."""
+    saved: dict[int, Tensor] = {}
+
+    def hold(tensor: Tensor) -> Tensor:
+        kept = tensor.detach()  # the graph holds this; an output that its own graph holds would never be freed
+        saved.setdefault(_storage(tensor), kept)
+        return kept
+
+    given = _Given(x, here.pops)
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda kept: kept):
+        y = layer(given.value)
+    return saved, y
+
+
+def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(layer.named_parameters(remove_duplicate=False))
+
+
+def _message(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for fakes and for empty tensors
+    return address
+
+
+# ------------------------------------------------------------------------------------------------------- input, output
+
+
+class _Enter(torch.autograd.Function):
+    """The identity from a leaf to the inputs of a layer, which are no views and no leaves: it may write into them."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Sequence[Tensor], leaf: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in given])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # pragma: no cover  # called from C++
+        return None, None
+
+
+class _Given:
+    """The input of one run of a layer, in a graph of its own; the skips that it takes are put into the context.
+
+    Attributes:
+        value: the input.
+        leaves: the one leaf of the graph; none where no input needs a gradient.
+    """
+
+    def __init__(self, x: Any, pops: list[Hashable]) -> None:
+        values, tree = pytree.tree_flatten([x, *values_of(pops)])
+        places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        wanted = [place for place in places if values[place].requires_grad]
+        self.leaves: list[Tensor] = []
+        for place in places:
+            values[place] = values[place].detach()
+        if wanted:
+            leaf = torch.empty((), device=values[wanted[0]].device, requires_grad=True)
+            self.leaves.append(leaf)
+            entered = _Enter.apply([values[place] for place in wanted], leaf)  # type: ignore[no-untyped-call]
+            for place, value in zip(wanted, entered, strict=True):
+                values[place] = value
+        self.value, *popped = pytree.tree_unflatten(values, tree)
+        for key, value in zip(pops, popped, strict=True):
+            renew([key], lambda _, value=value: value)  # type: ignore[misc]  # bound now
+
+    def targets(self, layer: nn.Module) -> list[Tensor]:
+        """The tensors whose gradients a whole backward computes."""
+        return [*self.leaves, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+
+
+def _backward(y: Any, stashes: list[Hashable], targets: list[Tensor], retain: bool = False) -> None:
+    """Backward of all that can have one; to `targets` alone, for a closure may reach tensors of the caller."""
+    outputs = [tensor for tensor in _tensors([y, *values_of(stashes)]) if tensor.requires_grad]
+    if outputs and targets:
+        # An output is a gradient of the right shape, dtype and device that costs nothing to make.
+        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], retain, inputs=targets)
+
+
+def _cut(x: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), x)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,86 @@
+"""Optimizer state: the bytes that an optimizer keeps for each parameter, from a factor or from the optimizer itself.
+
+    1.5                          bytes of state for a byte of parameter
+    torch.optim.AdamW            a class, or any function from a list of parameters to an optimizer
+    AdamW([...], lr=3e-4)        an optimizer: its type, with the settings of its first group
+
+An optimizer is asked by one step on fakes of the parameters (torch's FakeTensor), which takes no memory.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from partition.errors import PartitionError
+
+__all__ = ["StateOf", "state_bytes"]
+
+StateOf: TypeAlias = float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def state_bytes(optimizer: StateOf, parameters: Sequence[Tensor]) -> list[int]:
+    """The bytes of state for each parameter.
+
+    Args:
+        optimizer: as above.
+        parameters: with any numbers, or none; their shapes and types count.
+
+    Raises:
+        TypeError: it is no optimizer.
+        PartitionError: a factor is negative or not finite, or the optimizer cannot step without numbers.
+
+    Example:
+        >>> state_bytes(torch.optim.Adam, [torch.empty(3, 4)])  # two moments, and a counter of steps
+        [100]
+    """
+    if isinstance(optimizer, Real) and not isinstance(optimizer, bool):
+        if not 0 <= optimizer < math.inf:
+            raise PartitionError(
+                f"optimizer is {optimizer!r}, but as a factor it must be finite, 0 or more: bytes of state for a byte "
+                "of parameter. Use 0 for SGD, 1 with momentum, 2 for Adam, or give the optimizer's class."
+            )
+        return [math.ceil(parameter.nbytes * optimizer) for parameter in parameters]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(False):
+        fakes = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="cpu")) for each in parameters]
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake)
+        if not fakes:
+            return []
+        made = _made(optimizer, fakes)
+        try:
+            with torch.enable_grad():
+                made.step()
+        except Exception as error:
+            raise PartitionError(
+                f"{type(made).__name__} cannot step without numbers ({type(error).__name__}: {error}), so its state is "
+                "not known. Give a factor: bytes of state for a byte of parameter, such as 2 for two moments."
+            ) from error
+        return [sum(_sizes(made.state.get(fake, {}))) for fake in fakes]
+
+
+def _made(optimizer: Any, fakes: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        known = inspect.signature(type(optimizer)).parameters
+        settings: Mapping[str, Any] = {**optimizer.defaults, **optimizer.param_groups[0]}
+        taken = {name: settings[name] for name in known if name in settings and name != "params"}
+        made = type(optimizer)(fakes, **taken)
+    elif callable(optimizer):
+        made = optimizer(fakes)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a factor, a torch.optim.Optimizer, its class or a function from parameters to one; got "
+            f"{optimizer!r}, which makes {type(made).__name__}."
+        )
+    return made
+
+
+def _sizes(state: Any) -> Iterable[int]:
+    return [leaf.nbytes for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]

@@ -1,0 +1,240 @@
+"""A profile: what each layer of an nn.Sequential takes and holds for one chunk, as data.
+
+    profile(module, sample) ──► Profile ──► a table, JSON          Profile.stage(i, j) ──► what layers i to j - 1 take
+                                  │                                                        and hold together
+                                  └─ LayerProfile of each layer, and of the loss
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from partition.errors import PartitionError
+from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_count, spelt_seconds
+
+__all__ = ["LayerProfile", "Profile", "StageProfile", "Work"]
+
+
+class Work(NamedTuple):
+    """The work of the actions of one chunk, in seconds or in FLOPs.
+
+    Attributes:
+        forward: of F. A recomputation is the same once more.
+        input: of I, the gradient of the input.
+        weight: of W, the gradients of the parameters. B is I and W.
+    """
+
+    forward: Measured
+    input: Measured
+    weight: Measured
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.forward.median + self.input.median + self.weight.median
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, for one chunk.
+
+    Attributes:
+        name, kind: its name in the nn.Sequential, and its type's.
+        work: what it takes.
+        parameters: bytes; those that other layers have as well (tied weights) by number.
+        gradients: bytes of the gradients of parameters that need one.
+        optimizer: bytes of the optimizer's state. That of a tied weight counts in its first layer.
+        buffers: bytes.
+        saved: bytes that autograd holds for the backward: storages, each once and whole, without parameters and
+            buffers. Those that are the layer's input or output, or a skip, by number: its neighbour may hold them too.
+        constants: bytes that autograd holds once, for all chunks: tables that the layer keeps as attributes.
+        output: bytes of what it returns.
+        stashes, pops: (number, bytes) of values that go to a later layer directly, and that come so.
+    """
+
+    name: str
+    kind: str
+    work: Work
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: int
+    buffers: int
+    saved: Bytes
+    constants: int
+    output: int
+    stashes: tuple[tuple[int, int], ...] = ()
+    pops: tuple[tuple[int, int], ...] = ()
+
+
+class StageProfile(NamedTuple):
+    """The work and the bytes of some neighbouring layers together, for one chunk.
+
+    Attributes:
+        forward, input, weight: seconds or FLOPs of F, I and W.
+        state: bytes of parameters, gradients, optimizer state, buffers and constants.
+        saved: bytes that autograd holds from F to B.
+        read: bytes of what comes from other stages: what is kept instead, where the stage is recomputed.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    state: int
+    saved: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of an nn.Sequential, and the loss behind them, for one chunk.
+
+    Attributes:
+        layers: in their order.
+        rows: of the chunk.
+        unit: of `work`: "s", or "FLOP" where nothing was run.
+        device: where it ran; "meta": nowhere.
+        entry: (number, bytes) of the storages of the chunk itself, which the caller has.
+        loss: of the chunk's output; None: not profiled.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    rows: int
+    unit: str
+    device: str
+    entry: tuple[tuple[int, int], ...]
+    loss: LayerProfile | None = None
+
+    def stage(self, start: int, stop: int) -> StageProfile:
+        """The work and the bytes of layers `start` to `stop - 1` together, without the loss.
+
+        What two of them share (tied weights, what one saves as its output and the next as its input) counts once. The
+        first stage does not count the chunk itself, which the caller has.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from partition import profile
+            >>> layers = profile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4))
+            >>> layers.stage(0, 3).saved, layers.stage(1, 2).saved, layers.stage(2, 3).read
+            (32, 32, 32)
+        """
+        inside = self.layers[start:stop]
+        works = [layer.work for layer in inside]
+        own = {number for number, _ in self.entry} if not start else set()
+        saved = [Bytes(layer.saved.own, tuple(s for s in layer.saved.shared if s[0] not in own)) for layer in inside]
+        made = {number for layer in inside for number, _ in layer.stashes}
+        popped = dict(skip for layer in inside for skip in layer.pops if skip[0] not in made)
+        return StageProfile(
+            sum(work.forward.median for work in works),
+            sum(work.input.median for work in works),
+            sum(work.weight.median for work in works),
+            joined(layer.parameters for layer in inside) + joined(layer.gradients for layer in inside)
+            + sum(layer.optimizer + layer.buffers + layer.constants for layer in inside),
+            joined(saved),
+            (self.layers[start - 1].output if start else 0) + sum(popped.values()),
+        )
+
+    def message(self, cut: int) -> int:
+        """Bytes of a chunk that pass a cut before layer `cut`: what the layer before returns, and skips."""
+        before = dict(chain.from_iterable(layer.stashes for layer in self.layers[:cut]))
+        after = {number for layer in self.layers[cut:] for number, _ in layer.pops}
+        return self.layers[cut - 1].output + sum(size for number, size in before.items() if number in after)
+
+    def to_json(self) -> str:
+        """The profile as text, for `from_json`."""
+        return json.dumps(_plain(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Profile":
+        """The profile that `to_json` has written.
+
+        Raises:
+            PartitionError: the text is something else.
+        """
+        try:
+            given = json.loads(text)
+            loss = given.pop("loss")
+            layers = tuple([_layer(each) for each in given.pop("layers")])
+            entry = _pairs(given.pop("entry"))
+            return cls(**given, layers=layers, entry=entry, loss=None if loss is None else _layer(loss))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PartitionError(
+                f"this is no profile ({type(error).__name__}: {error}). Give what Profile.save or to_json has written."
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a file of JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        """Read what `save` has written.
+
+        Raises:
+            PartitionError: the file has something else in it.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def spelt(self, work: float) -> str:
+        """Seconds or FLOPs in words."""
+        return spelt_seconds(work) if self.unit == "s" else spelt_count(work, self.unit)
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *map(self._row, self.layers)]
+        if self.loss is not None:
+            rows.append(self._row(self.loss))
+        whole = self.stage(0, len(self.layers))
+        rows.append((
+            "all", "", self.spelt(whole.forward), self.spelt(whole.input), self.spelt(whole.weight),
+            spelt_bytes(joined(layer.parameters for layer in self.layers)),
+            spelt_bytes(joined(layer.gradients for layer in self.layers)),
+            spelt_bytes(sum(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
+        ))  # fmt: skip
+        head = f"a chunk of {self.rows} rows, on {self.device}"
+        return "\n".join([head, *aligned(rows)])
+
+    def _row(self, layer: LayerProfile) -> tuple[str, ...]:
+        works = [self._measured(each) for each in layer.work]
+        sizes = (layer.parameters.total, layer.gradients.total, layer.optimizer, layer.saved.total, layer.output)
+        return layer.name, layer.kind, *works, *map(spelt_bytes, sizes)
+
+    def _measured(self, measured: Measured) -> str:
+        share = f" ±{measured.spread / measured.median / 2:.0%}" if measured.spread and measured.median else ""
+        return self.spelt(measured.median) + share
+
+
+def aligned(rows: Iterable[Iterable[str]], left: int = 2) -> list[str]:
+    """Lines of a table: the first `left` columns to the left, the others to the right."""
+    cells = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+_COLUMNS = ("layer", "kind", "F", "I", "W", "parameters", "gradients", "optimizer", "saved", "output")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts; tuples stay, and become lists."""
+    if isinstance(value, (Profile, LayerProfile)):
+        return {name: _plain(each) for name, each in vars(value).items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _layer(given: dict[str, Any]) -> LayerProfile:
+    forward, input, weight = [Measured(*each) for each in given["work"]]
+    amounts = {name: Bytes(given[name][0], _pairs(given[name][1])) for name in ("parameters", "gradients", "saved")}
+    skips = {name: _pairs(given[name]) for name in ("stashes", "pops")}
+    return LayerProfile(**{**given, **amounts, **skips, "work": Work(forward, input, weight)})
+
+
+def _pairs(given: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple([(number, size) for number, size in given])

@@ -1,0 +1,195 @@
+"""The profiler: runs a copy of each layer, and says what it takes and holds.
+
+    module, sample ──rows of a chunk──► each_layer(Storages) ──► bytes ───────────────┐
+                                        each_layer(timed), repeated ──► seconds ──────┼─► Profile
+                                        each_layer(counted), on "meta" ──► FLOPs ─────┘
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from partition.contiguous import whole
+from partition.errors import PartitionError
+from partition.profiles.amounts import Bytes, Measured
+from partition.profiles.measuring import Loss, Saved, Storages, counted, each_layer, timed
+from partition.profiles.optimizer_state import StateOf, state_bytes
+from partition.profiles.profile import LayerProfile, Profile, Work
+from partition.profiles.sandbox import Device, Sandbox, device_of
+from partition.splitting import check_module
+
+__all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
+
+
+def profile(
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    chunks: int = 1,
+    device: Device = None,
+    optimizer: StateOf = 0,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
+    timeout: float = 1.0,
+) -> Profile:
+    """Measure what each layer takes and holds for one chunk.
+
+    A layer runs as a copy, one at a time, in the mode (train, eval) it is in: the module, its buffers and gradients,
+    random generators and the sample are left as they were.
+
+    On "meta" nothing runs: fakes of the layers, which have no numbers and take no memory, are counted in FLOPs (of
+    matrix products and attention, as torch.utils.flop_counter counts them). They stand on the accelerator if there is
+    one, else on the CPU: kernels differ in what they save.
+
+    Args:
+        module: the layers in order; those of other models come from `to_sequential`. Its parameters may be on the meta
+            device, if it is profiled there.
+        sample: a mini-batch: a tensor [rows, ...] or any pytree.
+        chunks: how many chunks Pipe makes of it; the largest of them is profiled.
+        device: where to run (default: where the module's parameters are, or the CPU).
+        optimizer: what keeps state for each trained parameter: a factor on its bytes (0: none, 1: SGD with momentum, 2:
+            Adam), an optimizer's class, a function that makes one of parameters, or an optimizer.
+        loss_fn: (output, target) -> a loss, profiled behind the last layer. None: it is left out.
+        target: a mini-batch for it, with as many rows as the sample.
+        timeout: seconds to measure for, in all. Passes over the layers are repeated until they are spent; the first
+            is finished whatever it takes.
+
+    Returns:
+        The profile, of a chunk.
+
+    Raises:
+        TypeError, PartitionError: `module` is not the plain nn.Sequential that check_module asks for.
+        PartitionError: `timeout` is negative, nan or infinite; there are no rows; `chunks` is no whole number from 1.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        >>> print(profile(model, torch.rand(64, 256), chunks=4, device="meta", optimizer=torch.optim.Adam))
+        a chunk of 16 rows, on meta
+        layer  kind             F           I           W  parameters  gradients  optimizer      saved     output
+        0      Linear  8.39 MFLOP      0 FLOP  8.39 MFLOP    1.00 MiB   1.00 MiB   2.01 MiB  16.00 KiB  64.00 KiB
+        1      ReLU        0 FLOP      0 FLOP      0 FLOP         0 B        0 B        0 B  64.00 KiB  64.00 KiB
+        2      Linear  8.39 MFLOP  8.39 MFLOP  8.39 MFLOP    1.00 MiB   1.00 MiB   2.00 MiB  64.00 KiB  16.00 KiB
+        all            16.8 MFLOP  8.39 MFLOP  16.8 MFLOP    2.00 MiB   2.00 MiB   4.01 MiB  64.00 KiB
+    """
+    check_module(module)
+    check_timeout(timeout)
+    rows = rows_of(sample)
+    if (whole(chunks) or 0) < 1:
+        raise PartitionError(f"chunks must be a whole number, 1 or more; got {chunks!r} ({type(chunks).__name__}).")
+    count = math.ceil(rows / chunks)
+    chunk = with_rows(sample, count)
+    loss = None if loss_fn is None else Loss(loss_fn, with_rows(target, count, rows))
+    where = device_of(module, device)
+    saved, entry = layer_bytes(module, chunk, where, loss)
+    works, unit = layer_work(module, chunk, where, timeout, loss)
+    states = _states(module, saved, optimizer)
+    layers = [
+        LayerProfile(name, type(layer).__name__, work, parameters, gradients, state, each.buffers,
+                     Bytes(each.inner, each.outer), each.constants, each.output, each.stashed, each.popped)
+        for (name, layer), work, (parameters, gradients, state), each
+        in zip(module._modules.items(), works, states, saved)
+    ]  # fmt: skip
+    behind = None
+    if loss_fn is not None:
+        each, none = saved[-1], Bytes(0)
+        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, 0, each.buffers,
+                              Bytes(each.inner, each.outer), each.constants, each.output)  # fmt: skip
+    return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, behind)
+
+
+def layer_bytes(
+    module: nn.Sequential, chunk: Any, device: Any, loss: Loss | None = None
+) -> tuple[list[Saved], tuple[tuple[int, int], ...]]:
+    """The bytes that each layer saves, has and returns, the loss behind them; and the storages of the chunk."""
+    storages = Storages([*module.parameters(), *module.buffers()])
+    return each_layer(module, chunk, Sandbox(device), storages, loss), storages.entry
+
+
+def layer_work(
+    module: nn.Sequential, chunk: Any, device: Any, timeout: float, loss: Loss | None = None
+) -> tuple[list[Work], str]:
+    """The seconds or FLOPs of each layer, the loss behind them; and the unit."""
+    if device.type == "meta":
+        return [_work([pass_]) for pass_ in each_layer(module, chunk, Sandbox(device), counted, loss)], "FLOP"
+    until = time.perf_counter() + timeout
+    sandbox = Sandbox(device)
+    passes = [each_layer(module, chunk, sandbox, timed, loss)]
+    while time.perf_counter() < until:
+        passes.append(each_layer(module, chunk, sandbox, timed, loss))
+    return list(map(_work, zip(*passes))), "s"
+
+
+def _work(passes: Sequence[tuple[float, float, float]]) -> Work:
+    forward, inputs, backward = zip(*passes)
+    return Work(Measured.of(forward), Measured.of(inputs), Measured.of([b - i for b, i in zip(backward, inputs)]))
+
+
+def check_timeout(timeout: float) -> None:
+    """
+    Raises:
+        PartitionError: it is negative, nan or infinite.
+    """
+    if not 0 <= timeout < math.inf:
+        raise PartitionError(f"timeout must be seconds, 0 or more and finite; got {timeout!r}.")
+
+
+def rows_of(sample: Any) -> int:
+    """The rows of a mini-batch: the length of its first tensor along dim 0.
+
+    Raises:
+        PartitionError: it has no tensor, or no rows.
+    """
+    lengths = [len(leaf) for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not lengths or not lengths[0]:
+        raise PartitionError("the sample has no rows: give a mini-batch of tensors with rows along dim 0.")
+    return lengths[0]
+
+
+def with_rows(sample: Any, rows: int, have: int | None = None) -> Any:
+    """A mini-batch with another number of rows: some of those there are, again and again if they are too few.
+
+    Tensors with another length than `have` (the first tensor's, by default) belong to no row, and stay.
+    """
+    have = rows_of(sample) if have is None else have
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != have:
+            return tensor
+        if rows <= have:
+            return tensor.detach()[:rows].requires_grad_(tensor.requires_grad)
+        many = tensor.detach().repeat(math.ceil(rows / have), *[1] * (tensor.dim() - 1))[:rows]
+        return many.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, cut, sample)
+
+
+def _states(module: nn.Sequential, saved: Sequence[Saved], optimizer: StateOf) -> list[tuple[Bytes, Bytes, int]]:
+    """For each layer bytes of parameters, of gradients and of optimizer state."""
+    owners = [[id(p) for _, p in layer.named_parameters(remove_duplicate=False)] for layer in module._modules.values()
+              if layer is not None]  # fmt: skip
+    layers_with = Counter(owner for ids in owners for owner in set(ids))
+    tied = {owner: number for number, owner in enumerate(o for o, count in layers_with.items() if count > 1)}
+    known = {owner: tensor for ids, each in zip(owners, saved) for owner, tensor in zip(ids, each.parameters)}
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    states = dict(zip(trained, state_bytes(optimizer, [known[owner] for owner in trained])))
+    found = []
+    for ids in map(dict.fromkeys, owners):
+        sizes = [(owner, known[owner].nbytes) for owner in ids]
+        grads = [(owner, size) for owner, size in sizes if owner in trained]
+        found.append((_bytes(sizes, tied), _bytes(grads, tied), sum(states.pop(owner, 0) for owner in ids)))
+    return found
+
+
+def _bytes(sizes: Sequence[tuple[int, int]], tied: dict[int, int]) -> Bytes:
+    shared = tuple([(tied[owner], size) for owner, size in sizes if owner in tied])
+    return Bytes(sum(size for owner, size in sizes if owner not in tied), shared)
+
+
+def _kind(loss_fn: Any) -> str:
+    return type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", "function")

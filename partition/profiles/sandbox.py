@@ -1,0 +1,120 @@
+"""A sandbox for layers: copies on a device, or without numbers, so that nothing of the caller's is changed.
+
+    layer --deep copy--> on the device                 sample --copy--> on the device
+          --deep copy--> of fake tensors ("meta")             --------> fake tensors
+
+A fake tensor has shape, dtype and device, and no memory (torch's FakeTensor). Unlike one on the meta device it tells
+code that asks where it is, so that the kernels of that device are chosen, and what these save is counted.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from partition.errors import PartitionError
+from partition.outline import Outline
+from partition.parts import Part
+
+__all__ = ["Device", "Sandbox", "device_of"]
+
+Device = torch.device | str | int | None
+
+
+def device_of(module: nn.Module, device: Device) -> torch.device:
+    """The device to run layers on: the one that is given, or that of the parameters, or the CPU."""
+    if device is not None:
+        return torch.device(device)
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+class Sandbox:
+    """Copies of layers and inputs on a device.
+
+    Args:
+        device: "meta" makes fakes, which stand on the accelerator if there is one, or else on the CPU.
+
+    Attributes:
+        device: where copies are, or, of fakes, seem to be.
+        fake: whether they are fakes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.fake = device.type == "meta"
+        self.device = _default() if self.fake else device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._outlines: dict[int, Outline] = {}
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Within: gradients are on, and random generators are forked."""
+        with torch.inference_mode(False), torch.enable_grad(), self._forked():
+            yield
+
+    def running(self) -> AbstractContextManager[object]:
+        """Within: of fakes fakes are made."""
+        return self._mode if self.fake else nullcontext()
+
+    def _forked(self) -> AbstractContextManager[None]:
+        """Leave the CPU's random generator, and that of the device, as they are now."""
+        if self.fake or self.device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([self.device], device_type=self.device.type)
+
+    def __str__(self) -> str:
+        return "meta" if self.fake else str(self.device)
+
+    def now(self) -> float:
+        """Seconds of a clock, once the device has done what it was given."""
+        torch.get_device_module(self.device).synchronize(self.device)  # does nothing on the CPU
+        return time.perf_counter()
+
+    def copy(self, layer: nn.Module) -> nn.Module:
+        """A copy of a layer; of a part of a model its own, with an outline that is not the caller's.
+
+        Raises:
+            PartitionError: it has no numbers, and is to run with numbers.
+        """
+        memo: dict[int, Any] = {}
+        for part in layer.modules():
+            if isinstance(part, Part):
+                outline = part.outline
+                memo[id(outline)] = self._outlines.setdefault(id(outline), outline.alone())
+        if self.fake:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                if not is_lazy(tensor):
+                    memo[id(tensor)] = self._fake(tensor)
+            return copy.deepcopy(layer, memo)
+        bare = [name for name, tensor in (*layer.named_parameters(), *layer.named_buffers()) if tensor.is_meta]
+        if bare:
+            raise PartitionError(
+                f"{', '.join(bare[:5])} {'is' if len(bare) == 1 else 'are'} on the meta device, so there are no "
+                f"numbers to compute with on {self.device}. Use device='meta', which counts bytes and FLOPs without."
+            )
+        return copy.deepcopy(layer, memo).to(self.device)
+
+    def moved(self, value: Any) -> Any:
+        """A copy of all tensors of a value, which need gradients as they did."""
+        return pytree.tree_map_only(Tensor, self._moved, value)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        # Always a copy: a tensor that was made under inference_mode can be a leaf of no graph.
+        made = self._fake(tensor) if self.fake else tensor.detach().to(self.device, copy=True)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        size, stride = tensor.size(), tensor.stride()
+        with self._mode:
+            made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _default() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,0 +1,57 @@
+"""Skips as a profile sees them: values that one layer leaves in the context, and a later layer takes from there.
+
+    layer --stash--> a mapping {key: value} in a context variable --take--> layer
+
+This package knows no runtime. A module that skips says so by two methods, `stashable` and `poppable`, which return
+keys; between the layers the value stands under its key in a mapping that is the value of a context variable.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar, copy_context
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+__all__ = ["Skipping", "renew", "skips_of", "values_of"]
+
+
+@runtime_checkable
+class Skipping(Protocol):
+    """A module with skips."""
+
+    def stashable(self) -> Iterable[Hashable]:
+        """The keys that it stashes."""
+
+    def poppable(self) -> Iterable[Hashable]:
+        """The keys that it takes."""
+
+
+def skips_of(layer: nn.Module) -> tuple[list[Hashable], list[Hashable]]:
+    """The keys that a layer stashes for layers after it, and those that it takes from layers before it."""
+    stashed: list[Hashable] = []
+    popped: list[Hashable] = []
+    for module in layer.modules():
+        if isinstance(module, Skipping):
+            popped += module.poppable()
+            stashed += module.stashable()
+    within = set(stashed) & set(popped)
+    return [key for key in stashed if key not in within], [key for key in popped if key not in within]
+
+
+def values_of(keys: Iterable[Hashable]) -> list[Any]:
+    """The values that now stand under these keys."""
+    return [variable.get()[key] for key in keys for variable in _holding(key)]
+
+
+def renew(keys: Iterable[Hashable], change: Callable[[Any], Any]) -> None:
+    """Replace the values that stand under these keys, in this context."""
+    for key in keys:
+        for variable in _holding(key):
+            variable.set({**variable.get(), key: change(variable.get()[key])})
+
+
+def _holding(key: Hashable) -> Iterator[ContextVar[Any]]:
+    for variable, value in copy_context().items():
+        if isinstance(value, Mapping) and key in value:
+            yield variable
+            return

@@ -1,0 +1,237 @@
+"""Laws of profiles as data: bytes of stages, of states, of messages; FLOPs; without numbers; as text."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partition import PartitionError, Profile, profile, to_sequential
+from partition.profiles.amounts import Measured, joined
+from partition.profiles.profiling import with_rows
+from pipeline.skip import pop, skippable, stash
+
+
+class Table(nn.Module):
+    """Multiplies by a tensor that it keeps as an attribute: each forward saves it again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = torch.rand(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+@skippable(stash=["early"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("early", x.sigmoid())
+        return x.tanh()
+
+
+@skippable(pop=["early"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return x * early
+
+
+def models() -> dict[str, tuple[nn.Sequential, Tensor]]:
+    torch.manual_seed(0)
+    tied = nn.Linear(6, 6)
+    return {
+        "plain": (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.BatchNorm1d(8),
+                                nn.Dropout(0.5), nn.Sigmoid(), nn.Linear(8, 3)), torch.rand(4, 6)),
+        "tables": (nn.Sequential(nn.Linear(6, 6), Table(6), nn.Flatten(), Table(6), nn.Tanh()), torch.rand(4, 6)),
+        "skips": (nn.Sequential(nn.Linear(6, 6), Stash(), nn.Linear(6, 6), nn.Tanh(), Pop(), nn.ReLU()),
+                  torch.rand(4, 6)),
+        "tied": (nn.Sequential(tied, nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), tied), torch.rand(4, 6)),
+        "attention": (nn.Sequential(nn.Embedding(9, 8), Attends(), nn.LayerNorm(8), nn.Linear(8, 9)),
+                      torch.randint(9, (4, 5))),
+    }  # fmt: skip
+
+
+def saved_by(layers: list[nn.Module], x: Any, aside: set[int]) -> tuple[int, Any]:
+    """Bytes of the storages that autograd saves while layers run one after the other; what they return."""
+    storages: dict[int, Tensor] = {}
+
+    def hold(tensor: Tensor) -> Tensor:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        for layer in layers:
+            x = layer(x)
+    return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in aside), x
+
+
+@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_stage_saves_what_its_layers_save_when_they_run_one_after_the_other(name: str, device: str) -> None:
+    model, x = models()[name]
+    measured = profile(model, x, device=device, timeout=0)
+    tables = {layer.table.data_ptr() for layer in model if isinstance(layer, Table)}
+    aside = tables | {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    for start in range(len(model)):
+        for stop in range(start + 1, len(model) + 1):
+            _, given = saved_by(list(model[:start]), x, set())
+            if start and given.is_floating_point():
+                given = given.detach().requires_grad_() * 1  # no leaf: a layer may write into it
+            found, _ = saved_by(list(model[start:stop]), given, aside)
+            assert measured.stage(start, stop).saved == found, (start, stop)
+
+
+@pytest.mark.parametrize("name", models())
+def test_without_numbers_bytes_are_those_of_a_run(name: str) -> None:
+    model, x = models()[name]
+    here, there = [profile(model, x, device=device, timeout=0, optimizer=2) for device in ("cpu", "meta")]
+    for layer, fake in zip(here.layers, there.layers, strict=True):
+        assert vars(layer) | {"work": None} == vars(fake) | {"work": None}
+
+
+def test_a_tied_weight_counts_once_in_a_stage_and_its_optimizer_state_in_its_first_layer() -> None:
+    model, x = models()["tied"]
+    measured = profile(model, x, timeout=0, optimizer=2)
+    size = 4 * (36 + 6)
+    assert measured.stage(0, 5).state == sum(4 * p.numel() for p in model.parameters()) * 4
+    assert measured.stage(0, 1).state == 4 * size and measured.stage(4, 5).state == 2 * size
+
+
+def test_a_skip_is_read_and_sent_by_each_stage_that_it_passes() -> None:
+    measured = profile(*models()["skips"], timeout=0)
+    size = 4 * 6 * 4
+    assert [measured.message(cut) for cut in range(1, 6)] == [size, 2 * size, 2 * size, 2 * size, size]
+    assert measured.stage(2, 4).read == size and measured.stage(3, 6).read == 2 * size
+    assert measured.stage(1, 6).read == size
+
+
+@pytest.mark.parametrize("optimizer", [
+    torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adagrad,
+], ids=["AdamW", "SGD", "momentum", "Adagrad"])  # fmt: skip
+def test_optimizer_state_is_that_of_the_optimizer_after_a_step(optimizer: Any) -> None:
+    model, x = models()["plain"]
+    model[2].weight.requires_grad_(False)
+    stepped = optimizer([p for p in model.parameters() if p.requires_grad])
+    model(x).sum().backward()
+    stepped.step()
+    for given in (optimizer, stepped):
+        layers = profile(model, x, timeout=0, optimizer=given).layers
+        for layer, measured in zip(model, layers, strict=True):
+            tensors = [t for p in layer.parameters() for t in stepped.state.get(p, {}).values() if t is not None]
+            assert measured.optimizer == sum(t.nbytes for t in tensors)
+            assert measured.gradients.total == sum(p.nbytes for p in layer.parameters() if p.requires_grad)
+
+
+def test_optimizers_that_are_none_are_refused() -> None:
+    model, x = models()["plain"]
+    with pytest.raises(PartitionError, match="optimizer is -1, but as a factor it must be finite, 0 or more"):
+        profile(model, x, optimizer=-1)
+    with pytest.raises(TypeError, match="optimizer must be a factor, a torch.optim.Optimizer.*makes str"):
+        profile(model, x, optimizer="adam")  # type: ignore[arg-type]
+
+    class Looks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].sum().item()
+
+    with pytest.raises(PartitionError, match="Looks cannot step without numbers.*Give a factor"):
+        profile(model, x, optimizer=Looks)
+
+
+def test_flops_are_two_for_each_weight_and_row_and_attention_counts() -> None:
+    model, x = models()["attention"]
+    embedding, attention, _, head = profile(model, x, chunks=2, device="meta").layers
+    rows = 2 * 5
+    assert [each.median for each in head.work] == [2 * rows * 72] * 3
+    assert [each.median for each in embedding.work] == [0, 0, 0]
+    assert attention.work.forward.median == 2 * 2 * (2 * 5 * 5 * 4) * 2 and attention.work.weight.median == 0
+
+
+def test_a_loss_is_profiled_behind_the_last_layer() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 3)), torch.rand(8, 6)
+    measured = profile(model, x, chunks=2, timeout=0, loss_fn=nn.CrossEntropyLoss(), target=torch.randint(3, (8,)))
+    assert measured.loss is not None and measured.loss.kind == "CrossEntropyLoss" and len(measured.layers) == 1
+    assert measured.loss.saved.total == 4 * 4 * 3 + 4  # log-probabilities, and the sum of weights
+    assert measured.loss.work.total > 0
+
+
+def test_input_and_weight_gradients_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            now[0] += 1
+            return x + weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            for needed, seconds in zip(ctx.needs_input_grad, (2, 4)):
+                now[0] += seconds * needed
+            return grad, grad.sum(0)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, x: Tensor) -> Any:
+            return Slow.apply(x, self.weight)
+
+    first, second = profile(nn.Sequential(Layer(), Layer()), torch.rand(2, 3), timeout=0).layers
+    assert [each.median for each in first.work] == [1, 0, 4]
+    assert second.work.forward.median == 1 and second.work.total == 7
+
+
+def test_a_profile_reads_back_what_it_wrote(tmp_path: Any) -> None:
+    for model, x in models().values():
+        loss = None if not x.is_floating_point() else nn.functional.mse_loss
+        measured = profile(model, x, chunks=2, timeout=0, optimizer=1, loss_fn=loss, target=model(x).detach())
+        measured.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == measured
+    with pytest.raises(PartitionError, match="this is no profile.*Give what Profile.save"):
+        Profile.from_json("[1]")
+
+
+def test_the_spread_is_from_quartile_to_quartile() -> None:
+    assert Measured.of([5.0]) == (5, 0) and Measured.of([1.0, 2, 3, 4, 100]) == (3, 2)
+
+
+def test_rows_are_repeated_or_left_out_and_what_has_no_rows_stays() -> None:
+    sample = {"x": torch.arange(3), "whole": torch.ones(5), "n": 7, "number": torch.tensor(1.0)}
+    assert with_rows(sample, 2)["x"].tolist() == [0, 1] and with_rows(sample, 7)["x"].tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert len(with_rows(sample, 2)["whole"]) == 5 and with_rows(sample, 2)["n"] == 7
+    with pytest.raises(PartitionError, match="the sample has no rows"):
+        profile(nn.Sequential(nn.ReLU()), torch.tensor(1.0))
+
+
+def test_a_model_without_numbers_is_profiled_on_meta_only() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2**14, 2**14), nn.ReLU(), nn.Linear(2**14, 2**14))
+    measured = profile(model, torch.rand(8, 2**14))
+    assert measured.unit == "FLOP" and measured.device == "meta" and measured.stage(0, 3).state == 4 * 2**30 + 2**18
+    with pytest.raises(PartitionError, match="weight, bias are on the meta device.*Use device='meta'"):
+        profile(model, torch.rand(8, 2**14), device="cpu")
+
+
+def test_a_model_of_blocks_is_profiled_without_numbers_and_left_as_it_was() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=20)
+    model, sample = LlamaForCausalLM(config), {"input_ids": torch.randint(20, (2, 5))}
+    layers = to_sequential(model, sample)
+    measured = profile(layers, sample, device="meta")
+    _, first, *_, last, end = measured.layers
+    assert first.parameters == last.parameters and first.work.forward.median > 0
+    assert joined(layer.parameters for layer in measured.layers) == sum(p.nbytes for p in model.parameters())
+    assert end.output == 2 * 5 * 20 * 4
+    assert torch.equal(layers(sample)["logits"], model(**sample).logits)
