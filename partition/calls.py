@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
+from partition.flow import Flow
 from partition.outline import Call, Key, Leaves, Volatile, called_with, renewed
 
 
@@ -71,6 +73,8 @@ class Called(NamedTuple):
         returned: the leaves of what it returned, and their tree.
         entered: by (id, version) of an argument that is a tensor, which one.
         left: the (id, version) of each leaf that it returned.
+        number: of the call, in the order of all begins.
+        nodes: of the flow: by argument those of its tensors.
     """
 
     name: str
@@ -80,6 +84,22 @@ class Called(NamedTuple):
     returned: tuple[Leaves, TreeSpec]
     entered: dict[tuple[int, int], Key]
     left: list[tuple[int, int]]
+    number: int
+    nodes: dict[Key, list[int]]
+
+
+class Seen(NamedTuple):
+    """One run of a model.
+
+    Attributes:
+        calls: of all modules, in the order in which they began.
+        flow: of the values.
+        output: the nodes of what is made of what the model returned.
+    """
+
+    calls: list[Called]
+    flow: Flow
+    output: list[int]
 
 
 class Watched(NamedTuple):
@@ -89,34 +109,43 @@ class Watched(NamedTuple):
         model: the model.
         sample: what it is called with.
         always: keyword arguments beside that.
-        calls: of all modules, in the order in which they began, in eval mode.
-        in_train_mode: the same in train mode.
+        in_eval_mode, in_train_mode: what was seen.
         volatile: the attributes that forwards set, and the buffers that they write, in either mode.
     """
 
     model: nn.Module
     sample: Any
     always: Mapping[str, Any]
-    calls: list[Called]
-    in_train_mode: list[Called]
+    in_eval_mode: Seen
+    in_train_mode: Seen
     volatile: Volatile
 
+    @property
+    def runs(self) -> tuple[Seen, Seen]:
+        """Both."""
+        return self.in_eval_mode, self.in_train_mode
 
-def watched(model: nn.Module, sample: Any) -> Watched:
-    """Run a model on its sample, in train mode and in eval mode, and watch it."""
+
+def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watched:
+    """Run a model on its sample, in train mode and in eval mode, and watch it; `make` chooses of what it returns."""
     always = always_of(model, sample)
-    modes: list[list[Called]] = [[], []]
+    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    modes: list[Seen] = []
     written: set[tuple[int, str]] = set()
     with training(model), _setting(written), torch.no_grad():
         buffers = [(id(module), name, buffer, buffer._version) for module in model.modules()
                    for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
-        for calls in modes:
-            with _calling(model, calls):
-                run_model(model, sample, always)
+        for _ in range(2):
+            calls: list[Called] = []
+            flow = Flow(chain(model.parameters(), model.buffers(), tensors))
+            with _calling(model, calls, flow), flow.watching():
+                leaves = tree_leaves(make(run_model(model, sample, always)))
+            output = [flow.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+            modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output))
             for module in model.modules():
                 vars(module)["training"] = False
         written.update((owner, name) for owner, name, buffer, version in buffers if buffer._version != version)
-    in_train_mode, in_eval_mode = [sorted(calls, key=lambda call: call.begin) for calls in modes]
+    in_train_mode, in_eval_mode = modes
     return Watched(model, sample, always, in_eval_mode, in_train_mode, frozenset(written))
 
 
@@ -137,22 +166,26 @@ def _setting(written: set[tuple[int, str]]) -> Iterator[None]:
 
 
 @contextmanager
-def _calling(model: nn.Module, calls: list[Called]) -> Iterator[None]:
+def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None]:
     """Within: note every call of a module within the model."""
-    clock = iter(range(10**9))
-    open_calls: list[tuple[int, Call, dict[tuple[int, int], Key]]] = []
+    numbers = count()
+    begun: list[tuple[int, int, Call, dict[tuple[int, int], Key], dict[Key, list[int]]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         given = Call(*renewed((args, kwargs)))
         entered = {_state(given[key]): key for key in reversed(given.keys) if isinstance(given[key], Tensor)}
-        open_calls.append((next(clock), given, entered))
+        nodes = {
+            key: [flow.node(leaf) for leaf in tree_iter(given[key]) if isinstance(leaf, Tensor)] for key in given.keys
+        }
+        begun.append((next(numbers), flow.tick(), given, entered, nodes))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
-            begin, given, entered = open_calls.pop()
+            number, begin, given, entered, nodes = begun.pop()
             leaves, tree = tree_flatten(returned)
             left = [_state(leaf) for leaf in leaves]
-            calls.append(Called(name, begin, next(clock), given, (leaves, tree), entered, left))
+            flow.leave(number, leaves)
+            calls.append(Called(name, begin, flow.tick(), given, (leaves, tree), entered, left, number, nodes))
 
         return note
 

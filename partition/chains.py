@@ -88,6 +88,13 @@ def broken_links(blocks: Sequence[Called], in_train_mode: Sequence[Called]) -> s
     }  # fmt: skip
 
 
+def called_once(calls: Sequence[Called], blocks: Sequence[Called]) -> list[Called]:
+    """The calls of blocks in another run; none where they are not called there once each, and in this order."""
+    once = _once(calls)
+    found = [once[block.name] for block in blocks if block.name in once]
+    return found if len(found) == len(blocks) and found == sorted(found, key=_begin) else []
+
+
 def chains_of(
     model: nn.Module, blocks: Sequence[Called], calls: Sequence[Called], begins: Container[int]
 ) -> tuple[Chain, ...]:

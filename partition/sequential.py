@@ -1,8 +1,8 @@
 """A model that calls blocks one after the other, as an nn.Sequential of its own modules.
 
     model, sample ─► runs, watched ─► Chain: blocks that hand a hidden state on ─► Outline, Beginning, Block ..., End
-                                     └─► what is called and read before, between and after chains
-                                     └─► what is carried to all blocks of a chain, or passes blocks by
+                      └─► Flow ─┬─► what is called and read before, between and after chains
+                                └─► what is carried to all blocks of a chain, or passes blocks by
     compared with the model on the sample: outputs, gradients, what each block is called with
 
 Nothing is traced: each part runs the model's own forward (`partition.outline`).
@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from partition.calls import Called, Watched, in_eval_mode, watched
 from partition.carrying import NotCarriedError, carrying, passing_of
-from partition.chains import broken_links, chains_of, found_blocks, named_blocks
+from partition.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
 from partition.comparison import compare, compare_in_train_mode
 from partition.errors import PartitionError
 from partition.names import ModelLayers
-from partition.outline import Chain, Inputs, Outline, Shape, UnreadError, around, chain_of, rebuilt
+from partition.outline import Chain, Inputs, MadeUp, Outline, Shape, UnreadError, around, chain_of, rebuilt
 from partition.parts import Beginning, Block, End, Holder, Middle, Part
 from partition.passing import Passing
 from partition.shares import phases_of, shares_of
+from partition.sources import Sources
 from partition.twin import twin_of
 
 
@@ -107,8 +108,9 @@ def _first_cut(
     Raises:
         PartitionError: none does; the words are those of the last that was compared, which asks least of a model.
     """
-    seen = watched(model, sample)
-    ways = [named_blocks(model, given, seen.calls)] if given is not None else found_blocks(model, seen.calls)
+    seen = watched(model, sample, output)
+    calls = seen.in_eval_mode.calls
+    ways = [named_blocks(model, given, calls)] if given is not None else found_blocks(model, calls)
     errors: list[PartitionError] = []
     for blocks in ways:
         try:
@@ -129,8 +131,7 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
     try:
-        chains, shares, apart = _divided(seen, inputs, blocks)
-        passing = passing_of(Outline(model, chains, inputs, apart, volatile), shares, blocks, leaves)
+        chains, shares, apart, passing = _divided(seen, blocks)
         shaping = _shaping(chains, passing, blocks)
         while True:
             layers = _layers(model, Outline(model, chains, inputs, apart, volatile, passing, shaping), shares, output)
@@ -151,32 +152,47 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
 
 
 def _divided(
-    seen: Watched, inputs: Inputs, blocks: Sequence[Called]
-) -> tuple[tuple[Chain, ...], list[dict[str, Any]], list[str]]:
-    """The chains, the shares of what is around them, and the modules with parameters there.
+    seen: Watched, blocks: Sequence[Called]
+) -> tuple[tuple[Chain, ...], list[dict[str, Any]], list[str], Passing]:
+    """The chains, the shares of what is around them, the modules with parameters there, and what passes blocks by.
 
     A block that is called with more than its chain's first block and the hidden state begins another.
     """
-    model, volatile, begins = seen.model, seen.volatile, broken_links(blocks, seen.in_train_mode)
+    model, begins = seen.model, broken_links(blocks, seen.in_train_mode.calls)
     while True:
-        chains = chains_of(model, blocks, seen.calls, begins)
-        shares, apart = shares_of(model, chains, phases_of(model, seen.sample, inputs.always, chains))
-        for name in around(chains):
-            module = model.get_submodule(name)
-            for key in module._buffers:
-                if (id(module), key) in volatile:
-                    raise PartitionError(
-                        f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, "
-                        "and each part would write it again. Move it into a module of its own."
-                    )
-        outline = Outline(model, chains, inputs, apart, volatile, shaping=_shaping(chains, Passing(), blocks))
-        leaves = tree_leaves(seen.sample)
+        chains = chains_of(model, blocks, seen.in_eval_mode.calls, begins)
+        _check_buffers(seen, chains)
+        runs = [run for run in seen.runs if called_once(run.calls, blocks)]
+        shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
+        elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
+        sources = [Sources(model, run, called_once(run.calls, blocks), elsewhere) for run in runs]
         try:
-            return tuple([carrying(outline, chain, blocks, leaves) for chain in chains]), shares, apart
+            chains = tuple([carrying(chain, sources) for chain in chains])
+            return chains, shares, apart, passing_of(chains, shares, sources)
         except NotCarriedError as error:
             if any(chain.first == error.number for chain in chains):
                 raise
             begins = begins | {error.number}
+
+
+def _is_parameter(unit: nn.Module | Tensor) -> bool:
+    return isinstance(unit, nn.Parameter | MadeUp)
+
+
+def _check_buffers(seen: Watched, chains: Sequence[Chain]) -> None:
+    """See that no module that contains blocks writes its buffers.
+
+    Raises:
+        PartitionError: one does.
+    """
+    for name in around(chains):
+        module = seen.model.get_submodule(name)
+        for key in module._buffers:
+            if (id(module), key) in seen.volatile:
+                raise PartitionError(
+                    f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, "
+                    "and each part would write it again. Move it into a module of its own."
+                )
 
 
 def _shaping(chains: Sequence[Chain], passing: Passing, blocks: Sequence[Called]) -> set[int]:

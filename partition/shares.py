@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from partition.calls import run_model
+from partition.calls import Seen
 from partition.errors import PartitionError
-from partition.outline import Chain, MadeUp
+from partition.flow import storage_of
+from partition.outline import Chain, MadeUp, Volatile
 
 
 class Phases(NamedTuple):
@@ -28,30 +27,31 @@ class Phases(NamedTuple):
     read: dict[int, set[int]]
 
 
-def phases_of(model: nn.Module, sample: Any, always: Mapping[str, Any], chains: Sequence[Chain]) -> Phases:
-    """Run the model, and note what it uses when."""
-    now, found = [0], Phases({}, {})
-
-    def at(phase: int) -> Callable[..., None]:
-        return lambda *_: now.__setitem__(0, phase)
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: found.called.setdefault(name, set()).add(now[0])
-
-    with ExitStack() as stack, torch.no_grad():
-        for number, chain in enumerate(chains):
-            begin, end = model.get_submodule(chain.blocks[0]), model.get_submodule(chain.blocks[-1])
-            stack.callback(begin.register_forward_pre_hook(at(2 * number + 1)).remove)
-            stack.callback(end.register_forward_hook(at(2 * number + 2)).remove)
-        for name, module in model.named_modules(remove_duplicate=False):
-            stack.callback(module.register_forward_pre_hook(note(name)).remove)
-        stack.enter_context(_Reading(lambda leaf: found.read.setdefault(_storage(leaf), set()).add(now[0])))
-        run_model(model, sample, always)
+def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[Chain]) -> Phases:
+    """The phases in which a model used things, in some runs."""
+    found = Phases(defaultdict(set), defaultdict(set))
+    names = names_of(model)
+    for calls, flow, _ in runs:
+        called = {call.name: call for call in calls}
+        ends = [time for chain in chains for time in (called[chain.blocks[0]].begin, called[chain.blocks[-1]].end)]
+        for call in calls:
+            for name in names[id(model.get_submodule(call.name))]:
+                found.called[name].add(bisect_right(ends, call.begin))
+        for time, given in [*[(node.time, node.parents) for node in flow.nodes], *flow.told]:
+            for node in given:
+                if node in flow.roots:
+                    found.read[flow.roots[node]].add(bisect_right(ends, time))
     return found
 
 
-def shares_of(model: nn.Module, chains: Sequence[Chain], phases: Phases) -> tuple[list[dict[str, Any]], list[str]]:
-    """The shares of the parts that are no blocks, in order; and the modules with parameters among them."""
+def shares_of(
+    model: nn.Module, chains: Sequence[Chain], phases: Phases, volatile: Volatile
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The shares of the parts that are no blocks, in order; and the modules with parameters among them.
+
+    Raises:
+        PartitionError: a module is called within a chain, or several parts would write its buffers.
+    """
     shares: list[dict[str, Any]] = [{} for _ in range(len(chains) + 1)]
     apart = []
     units = dict(_units(model, "", {name for chain in chains for name in chain.blocks}))
@@ -72,20 +72,35 @@ def shares_of(model: nn.Module, chains: Sequence[Chain], phases: Phases) -> tupl
         owners = {phase // 2 for phase in used if phase % 2 == 0}
         if not owners and (has_parameters or name not in modules or modules[name].state_dict()):
             owners = {phase // 2 for phase in used} or {len(chains)}  # handed to blocks from before; or unused
+        writes = [f"{name}.{key}" for key in _written_buffers(modules[name], volatile)] if name in modules else []
+        if len(owners) > 1 and writes:
+            raise PartitionError(
+                f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
+                "part would write it for those before it, too. Let a module of its own stand in each place."
+            )
         for owner in owners:
             shares[owner][name] = unit
     return shares, apart
 
 
+def _written_buffers(unit: nn.Module, volatile: Volatile) -> list[str]:
+    return [name for name, _ in unit.named_buffers(remove_duplicate=False) if _is_volatile(unit, name, volatile)]
+
+
+def _is_volatile(unit: nn.Module, name: str, volatile: Volatile) -> bool:
+    above, _, key = name.rpartition(".")
+    return (id(unit.get_submodule(above)), key) in volatile
+
+
 def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
     """The phases in which something is used: called, or read where none that has the same parameters is called."""
     tensors = [unit] if isinstance(unit, Tensor) else list(unit.parameters())
-    storages = {_storage(tensor) for tensor in tensors}
+    storages = {storage_of(tensor) for tensor in tensors}
     read = {phase for storage in storages for phase in phases.read.get(storage, ())}
     if name not in modules:
         return read
     sharing = [
-        other for other, module in modules.items() if storages & {_storage(each) for each in module.parameters()}
+        other for other, module in modules.items() if storages & {storage_of(each) for each in module.parameters()}
     ]  # fmt: skip
     inner = [found for other, found in phases.called.items() if f"{other}.".startswith(f"{name}.")]
     called = {phase for found in inner for phase in found}
@@ -107,20 +122,9 @@ def _units(model: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str,
             yield path, child
 
 
-class _Reading(TorchDispatchMode):
-    """Notes the storages that operations are given."""
-
-    def __init__(self, note: Callable[[Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            for leaf in tree_iter((args, kwargs or {})):
-                if isinstance(leaf, Tensor):
-                    self._note(leaf)
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each module, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[id(module)].append(name)
+    return names

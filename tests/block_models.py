@@ -537,11 +537,11 @@ class Loss(Chain):
 REFUSED = {
     Repeats: "Repeats has no blocks: no modules that are called once in a forward and have most of its parameters. ",
     Numbers: "is called with a value that depends on the beginning of the model, and is no tensor: its argument 1. Han",
-    DropsSkip: "does not return in train mode what its parts return",
-    ReadsBlocks: "forward does not run without its blocks: AttributeError: 'Noted' object has no attribute 'size'",
-    ReadsBlocksInTraining: "AttributeError: 'Noted' object has no attribute 'size'",
-    ListsInTraining: "does not return in train mode what its parts return",
-    WritesShared: "a block has written into a tensor that the model hands to several blocks",
+    DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
+    ReadsBlocks: "computes beside what it returns is used behind block 'blocks.2', in another part of the model, and",
+    ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
+    ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argume",
+    WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument 1",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

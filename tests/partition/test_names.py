@@ -265,24 +265,6 @@ def test_what_joins_a_block_later_stands_where_the_model_has_it():
     assert [key for key, _ in pipe.named_parameters()] == [key for key, _ in model.named_parameters()]
 
 
-class NormAtBothEnds(Chain):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, ids):
-        x = self.norm(self.embed(ids).mean(1))
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
-def test_running_statistics_that_two_stages_would_each_update_are_refused_after_a_cast_too():
-    for layers in (layers := to_sequential(NormAtBothEnds().eval(), ids(4)), copy.deepcopy(layers).double()):
-        with pytest.raises(ValueError, match="buffer 'norm.running_mean' is shared by stages 0 and 1"):
-            Pipe(layers, [2, 3])
-
-
 def test_curvature_has_parameters_by_the_names_of_the_model():
     model, layers, pipe, inputs = cut("head first")
     x, found = inputs(4), []

@@ -1,0 +1,176 @@
+"""The flow of values through one run of a model: from which values each tensor was computed.
+
+    Flow.watching() ── each operation outside torch's kernels ──► Node: when, and from which nodes
+                    └─ numbers that Python is told: x.item(), a mask that chooses rows ──► Flow.told
+
+No number is compared, so what follows from a flow is true of other inputs that take the same way through the model's
+code. What Python is told may decide the way: what is computed later counts as computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Node(NamedTuple):
+    """The numbers of a storage, from when they were computed until something is written there.
+
+    Attributes:
+        time: of the operation, on the clock of the flow, or when it was first seen; -1: it was there before.
+        parents: the nodes that it was given.
+        before: the node of the same storage into which it wrote; None: it made the storage.
+        drawn: whether random numbers were drawn for it.
+        left: where it is what a module returned: the number of that call, and the places among the leaves.
+    """
+
+    time: int
+    parents: tuple[int, ...] = ()
+    before: int | None = None
+    drawn: bool = False
+    left: tuple[int, tuple[int, ...]] | None = None
+
+
+class Flow:
+    """The flow of values through one run.
+
+    Args:
+        there: tensors that are there before it. Others that no operation makes, Python has made: of what it was told.
+
+    Attributes:
+        nodes: in the order in which they were computed.
+        told: when Python was told numbers, and of which nodes.
+        roots: the nodes that no operation has made, and their storages.
+    """
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        self.nodes: list[Node] = []
+        self.told: list[tuple[int, tuple[int, ...]]] = []
+        self.roots: dict[int, int] = {}
+        self._time = -1
+        self._now: dict[int, tuple[int, Any]] = {}  # the node of each storage, and what keeps its address its own
+        for tensor in there:
+            self.node(tensor)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within: note what is computed."""
+        with _Operations(self), _Tellings(self):
+            yield
+
+    def tick(self) -> int:
+        """The time, which goes on."""
+        self._time += 1
+        return self._time
+
+    def node(self, tensor: Tensor) -> int:
+        """The node that a tensor's numbers are."""
+        storage = storage_of(tensor)
+        if storage not in self._now:
+            self.roots[self._put(tensor, Node(self._time))] = storage
+        return self._now[storage][0]
+
+    def leave(self, call: int, leaves: Iterable[Any]) -> None:
+        """Note what a module returns."""
+        places: dict[int, list[int]] = {}
+        tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        for place, leaf in tensors:
+            places.setdefault(self.node(leaf), []).append(place)
+        time = self.tick()
+        for leaf, before in [(leaf, self.node(leaf)) for _, leaf in tensors]:
+            if before in places:
+                self._put(leaf, Node(time, (before,), before, left=(call, tuple(places.pop(before)))))
+
+    def computed(self, given: Iterable[Any], made: Iterable[Any], written: Iterable[Tensor], drawn: bool) -> None:
+        """Note an operation."""
+        time = self.tick()
+        before = {id(tensor): self.node(tensor) for tensor in written}
+        parents = tuple({self.node(leaf) for leaf in given if isinstance(leaf, Tensor)})
+        storages = {storage_of(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        for tensor in written:
+            self._put(tensor, Node(time, parents, before[id(tensor)], drawn))
+        for leaf in made:
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in storages:
+                self._put(leaf, Node(time, parents, None, drawn))
+
+    def tell(self, tensors: Iterable[Tensor]) -> None:
+        """Note that Python is told numbers."""
+        self.told.append((self.tick(), tuple([self.node(tensor) for tensor in tensors])))
+
+    def _put(self, tensor: Tensor, node: Node) -> int:
+        storage = storage_of(tensor)
+        self._now[storage] = len(self.nodes), tensor if storage < 0 else StorageWeakRef(tensor.untyped_storage())
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flow = flow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags
+        state = torch.get_rng_state() if may_draw else None
+        made = func(*args, **kwargs)
+        given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = list(tree_iter(made))
+        told = _told(func, given, leaves)
+        if told:
+            self._flow.tell(told)
+        name = func.overloadpacket.__name__
+        read = [] if name.startswith("new_") or name.endswith("_like") else given  # these read shapes alone
+        is_elsewhere = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
+        drawn = state is not None and (is_elsewhere or not torch.equal(state, torch.get_rng_state()))
+        self._flow.computed(read, leaves, _written(func, args, kwargs), drawn)
+        return made
+
+
+class _Tellings(TorchFunctionMode):
+    """Methods that read memory without an operation."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self._flow.tell(args[:1])
+        return func(*args, **(kwargs or {}))
+
+
+def _told(func: Any, given: list[Tensor], made: list[Any]) -> list[Tensor]:
+    """The arguments whose numbers an operation tells to Python: itself, or by the shape of what it makes."""
+    if torch.Tag.dynamic_output_shape in func.tags:
+        is_index = func.overloadpacket.__name__ == "index"  # whole numbers choose as many as they are
+        return [leaf for leaf in given[1:] if leaf.dtype in (torch.bool, torch.uint8)] if is_index else given
+    tells = torch.Tag.data_dependent_output in func.tags or any(isinstance(leaf, int | float) for leaf in made)
+    return given if tells else []
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments into which an operation writes."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False)]
+    given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
+    return [
+        leaf for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_iter(value) if isinstance(leaf, Tensor)
+    ]  # fmt: skip
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The key of the storage of a tensor; below 0 where it has none, as sparse ones."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return -id(tensor)

@@ -1,0 +1,161 @@
+"""The sources of a value, for a part of a model: what it was computed from that does not lie in this part.
+
+    output ◄── norm ◄── what block 7 returned       a source: the block, and the place among what it returned
+       ▲
+       └─ + ◄── scale ◄── embed                     lost, but where the part has `embed`, too
+
+What was computed from the inputs alone has none: each part computes it again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from partition.calls import Called, Seen
+from partition.flow import Flow
+from partition.outline import MadeUp
+from partition.shares import names_of
+
+_Names = frozenset[str]
+
+
+class Found(NamedTuple):
+    """The sources of some values.
+
+    Attributes:
+        slots: values that blocks returned: the number of the block, the place among the leaves.
+        lost: in words, what else was computed in another part.
+    """
+
+    slots: set[tuple[int, int]]
+    lost: list[str]
+
+
+class Sources:
+    """The flow of a run through blocks, and through modules that lie in parts.
+
+    Args:
+        model: the model.
+        seen: the run.
+        blocks: of the model, as they were called in it.
+        apart: the names of the modules and parameters that lie in parts.
+    """
+
+    def __init__(self, model: nn.Module, seen: Seen, blocks: Sequence[Called], apart: Collection[str]) -> None:
+        self.blocks = blocks
+        self.seen = seen
+        self._numbers = {block.number: number for number, block in enumerate(blocks)}
+        names = names_of(model)
+        self._units = {
+            call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(apart) for call in seen.calls
+        }
+        self._owners = _owners(model, seen.flow, apart)
+        spans: list[tuple[int, int, int | _Names]] = []
+        for call in seen.calls:
+            within = self._numbers.get(call.number, self._units[call.number])
+            if within != frozenset() and (not spans or call.begin > spans[-1][1]):
+                spans.append((call.begin, call.end, within))
+        self._spans = spans
+        self._begins = [begin for begin, _, _ in spans]
+
+    def of(
+        self,
+        nodes: Iterable[int],
+        present: Collection[str] = (),
+        kept: Collection[int] = (),
+        since: int | None = None,
+        until: int = -1,
+    ) -> Found:
+        """The sources of some nodes.
+
+        Args:
+            nodes: of the flow.
+            present: the names of the modules and parameters that the part has.
+            kept: nodes that reach the part.
+            since: from when on the part draws the random numbers that the model draws; None: never.
+            until: what Python was told until then counts, too.
+        """
+        flow, found = self.seen.flow, Found(set(), [])
+        open_nodes, visited = list(nodes), set(kept)
+        told = iter(flow.told)
+        next_told = next(told, None)
+        while True:
+            while open_nodes:
+                number = open_nodes.pop()
+                if number in visited:
+                    continue
+                visited.add(number)
+                node = flow.nodes[number]
+                if node.left is not None and node.left[0] in self._numbers:
+                    found.slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
+                    continue
+                lost = self._lost(number, present, since)
+                if lost:
+                    found.lost.append(lost)
+                else:
+                    until = max(until, node.time)
+                    open_nodes += node.parents
+            while next_told is not None and next_told[0] < until:
+                if not self._is_elsewhere(next_told[0], present):
+                    open_nodes += next_told[1]
+                next_told = next(told, None)
+            if not open_nodes:
+                return found
+
+    def written(self) -> set[tuple[int, int]]:
+        """The values that blocks returned, and into which the model wrote."""
+        nodes = self.seen.flow.nodes
+        slots: set[tuple[int, int]] = set()
+        for node in nodes:
+            if node.before is None or node.left is not None or isinstance(self._within(node.time), int):
+                continue
+            number: int | None = node.before
+            while number is not None:
+                node = nodes[number]
+                if node.left is not None and node.left[0] in self._numbers:
+                    slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
+                    break
+                number = node.before
+        return slots
+
+    def _lost(self, number: int, present: Collection[str], since: int | None) -> str:
+        node = self.seen.flow.nodes[number]
+        within = self._within(node.time) if node.left is None else self._units[node.left[0]]
+        if isinstance(within, int):
+            return f"what block {self.blocks[within].name!r} computes beside what it returns"
+        owners = self._owners.get(number) or within
+        if owners and not owners & set(present):
+            return f"what {min(owners)!r} computes"
+        if node.drawn and (since is None or node.time < since):
+            return "what is drawn at random"
+        return ""
+
+    def _is_elsewhere(self, time: int, present: Collection[str]) -> bool:
+        within = self._within(time)
+        return isinstance(within, int) or bool(within) and not within & set(present)
+
+    def _within(self, time: int) -> int | _Names:
+        """The block, or the names of the module, that was being called."""
+        place = bisect_right(self._begins, time) - 1
+        if place < 0 or time > self._spans[place][1]:
+            return frozenset()
+        return self._spans[place][2]
+
+
+def _owners(model: nn.Module, flow: Flow, apart: Collection[str]) -> dict[int, _Names]:
+    """The names, of those that lie in parts, under which the node of a parameter can be had."""
+    owners: dict[int, _Names] = {}
+    for name in apart:
+        above, _, key = name.rpartition(".")
+        unit = getattr(model.get_submodule(above), key)
+        tensors = [unit] if isinstance(unit, Tensor) else [
+            *unit.parameters(), *[buffer for buffer in unit.buffers() if isinstance(buffer, MadeUp)]
+        ]  # fmt: skip
+        for tensor in tensors:
+            node = flow.node(tensor)
+            owners[node] = owners.get(node, frozenset()) | {name}
+    return owners

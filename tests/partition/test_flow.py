@@ -1,0 +1,212 @@
+"""Laws: what a number depends on, the flow of the run says; so models that the sample tells little of are cut right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from partition import PartitionError, to_sequential
+from partition.flow import Flow
+
+# Each computes from a list of values, and puts something there, or writes into one of them.
+STEPS: dict[str, Callable[[list[Tensor], int, int], object]] = {
+    "add": lambda values, i, j: values.append(values[i] + values[j]),
+    "like": lambda values, i, j: values.append(torch.ones_like(values[i])),
+    "new": lambda values, i, j: values.append(values[i].new_full((4,), 2.0)),
+    "view": lambda values, i, j: values.append(values[i].flip(0).view(2, 2).t().reshape(4)),
+    "alias": lambda values, i, j: values.append(values[i][:]),
+    "add in place": lambda values, i, j: values[i].add_(values[j]),
+    "write a part": lambda values, i, j: values[i][1:3].copy_(values[j][:2].clone()),
+    "fill": lambda values, i, j: values[i].masked_fill_(values[j] > 0, 3.0),
+    "out": lambda values, i, j: torch.mul(values[j], 2, out=values[i]),
+    "where": lambda values, i, j: values.append(torch.where(values[i] > values[j], 1.0, 2.0)),
+    "cat": lambda values, i, j: values.append(torch.cat([values[i][:2], values[j][2:]])),
+    "item": lambda values, i, j: values.append(values[i] * values[j].sum().item()),
+    "branch": lambda values, i, j: values.append(values[i] * 1 if values[j].sum() > 0 else values[i] + 1),
+    "list": lambda values, i, j: values.append(torch.tensor([values[i].tolist()[0]] * 4)),
+    "numpy": lambda values, i, j: values.append(torch.from_numpy(values[i].numpy().copy())),
+    "chosen": lambda values, i, j: values.append(values[i] * len(values[j][values[j] > 0])),
+    "choose": lambda values, i, j: values.append(values[i][values[j].argsort()]),
+    "equal": lambda values, i, j: values.append(values[i] * torch.equal(values[j], values[j - 1])),
+    "close": lambda values, i, j: values.append(values[i] * torch.allclose(values[j], values[j - 1])),
+}
+
+
+def computed(steps: list[tuple[str, int, int]], leaves: list[Tensor]) -> Tensor:
+    values = [leaf.clone() for leaf in leaves]
+    for step, i, j in steps:
+        STEPS[step](values, i % len(values), j % len(values))
+    return values[-1]
+
+
+def roots_of(flow: Flow, node: int) -> set[int]:
+    """The storages that a node was computed from, by what Python was told, too."""
+    found, open_nodes, latest = set(), [node], -1
+    while open_nodes:
+        while open_nodes:
+            number = open_nodes.pop()
+            if number in found:
+                continue
+            found.add(number)
+            latest = max(latest, flow.nodes[number].time)
+            open_nodes += flow.nodes[number].parents
+        open_nodes = [each for time, told in flow.told if time < latest for each in told if each not in found]
+    return {flow.roots[number] for number in found if number in flow.roots}
+
+
+PROGRAMS = st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8)
+
+
+@given(PROGRAMS, st.integers(0, 10**6))
+def test_what_changes_the_outcome_is_among_what_it_was_computed_from(steps, seed):
+    torch.manual_seed(seed)
+    leaves = [torch.randn(4) for _ in range(3)]
+    flow = Flow(leaves)
+    with flow.watching():
+        outcome = computed(steps, leaves)
+    roots = roots_of(flow, flow.node(outcome))
+    for leaf in leaves:
+        if leaf.untyped_storage()._cdata not in roots:
+            for scale in (-1.0, 0.0, 5.0):
+                others = [torch.randn(4) * scale if each is leaf else each for each in leaves]
+                assert torch.equal(computed(steps, others), outcome)
+
+
+TELLS = {"item", "branch", "list", "numpy", "chosen", "equal", "close"}  # numbers to Python: all later depends on them
+
+
+@pytest.mark.parametrize("step", sorted({*STEPS} - TELLS))
+def test_what_only_a_shape_was_read_of_is_not_among_them(step):
+    flow = Flow(leaves := [torch.randn(4) for _ in range(3)])
+    with flow.watching():
+        outcome = computed([(step, 0, 1)], leaves)
+        for made in (torch.zeros_like(outcome), outcome.new_ones(3)):
+            assert not roots_of(flow, flow.node(made))
+
+
+# ---------------------------------------------------------- models of whose numbers the sample uses none, or few
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        told = self.tell(hidden)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if number == 0:
+                told = self.tell(hidden) if told is None else told
+            if number == 2:
+                hidden = self.use(hidden, told)
+        return self.use(hidden, told)
+
+    def tell(self, hidden: Tensor) -> object:
+        return hidden > 3
+
+    def use(self, hidden: Tensor, told: object) -> Tensor:
+        return hidden.masked_fill(told, 1.0)
+
+
+class Branch(Linears):
+    def tell(self, hidden):
+        return bool((hidden > 3).any())
+
+    def use(self, hidden, told):
+        return hidden * 2 if told else hidden
+
+
+class Chooses(Branch):
+    def tell(self, hidden):
+        return (hidden > 3).nonzero().shape[0]
+
+
+class Lists(Branch):
+    def tell(self, hidden):
+        return max(hidden.sum(-1).tolist()) > 3
+
+
+class Rounded(Linears):
+    def tell(self, hidden):
+        return (hidden / 4).long()
+
+    def use(self, hidden, told):
+        return hidden + told
+
+
+class Skips(Linears):
+    """What is added is nothing on the sample."""
+
+    def tell(self, hidden):
+        return F.relu(hidden - 3)
+
+    def use(self, hidden, told):
+        return hidden + told
+
+
+class Filled(nn.Linear):
+    def forward(self, x: Tensor, told: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(told, 1.0)
+
+
+class Called(nn.Module):
+    """Blocks are called with a mask of what the beginning computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Filled(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        told = hidden > 3
+        for block in self.blocks:
+            hidden = block(hidden, told)
+        return hidden
+
+
+@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Rounded, Skips, Called])
+def test_numbers_that_the_sample_makes_no_use_of_are_right_later(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    layers = to_sequential(model, 0.1 * torch.randn(4, 4))
+    torch.manual_seed(1)
+    for scale in (0.1, 5.0, 50.0):
+        x = scale * torch.randn(6, 4)
+        assert torch.equal(layers(x), model(x))
+    assert not torch.equal(model.use(x, model.tell(x)), x) if isinstance(model, Linears) else (model.first(x) > 3).any()
+
+
+class NormTwice(nn.Module):
+    def __init__(self, **settings: bool) -> None:
+        super().__init__()
+        self.norm, self.blocks = nn.BatchNorm1d(4, **settings), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for number, block in enumerate(self.blocks):
+            x = block(self.norm(x) if number == 2 else x)
+        return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"affine": False}], ids=str)
+def test_statistics_that_several_parts_would_write_are_refused(settings):
+    with pytest.raises(PartitionError, match="module 'norm' is called in several parts of the model, and writes it"):
+        to_sequential(NormTwice(**settings), torch.randn(4, 4))
+    assert len(to_sequential(NormTwice(track_running_stats=False, **settings), torch.randn(4, 4))) == 7
+
+
+def test_the_sample_decides_nothing_but_the_way():
+    """Cut with one sample or another, a model has the same parts."""
+    model = copy.deepcopy(Linears().eval())
+    for scale in (0.1, 50.0):
+        passing = to_sequential(model, scale * torch.randn(4, 4))[0].outline.passing
+        assert passing == to_sequential(model, torch.zeros(4, 4))[0].outline.passing
