@@ -53,7 +53,8 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
             for key in block.given.keys:
                 if key in chain.entries or not _is_computed(sources, number, key):
                     continue
-                source = next((other for other in first.keys if _is(first[other], block.given[key])), None)
+                likely = [key, *first.keys] if key in first.keys else first.keys
+                source = next((other for other in likely if _is(first[other], block.given[key])), None)
                 if source is None:
                     raise NotCarriedError(number, block.name, key)
                 places[key] = kept.setdefault(source, len(kept))
@@ -113,7 +114,8 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
 def _read(sources: Sources, before: Chain, after: Chain | None, share: Mapping[str, Any]) -> Found:
     """The sources of what the part between two chains, or the end, makes."""
     blocks = sources.blocks
-    kept = {node for key in before.kept for node in blocks[before.first].nodes.get(key, ())}
+    reached = blocks[before.first]
+    kept = {node: reached.begin for key in before.kept for node in reached.nodes.get(key, ())}
     nodes, until = sources.seen.output, sources.seen.flow.tick()
     if after is not None:
         first = blocks[after.first]

@@ -10,7 +10,8 @@ What was computed from the inputs alone has none: each part computes it again.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Sources:
         self,
         nodes: Iterable[int],
         present: Collection[str] = (),
-        kept: Collection[int] = (),
+        kept: Mapping[int, int] = MappingProxyType({}),
         since: int | None = None,
         until: int = -1,
     ) -> Found:
@@ -75,14 +76,13 @@ class Sources:
         Args:
             nodes: of the flow.
             present: the names of the modules and parameters that the part has.
-            kept: nodes that reach the part.
+            kept: nodes that reach the part, and when: they are there for what is computed later.
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too.
         """
         flow, found = self.seen.flow, Found(set(), [])
-        open_nodes, visited = list(nodes), set(kept)
-        told = iter(flow.told)
-        next_told = next(told, None)
+        open_nodes = list(nodes)
+        visited, told = set(kept) & set(open_nodes), 0
         while True:
             while open_nodes:
                 number = open_nodes.pop()
@@ -98,11 +98,12 @@ class Sources:
                     found.lost.append(lost)
                 else:
                     until = max(until, node.time)
-                    open_nodes += node.parents
-            while next_told is not None and next_told[0] < until:
-                if not self._is_elsewhere(next_told[0], present):
-                    open_nodes += next_told[1]
-                next_told = next(told, None)
+                    open_nodes += [each for each in node.parents if each not in kept or node.time < kept[each]]
+            while told < len(flow.told) and flow.told[told][0] < until:
+                time, given = flow.told[told]
+                if not self._is_elsewhere(time, present):
+                    open_nodes += [each for each in given if each not in kept or time < kept[each]]
+                told += 1
             if not open_nodes:
                 return found
 
