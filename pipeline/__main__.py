@@ -1,6 +1,7 @@
-"""The command line, `penstock`, also as `python -m pipeline`: schedules, and curvature.
+"""The command line, `penstock`, also as `python -m pipeline`: schedules, devices, and curvature.
 
     $ penstock schedules draw 1f1b --lanes 4 --chunks 8
+    $ penstock devices --choose 4
     $ penstock curvature train.py:build --check --top 5 --trace
     $ torchrun --nproc-per-node 4 -m pipeline curvature train.py:build --top 5
     $ penstock --help
@@ -49,14 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import click
 
+        from partition.hardware.command import devices
         from pipeline.curvature.command_line.command import curvature
         from scheduler.command_line.commands import schedules
         from scheduler.command_line.running import run
     except ImportError as error:
         print(f'the command line needs {error.name}: pip install "penstock-torch[cli]"', file=sys.stderr)
         return 2
-    words = "Pipeline parallelism for PyTorch: schedules to look at and compare, and the curvature of a model's loss."
-    return run(click.Group("penstock", {"schedules": schedules, "curvature": curvature}, help=words), "penstock", argv,
+    words = (
+        "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, and the "
+        "curvature of a model's loss."
+    )
+    commands: dict[str, click.Command] = {"schedules": schedules, "devices": devices, "curvature": curvature}
+    return run(click.Group("penstock", commands, help=words), "penstock", argv,
                lambda error: isinstance(error, _TOLD) and _is_ours(error.__traceback__))
 
 

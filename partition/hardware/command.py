@@ -1,0 +1,94 @@
+"""The command `penstock devices`: the GPUs of this host in tables, and those to take for a pipeline.
+
+    penstock devices [--choose N] [--margin X] [--json]  ──►  devices(), Devices.best  ──►  tables, or JSON, on stdout
+"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from partition.errors import PartitionError
+from partition.hardware.inventory import Devices
+from partition.hardware.inventory import devices as find
+from partition.hardware.selection import MARGIN, Choice, memory_cap
+from partition.hardware.tables import bandwidths, device_table, link_table
+from scheduler.command_line.running import CommandError
+from scheduler.command_line.tables import show
+
+__all__ = ["devices"]
+
+
+@click.command(context_settings={"max_content_width": 120}, short_help="GPUs: memory, users, power, links.")
+@click.option("--choose", "count", type=int, metavar="N", help="Choose N for a pipeline, in the order of its stages.")
+@click.option("--margin", type=float, default=MARGIN, show_default=True, metavar="X",
+              help="The share of the free memory to keep back from a plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def devices(count: int | None, margin: float, as_json: bool) -> int:
+    """Shows the GPUs of this host, as NVIDIA's management library (NVML) tells of them, and how they are joined.
+
+    cuda:0 is CUDA's number in a process with the variables of this one: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER
+    decide it. The others of the host are hidden.
+
+    \b
+    free          bytes that no process holds
+    utilised      the share of the last second or less in which a kernel ran
+    power, limit  what it draws, and what the driver holds it to
+    NV4, PIX ...  the way between two devices, as nvidia-smi topo -m calls it
+
+    \b
+    examples:
+      penstock devices
+      penstock devices --choose 4
+      CUDA_VISIBLE_DEVICES=4,5,6,7 penstock devices --choose 2 --json
+    """
+    found = find()
+    try:
+        choice = None if count is None else found.best(count)
+        chosen = () if choice is None else choice.devices
+        caps = [None if device.free_bytes is None else memory_cap(device, margin) for device in chosen]
+    except PartitionError as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        print(json.dumps(found.to_json() | ({} if choice is None else {"choice": _plain(choice, caps)}), indent=2))
+        return 0
+    _show_devices(found)
+    if choice is not None:
+        _show_choice(choice, caps, margin)
+    return 0
+
+
+def _show_devices(found: Devices) -> None:
+    head, rows = device_table(found.visible, found.hidden)
+    if rows:
+        show(head, rows, [""] * len(found) + ["dim"] * len(found.hidden))
+        print()
+    if found.links:
+        show(*link_table([*found.visible, *found.hidden], found.links))
+        print("\n".join(bandwidths(found.links)) + "\n")
+    for note in found.notes:
+        print(note)
+
+
+def _show_choice(choice: Choice, caps: list[int | None], margin: float) -> None:
+    ways = [f" --{link}-- " for link in choice.links]
+    line = "".join(device.label + way for device, way in zip(choice.devices, [*ways, ""]))
+    how = "the best order" if choice.is_exact else "the best order that was found; there may be a better one"
+    print(f"\nstages on: {line}   ({how})")
+    sizes = ", ".join("not told" if cap is None else f"{cap / 2**30:.1f} GiB" for cap in caps)
+    print(f"memory for a plan: {sizes}; {margin:.0%} of what is free is kept back")
+    print(*(f"{name}={value}" for name, value in choice.environment.items()))
+    for warning in choice.warnings:
+        print(f"warning: {warning}")
+
+
+def _plain(choice: Choice, caps: list[int | None]) -> dict[str, object]:
+    return {
+        "devices": [device.label for device in choice.devices],
+        "links": [str(link) for link in choice.links],
+        "caps": caps,
+        "environment": choice.environment,
+        "warnings": list(choice.warnings),
+        "is_exact": choice.is_exact,
+    }

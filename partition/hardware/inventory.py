@@ -1,0 +1,225 @@
+"""The devices of this host that a pipeline may run on, as `devices()` finds them.
+
+    NVML ──► gpus, links ──numbering──► Devices: visible (cuda:0, cuda:1, ...), hidden, links ──► choose, caps, sampling
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+from warnings import warn
+
+import torch
+
+from partition.errors import PartitionError
+from partition.hardware.gpus import Device, Unit, read_units
+from partition.hardware.links import Link, Links, read_links
+from partition.hardware.numbering import Numbering, number_devices, uuids_of_torch
+from partition.hardware.nvml import NoNvml, opened, words_of
+from partition.hardware.sampling import Sampling
+from partition.hardware.selection import MARGIN, Choice, choose, memory_cap
+from partition.hardware.tables import as_json, as_text
+
+__all__ = ["Devices", "devices"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """GPUs of the host, how they are joined, and what is to be known of them. Prints as tables.
+
+    A sequence of those that this process can use, in CUDA's order: `len(found)`, `found[0]`, `for device in found`.
+
+    Attributes:
+        visible: those that this process can use; in the order of the PCI bus where CUDA's is not known.
+        hidden: the others of the host: that CUDA_VISIBLE_DEVICES leaves out, that are lost, further parts of a GPU.
+        links: of each pair, by positions in visible + hidden.
+        notes: sentences: why there are none, what is not known.
+    """
+
+    visible: tuple[Device, ...] = ()
+    hidden: tuple[Device, ...] = ()
+    links: Links = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.visible)
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self.visible)
+
+    def __getitem__(self, place: int) -> Device:
+        return self.visible[place]
+
+    def __str__(self) -> str:
+        return as_text(self.visible, self.hidden, self.links, self.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as numbers, strings, lists and dicts; what is not known is None, and "unknown" says why."""
+        return as_json(self.visible, self.hidden, self.links, self.notes)
+
+    def link(self, one: Device, other: Device) -> Link:
+        """The way between two of these devices.
+
+        Raises:
+            PartitionError: they are not two of these.
+        """
+        both = [*self.visible, *self.hidden]
+        pair = frozenset(both.index(device) for device in (one, other) if device in both)
+        if pair not in self.links:
+            raise PartitionError(f"{one.label} and {other.label} are not two of these devices: {_listed(both)}.")
+        return self.links[pair]
+
+    def choose(self, count: int) -> Choice:
+        """Chooses devices for a pipeline, and their order.
+
+        First those that nobody else uses and that are not short of memory (less than half of what the freest has
+        free). Of these the line with the fastest links between neighbours: the slowest link decides, then the next
+        slowest. Exact for up to 10 visible devices; `Choice.is_exact` says it. A link from the last device back to
+        the first, which interleaved schedules use, does not count.
+
+        Args:
+            count: how many.
+
+        Warns:
+            UserWarning: a chosen device is in use, or a link is slow; as in `Choice.warnings`.
+
+        Raises:
+            PartitionError: there are not so many; the words say why.
+
+        Example:
+            >>> found = devices()
+            >>> try:
+            ...     choice = found.choose(len(found) + 1)
+            ... except PartitionError as error:
+            ...     print(str(error)[:13])
+            cannot choose
+        """
+        choice = self.best(count)
+        if choice.warnings:
+            warn(" ".join(choice.warnings), stacklevel=2)
+        return choice
+
+    def best(self, count: int) -> Choice:
+        """As `choose`, without a warning: the words are in the choice.
+
+        Raises:
+            PartitionError: there are not so many.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self):
+            raise PartitionError(
+                f"cannot choose {count!r} of {len(self)} visible devices ({_listed(self.visible)}). "
+                + (f"Ask for 1 to {len(self)}." if self.visible else " ".join(self.notes))
+            )
+        places = range(len(self))
+        return choose(self.visible, {frozenset(p): self.links[frozenset(p)] for p in combinations(places, 2)}, count)
+
+    def caps(self, margin: float = MARGIN) -> list[int]:
+        """The bytes that each visible device may be planned to hold: what is free now, less a margin.
+
+        What this process holds there already is not free.
+
+        Args:
+            margin: the share of the free bytes that is kept back: for CUDA itself, libraries and NCCL, which take
+                memory beside torch's, and for holes between blocks.
+
+        Raises:
+            PartitionError: the margin is no share, or NVML did not tell a device's memory.
+        """
+        return [memory_cap(device, margin) for device in self.visible]
+
+    def sampling(
+        self, which: Iterable[torch.device | str | int] | None = None, *, every: float = 0.1
+    ) -> Sampling:
+        """A context within which power and utilisation are sampled, in a thread, and energy is counted.
+
+        Args:
+            which: CUDA's devices, as torch names them, with their numbers; None: all that are visible. Each once,
+                however often it is named, and none for "cpu": `pipe.devices` will do.
+            every: seconds between two samples. The power of recent GPUs is itself an average over a second.
+
+        Raises:
+            PartitionError: a device is none of these.
+        """
+        if which is None:
+            return Sampling(self.visible, every)
+        wanted = dict.fromkeys(f"{torch.device(device)}" for device in which)
+        by_name = {device.label: device for device in self.visible if device.index is not None}
+        missing = [name for name in wanted if name not in by_name and name != "cpu"]
+        if missing:
+            raise PartitionError(
+                f"cannot sample {missing[0]}: the devices that NVML tells of are {', '.join(by_name) or 'none'}. "
+                + " ".join(self.notes)
+            )
+        return Sampling([by_name[name] for name in wanted if name in by_name], every)
+
+
+def devices(environment: Mapping[str, str] | None = None) -> Devices:
+    """Looks at the GPUs of this host through NVIDIA's management library (NVML).
+
+    CUDA is not started. Where torch has started it, it tells which device is which number; before, CUDA_VISIBLE_DEVICES
+    and CUDA_DEVICE_ORDER do. Nothing raises for lack of a driver, of nvidia-ml-py or of NVIDIA's devices: there are no
+    devices then, and `notes` say why. What a device does not tell is None, and its `unknown` says why.
+
+    Args:
+        environment: variables of the process that is to use them; None: those of this process.
+
+    Example:
+        >>> found = devices()
+        >>> len(found) > 0 or found.notes[0] != ""
+        True
+        >>> for device in found:
+        ...     assert device.free_bytes is None or device.free_bytes <= device.total_bytes
+        >>> caps = found.caps(margin=0.1) if all(device.free_bytes is not None for device in found) else None
+    """
+    told = uuids_of_torch() if environment is None else None
+    try:
+        with opened() as nvml:
+            try:
+                units = read_units(nvml)
+                links = read_links(nvml, units)
+            except nvml.NVMLError as error:
+                raise NoNvml(f"NVML does not tell how many GPUs there are: {words_of(error)}") from error
+    except NoNvml as error:
+        return Devices(notes=(f"No GPUs: {error}.", *_others()))
+    numbering = number_devices(units, os.environ if environment is None else environment, told)
+    return _numbered(units, links, numbering)
+
+
+def _numbered(units: list[Unit], links: Links, numbering: Numbering) -> Devices:
+    visible = numbering.visible
+    places = [*visible, *(place for place in range(len(units)) if place not in visible)]
+    found = [
+        replace(units[place].device, index=number if numbering.is_known and number < len(visible) else None)
+        for number, place in enumerate(places)
+    ]
+    position = {place: number for number, place in enumerate(places)}
+    notes = list(numbering.notes)
+    if not units:
+        notes += ["No GPUs: NVIDIA's driver shows none.", *_others()]
+    elif not visible:
+        notes.append("CUDA_VISIBLE_DEVICES leaves this process no device.")
+    elif torch.version.cuda is None:
+        notes.append("This torch is built without CUDA: it can use none of these devices.")
+    moved = {frozenset(position[place] for place in pair): link for pair, link in links.items()}
+    return Devices(tuple(found[:len(visible)]), tuple(found[len(visible):]), moved, tuple(notes))
+
+
+def _others() -> list[str]:
+    """Words about accelerators of other makes."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return ["Pipes run on the host: devices=['cpu', 'cpu', ...]."]
+    if kind.type == "cuda" and torch.version.hip is None:
+        return []
+    maker = "AMD's (ROCm)" if kind.type == "cuda" else f"of kind {kind.type!r}"
+    return [
+        f"torch has {torch.accelerator.device_count()} devices {maker}, which NVML does not know: Pipes run on them, "
+        f"devices=['{kind.type}:0', ...], but their links, power and other users are not told here."
+    ]
+
+
+def _listed(found: Iterable[Device]) -> str:
+    return ", ".join(device.label for device in found) or "none"

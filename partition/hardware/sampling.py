@@ -1,0 +1,194 @@
+"""Power and utilisation of devices while a block of code runs: sampled in a thread, added up to joules.
+
+    with devices().sampling() as sampling:     begin: first sample, counters of energy
+        pipe.step(...)                         a thread: a sample every 0.1 s
+    sampling.usage[0].joules                   end: last sample, counters of energy
+
+The thread calls NVML alone, which lets Python run meanwhile and does not touch CUDA. Nothing that goes wrong in it
+reaches the block. Energy is what the GPU's own counter says it drew, where there is one that moved (Volta and later; it
+moves some times a second); else mean power times seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from partition.errors import PartitionError
+from partition.hardware.gpus import Device
+from partition.hardware.nvml import Answers, NoNvml, opened, words_of
+
+__all__ = ["Sampling", "Usage"]
+
+
+class Sample(NamedTuple):
+    """A reading: seconds on the clock; None for what NVML did not tell."""
+
+    time: float
+    watts: float | None
+    utilisation: float | None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Power, energy and utilisation of a device during a block. A field that NVML did not tell is None.
+
+    Attributes:
+        device: which.
+        seconds: that the block took.
+        joules: that the whole GPU drew, for other processes too.
+        watts: mean power.
+        peak_watts: the highest sample.
+        utilisation: mean share of the time in which a kernel ran, 0 to 1.
+        samples: how many readings there are.
+        source: where the joules are from, "counter" or "samples", or why there are none.
+    """
+
+    device: Device
+    seconds: float
+    joules: float | None
+    watts: float | None
+    peak_watts: float | None
+    utilisation: float | None
+    samples: int
+    source: str
+
+    def __str__(self) -> str:
+        energy = f"joules unknown ({self.source})" if self.joules is None else f"{self.joules:.4g} J ({self.source})"
+        watts = "" if self.watts is None or self.peak_watts is None else (
+            f", {self.watts:.4g} W on average, {self.peak_watts:.4g} W at most"
+        )
+        busy = "" if self.utilisation is None else f", {self.utilisation:.0%} utilised"
+        return f"{self.device.label}: {energy}{watts}{busy}, {self.samples} samples in {self.seconds:.4g} s"
+
+
+class Sampling:
+    """A context within which devices are sampled. Without a driver it samples nothing, and `usage` is empty.
+
+    Attributes:
+        usage: what each device drew and did; up to now while the block runs.
+
+    Example:
+        >>> from partition import devices
+        >>> found = devices()
+        >>> with found.sampling() as sampling:
+        ...     _ = sum(range(1000))
+        >>> len(sampling.usage) == len(found)
+        True
+        >>> joules_per_step = [None if usage.joules is None else usage.joules / 1 for usage in sampling.usage]
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], every: float = 0.1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if not 0.001 <= every <= 3600:
+            raise PartitionError(f"every is {every!r}. Give the seconds between two samples, from 0.001 to 3600.")
+        self._readers = [_Reader(device) for device in devices]
+        self._every = every
+        self._clock = clock
+        self._library = opened()
+        self._is_open = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-sampling", daemon=True)
+
+    def __enter__(self) -> Sampling:
+        try:
+            nvml = self._library.__enter__()
+        except NoNvml as error:
+            for reader in self._readers:
+                reader.source = str(error)
+            return self
+        self._is_open = True
+        for reader in self._readers:
+            reader.open(nvml)
+        self._sample()
+        for reader in self._readers:
+            reader.read_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._is_open:
+            return
+        self._over.set()
+        self._thread.join()
+        for reader in self._readers:
+            reader.read_counter()
+        self._sample()
+        self._is_open = False
+        self._library.__exit__(None, None, None)
+
+    @property
+    def usage(self) -> list[Usage]:
+        return [reader.usage() for reader in self._readers]
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every):
+            self._sample()
+
+    def _sample(self) -> None:
+        for reader in self._readers:
+            reader.read(self._clock)
+
+
+class _Reader:
+    """The readings of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.source = "not sampled yet"
+        self._answers: Answers | None = None
+        self._samples: list[Sample] = []
+        self._counters: list[int | None] = []
+
+    def open(self, nvml: Any) -> None:
+        try:
+            self._answers = Answers(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{self.device.uuid}"))
+        except nvml.NVMLError as error:
+            self.source = words_of(error)
+
+    def read(self, clock: Callable[[], float]) -> None:
+        if self._answers is not None:
+            power = self._answers.ask("power", "nvmlDeviceGetPowerUsage")
+            rates = self._answers.ask("utilisation", "nvmlDeviceGetUtilizationRates")
+            watts = None if power is None else power / 1000
+            self._samples.append(Sample(clock(), watts, None if rates is None else rates.gpu / 100))
+
+    def read_counter(self) -> None:
+        if self._answers is not None:
+            self._counters.append(self._answers.ask("energy", "nvmlDeviceGetTotalEnergyConsumption"))
+
+    def usage(self) -> Usage:
+        samples = list(self._samples)
+        seconds = samples[-1].time - samples[0].time if samples else 0.0
+        powers = [sample.watts for sample in samples if sample.watts is not None]
+        watts = _mean([(sample.time, sample.watts) for sample in samples])
+        joules, source = self._energy(seconds, watts)
+        busy = _mean([(sample.time, sample.utilisation) for sample in samples])
+        return Usage(self.device, seconds, joules, watts, max(powers, default=None), busy, len(samples), source)
+
+    def _energy(self, seconds: float, watts: float | None) -> tuple[float | None, str]:
+        begin, end = self._counters if len(self._counters) == 2 else (None, None)
+        if begin is not None and end is not None and end > begin:  # millijoules; 0 would be a counter that did not move
+            return (end - begin) / 1000, "counter"
+        if watts is not None:
+            return watts * seconds, "samples"
+        return None, self.source if self._answers is None else self._answers.unknown.get("power", self.source)
+
+
+def _mean(readings: Sequence[tuple[float, float | None]]) -> float | None:
+    """The mean over time, straight lines between the readings that there are."""
+    known = [(when, value) for when, value in readings if value is not None]
+    if not known:
+        return None
+    span = known[-1][0] - known[0][0]
+    if span <= 0:
+        return sum(value for _, value in known) / len(known)
+    pairs = zip(known, known[1:])
+    return sum((end - begin) * (first + last) / 2 for (begin, first), (end, last) in pairs) / span

@@ -1,0 +1,247 @@
+"""Choice of devices for a pipeline: which, and in which order, so that neighbours have fast links.
+
+    cost of a line of devices  =  how many are busy or short of memory, then how many of its links are of the slowest
+                                  kind, of the next slowest, ... compared in this order
+    best_line                  ──► the least, exactly up to 10 candidates (dynamic programming over sets, as Held and
+                                   Karp 1962 for tours); of more candidates the best that exchanges and reversals find
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from partition.errors import PartitionError
+from partition.hardware.gpus import Device
+from partition.hardware.links import Link, Links
+
+__all__ = ["Choice", "best_line", "choose", "memory_cap", "why_poor"]
+
+MARGIN = 0.1
+Line = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Devices in the order of a pipeline's stages.
+
+    Attributes:
+        devices: the first has the first stage.
+        links: of each to the next.
+        warnings: sentences about devices that others use and links that are slow.
+        is_exact: whether no other choice or order is better.
+
+    Example:
+        >>> device = Device(0, 0, "NVIDIA L4", "GPU-1", total_bytes=24 << 30, free_bytes=20 << 30)
+        >>> choice = Choice((device,), (), (), True)
+        >>> choice.names, choice.caps(margin=0.5), choice.environment
+        (['cuda:0'], [10737418240], {'CUDA_VISIBLE_DEVICES': 'GPU-1'})
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    warnings: tuple[str, ...]
+    is_exact: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Their names in torch in this process: `Pipe(..., devices=choice.names)`.
+
+        Raises:
+            PartitionError: CUDA's numbers are not known here.
+        """
+        unknown = [device.label for device in self.devices if device.index is None]
+        if unknown:
+            raise PartitionError(
+                f"nobody knows CUDA's number of {', '.join(unknown)} in this process. Start it with "
+                "CUDA_VISIBLE_DEVICES as in `environment`, or with CUDA_DEVICE_ORDER=PCI_BUS_ID."
+            )
+        return [device.label for device in self.devices]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """A variable that shows a new process these devices, in this order, whatever CUDA's numbers are.
+
+        Raises:
+            PartitionError: NVML did not tell the UUID of one.
+        """
+        unknown = [device.label for device in self.devices if device.uuid is None]
+        if unknown:
+            raise PartitionError(f"the UUID of {', '.join(unknown)} is not known. Use `names`.")
+        return {"CUDA_VISIBLE_DEVICES": ",".join(f"{device.uuid}" for device in self.devices)}
+
+    def caps(self, margin: float = MARGIN) -> list[int]:
+        """The bytes that each device may be planned to hold.
+
+        Args:
+            margin: the share of the free bytes that is kept back: for CUDA itself, libraries and NCCL, which take
+                memory beside torch's, and for holes between blocks.
+
+        Raises:
+            PartitionError: the margin is no share, or NVML did not tell a device's memory.
+        """
+        return [memory_cap(device, margin) for device in self.devices]
+
+
+def memory_cap(device: Device, margin: float) -> int:
+    """The bytes that are free, less the share `margin` of them.
+
+    Raises:
+        PartitionError: the margin is no share, or the memory is not known.
+    """
+    if not 0 <= margin < 1:
+        raise PartitionError(f"margin is {margin!r}. Give the share of the free memory to keep back, 0 to below 1.")
+    if device.free_bytes is None:
+        why = device.unknown.get("memory", "not told")
+        raise PartitionError(f"the free memory of {device.label} is not known ({why}). Give its bytes yourself.")
+    return int(device.free_bytes * (1 - margin))
+
+
+def why_poor(device: Device, most_free: int) -> str:
+    """In words, why others should be taken first; "" if nothing speaks against a device.
+
+    Args:
+        device: one of several.
+        most_free: the bytes that the freest of them has free.
+    """
+    others = device.others
+    if others:
+        held = [process.used_bytes for process in others]
+        words = "" if None in held else f" ({_gib(sum(filter(None, held)))})"
+        pids = ", ".join(f"{process.pid}" for process in others)
+        return f"is in use by process{'es' if len(others) > 1 else ''} {pids}{words}"
+    if device.utilisation is not None and device.utilisation >= _BUSY:
+        return f"computes {device.utilisation:.0%} of the time"
+    if device.free_bytes is None or device.total_bytes is None:
+        return ""
+    own = sum(process.used_bytes or 0 for process in device.processes or ())
+    hidden = device.total_bytes - device.free_bytes - own
+    if hidden > _HELD * device.total_bytes:
+        return f"has {_gib(hidden)} in use, by no process that is shown here"
+    if device.free_bytes < most_free / 2:
+        return f"has {_gib(device.free_bytes)} free, others up to {_gib(most_free)}"
+    return ""
+
+
+def choose(devices: Sequence[Device], links: Links, count: int) -> Choice:
+    """The best line of `count` devices.
+
+    Args:
+        devices: the candidates; of equal choices the one with the first of these is taken.
+        links: of each pair, by positions in `devices`.
+        count: how many.
+
+    Raises:
+        PartitionError: there are not so many.
+    """
+    if not 1 <= count <= len(devices):
+        raise PartitionError(f"cannot choose {count} of {len(devices)} devices. Ask for 1 to {len(devices)}.")
+    most_free = max((device.free_bytes or 0 for device in devices), default=0)
+    poor = [why_poor(device, most_free) for device in devices]
+    line, is_exact = best_line([bool(why) for why in poor], {pair: link.rank for pair, link in links.items()}, count)
+    neighbours = [(one, other, links[frozenset((one, other))]) for one, other in zip(line, line[1:])]
+    warnings = [f"{devices[place].label} {poor[place]}." for place in line if poor[place]]
+    has_nvlink = any(link.nvlinks for link in links.values())
+    for one, other, link in neighbours:
+        why = _why_slow(link, has_nvlink)
+        if why:
+            warnings.append(f"{devices[one].label} to {devices[other].label} ({link}) {why}.")
+    return Choice(
+        tuple(devices[place] for place in line), tuple(link for *_, link in neighbours), tuple(warnings), is_exact
+    )
+
+
+def best_line(
+    is_poor: Sequence[bool], ranks: Mapping[frozenset[int], tuple[float, ...]], count: int
+) -> tuple[Line, bool]:
+    """The places of the best line, and whether none is better.
+
+    Args:
+        is_poor: of each candidate, whether others should be taken first.
+        ranks: of each pair, the slower the greater.
+        count: how many candidates a line has.
+    """
+    # One number says it all: in a line there are fewer than `base` links of a kind, and fewer poor ones than that.
+    kinds = {rank: kind for kind, rank in enumerate(sorted(set(ranks.values())))}
+    base = count + 1
+    weights: list[int] = [base**kind for kind in range(len(kinds) + 1)]
+    nodes = [weights[-1] if poor else 0 for poor in is_poor]
+    edges = {pair: weights[kinds[rank]] for pair, rank in ranks.items()}
+
+    def cost(line: Sequence[int]) -> int:
+        return sum(nodes[place] for place in line) + sum(edges[frozenset(pair)] for pair in zip(line, line[1:]))
+
+    if len(nodes) <= _EXACT:
+        return _exact(nodes, edges, count), True
+    line = _improved(range(len(nodes)), cost, count)
+    least = sum(sorted(nodes)[:count]) + (count - 1) * min(edges.values())
+    return line, cost(line) == least
+
+
+def _exact(nodes: Sequence[int], edges: Mapping[frozenset[int], int], count: int) -> Line:
+    """For each set of places and its last one the best line through all of them, from smaller sets to larger."""
+    lines: dict[tuple[frozenset[int], int], tuple[int, Line]] = {
+        (frozenset([place]), place): (node, (place,)) for place, node in enumerate(nodes)
+    }
+    for _ in range(count - 1):
+        longer: dict[tuple[frozenset[int], int], tuple[int, Line]] = {}
+        for (places, last), (cost, line) in lines.items():
+            for place in set(range(len(nodes))) - places:
+                key = places | {place}, place
+                new = cost + nodes[place] + edges[frozenset((last, place))], (*line, place)
+                if key not in longer or new < longer[key]:
+                    longer[key] = new
+        lines = longer
+    return min(lines.values())[1]
+
+
+def _improved(places: Sequence[int], cost: Callable[[Sequence[int]], int], count: int) -> Line:
+    """From each place the nearest next, then changes as long as one helps; the best of these lines."""
+    best: tuple[int, Line] | None = None
+    for start in places:
+        line = [start]
+        while len(line) < count:
+            line.append(min(set(places) - set(line), key=lambda place: (cost([*line, place]), place)))
+        found = cost(line), tuple(line)
+        while True:
+            better = min((cost(other), other) for other in _changed(found[1], places))
+            if better >= found:
+                break
+            found = better
+        best = found if best is None else min(best, found)
+    assert best is not None  # there are places
+    return best[1]
+
+
+def _changed(line: Line, places: Sequence[int]) -> list[Line]:
+    """The lines with one part reversed, and those with one place exchanged, for another of the line or outside."""
+    ends = range(len(line))
+    reversals = [line[:a] + line[a:b + 1][::-1] + line[b + 1:] for a in ends for b in ends if a < b]
+    exchanges = [
+        tuple(old if place == new else new if place == old else place for place in line)
+        for old in line
+        for new in places
+        if new != old
+    ]
+    return reversals + exchanges
+
+
+def _why_slow(link: Link, has_nvlink: bool) -> str:
+    if link.nvlinks:
+        return ""
+    if link.peer is False:
+        return "goes through the host's memory: these two are no peers"
+    if link.level == 50:
+        return "goes from one NUMA node to another, mostly between sockets"
+    if link.level is None:
+        return "is not known"
+    return "has no NVLink, as others here have" if has_nvlink else ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+_EXACT = 10  # candidates: ten take 0.1 s, each more twice as long
+_BUSY = 0.1  # of the time: a desktop takes a few per cent
+_HELD = 0.1  # of the memory: less than that the driver itself may hold

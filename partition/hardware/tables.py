@@ -1,0 +1,118 @@
+"""Devices as tables for people, and as JSON for programs.
+
+    device  name         free        total      ...           │       │ cuda:0  cuda:1
+    cuda:0  NVIDIA H100  78.6 GiB  79.6 GiB                   │ cuda:0│   -      NV18
+
+A field that is not known shows why, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from partition.hardware.gpus import Device
+from partition.hardware.links import Links
+
+__all__ = ["as_json", "as_text", "bandwidths", "device_table", "link_table"]
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def device_table(devices: Sequence[Device], hidden: Sequence[Device]) -> Table:
+    """The head and the rows of a table of devices."""
+    rows = [_row(device, device.label) for device in devices]
+    return _HEAD, rows + [_row(device, f"{device.label} (hidden)") for device in hidden]
+
+
+def link_table(devices: Sequence[Device], links: Links) -> Table:
+    """The head and the rows of the matrix of links."""
+    labels = [device.label for device in devices]
+    places = range(len(devices))
+    rows = [
+        [labels[one], *("-" if one == other else str(links[frozenset((one, other))]) for other in places)]
+        for one in places
+    ]
+    return ["", *labels], rows
+
+
+def bandwidths(links: Links) -> list[str]:
+    """For each kind of link its bandwidth in words, fastest first."""
+    found = dict.fromkeys((link.rank, str(link), link.bandwidth, link.peer) for link in links.values())
+    lines = []
+    for _, name, bandwidth, peer in sorted(found, key=lambda each: each[0]):
+        speed = "bandwidth not known" if bandwidth is None else f"at most {bandwidth / 1e9:.1f} GB/s each way"
+        lines.append(f"{name}: {_MEANING[name[:2]]}, {speed}{', no peers' if peer is False else ''}")
+    return list(dict.fromkeys(lines))
+
+
+def as_text(visible: Sequence[Device], hidden: Sequence[Device], links: Links, notes: Sequence[str]) -> str:
+    """Both tables and the notes, as plain text."""
+    parts = ["\n".join(notes)]
+    if visible or hidden:
+        parts.insert(0, "\n".join(_aligned(*device_table(visible, hidden))))
+    if links:
+        matrix = _aligned(*link_table([*visible, *hidden], links))
+        parts.insert(1, "\n".join([*matrix, *bandwidths(links)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_json(
+    visible: Sequence[Device], hidden: Sequence[Device], links: Links, notes: Sequence[str]
+) -> dict[str, Any]:
+    """Numbers, strings, lists and dicts. "links" is a matrix over visible and hidden devices, None on its diagonal."""
+    places = range(len(visible) + len(hidden))
+    pairs = {pair: {"name": str(link), **asdict(link)} for pair, link in links.items()}
+    return {
+        "visible": [_plain(device) for device in visible],
+        "hidden": [_plain(device) for device in hidden],
+        "links": [[pairs.get(frozenset((one, other))) for other in places] for one in places],
+        "notes": list(notes),
+    }
+
+
+def _plain(device: Device) -> dict[str, Any]:
+    others = None if device.processes is None else [process._asdict() for process in device.others]
+    return asdict(device) | {"label": device.label, "processes": others}
+
+
+def _row(device: Device, label: str) -> list[str]:
+    def shown(what: str, value: object, text: str) -> str:
+        return device.unknown.get(what, "not told") if value is None else text
+
+    used = device.utilisation
+    return [
+        label,
+        shown("name", device.name, f"{device.name}"),
+        shown("uuid", device.uuid, f"{device.uuid}"[:12]),
+        shown("memory", device.free_bytes, f"{(device.free_bytes or 0) / 2**30:.1f} GiB"),
+        shown("memory", device.total_bytes, f"{(device.total_bytes or 0) / 2**30:.1f} GiB"),
+        shown("utilisation", used, f"{used or 0:.0%}"),
+        shown("power", device.watts, f"{device.watts or 0:.0f} W"),
+        shown("limit", device.watt_limit, f"{device.watt_limit or 0:.0f} W"),
+        shown("processes", device.processes, ", ".join(_processes(device)) or "-"),
+    ]
+
+
+def _processes(device: Device) -> Iterator[str]:
+    for pid, used in device.others:
+        yield f"{pid}" if used is None else f"{pid} ({used / 2**30:.1f} GiB)"
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column flush left, the others flush right, two spaces between."""
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:]))]).rstrip()
+        for row in table
+    ]
+
+
+_HEAD = ["device", "name", "uuid", "free", "total", "utilised", "power", "limit", "other processes"]
+_MEANING = {  # by the first two letters
+    "NV": "NVLinks", "IN": "on one board", "PI": "one PCIe switch", "PX": "several PCIe switches",
+    "PH": "a PCIe host bridge", "NO": "several host bridges of a NUMA node", "SY": "between NUMA nodes",
+    "?": "not told",
+}  # fmt: skip
