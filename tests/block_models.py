@@ -540,8 +540,8 @@ REFUSED = {
     DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
     ReadsBlocks: "computes beside what it returns is used behind block 'blocks.2', in another part of the model, and",
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
-    ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argume",
-    WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument 1",
+    ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",
+    WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }
