@@ -50,6 +50,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/families.py
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/cuts.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/curvature.py

@@ -11,6 +11,7 @@
 
 from partition.balancing import balance_by_size, balance_by_time
 from partition.contiguous import balance_costs
+from partition.cuts.cutting import StageSpec, cut
 from partition.errors import PartitionError
 from partition.hardware.inventory import devices
 from partition.profiles.profile import LayerProfile, Profile
@@ -29,6 +30,8 @@ __all__ = [
     "Profile",
     "profile",
     # choose where
+    "StageSpec",
+    "cut",
     "balance_costs",
     "balance_by_time",
     "balance_by_size",

@@ -1,0 +1,1 @@
+"""Cuts: the balance whose slowest stage is as fast as can be, on these devices, within their memory."""
