@@ -8,19 +8,21 @@
     I   input + recompute
     W   weight
 
-Each is a number, one number for each stage, or a function of (stage, chunk); in slots or in seconds, as you like, but
-all in the same unit. What travels and what is held are in links.py and held.py.
+Each is a number, one number for each stage, or a function of (stage, chunk); in slots or in seconds (`unit`), but all
+in the same. What travels and what is held are in links.py and memory_model.py; costs of real steps in measurement.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_cost
 from scheduler.links import Link, Links, between
+from scheduler.measurement import costs_of, links_of, measure
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
+from scheduler.timeline import Timeline
 
 __all__ = ["Cost", "Costs"]
 
@@ -46,6 +48,7 @@ class Costs:
             unit: a number, or one for each stage
         kept: how much of that is held from I to W (M_W); None means all
         checkpoint: how much of that is held until it is recomputed, at the start of B or I; None: not recomputed
+        unit: "slots", or "s" for seconds: what times are said in
 
     Raises:
         ScheduleError: a cost is negative, not finite or no number.
@@ -68,8 +71,11 @@ class Costs:
     activation: float | Sequence[float] = 1
     kept: float | Sequence[float] | None = None
     checkpoint: float | Sequence[float] | None = None
+    unit: Literal["slots", "s"] = "slots"
 
     def __post_init__(self) -> None:
+        if self.unit not in ("slots", "s"):
+            raise ScheduleError(f'unit is {self.unit!r}. Use "slots", or "s" for seconds.')
         for what, cost in self._given():
             if isinstance(cost, Mapping):
                 numbers: Iterable[Any] = cost.values()
@@ -81,6 +87,38 @@ class Costs:
             for number in numbers:
                 if not (what == "link" and isinstance(number, Link)):
                     refuse_unless_cost(what, number, above=what == "speed")
+
+    @classmethod
+    def measured(
+        cls, timelines: Timeline | Iterable[Timeline], *, by: Literal["stage", "lane"] = "stage",
+        input_share: float = 0.5, **given: Any,
+    ) -> "Costs":
+        """The costs of traced steps: medians over chunks and steps, see measurement.py.
+
+        Args:
+            timelines: of one whole step or of several, of the same Pipe: `pipe.step(..., trace=True).timeline`
+            by: "stage" for `simulate` and `search`; "lane" for `compare`: what a chunk takes in all stages of a lane
+            input_share: where a stage was traced with whole backwards only, how much of one an I would take
+            given: other fields, such as `activation` in bytes; in place of what was measured too
+
+        Returns:
+            The costs, in the unit of the timelines. Where chunks were recomputed, `recompute` is what one recomputation
+            took. Bytes are those that the timelines say; real ones say none.
+
+        Raises:
+            ScheduleError: the timelines are not of whole steps of one Pipe, or say nothing about what is asked.
+
+        >>> from scheduler import by_name, simulate
+        >>> costs = Costs(forward=(2, 3), backward=5, link=1, unit="s")
+        >>> Costs.measured(simulate(by_name("1f1b", lanes=2, chunks=3), costs)).backward
+        (5, 5)
+        """
+        if by not in ("stage", "lane"):
+            raise ScheduleError(f'by is {by!r}. Use "stage", or "lane" for costs of all stages of a lane together.')
+        measurement = measure(timelines)
+        if "link" not in given:
+            given["link"] = links_of(measurement, by == "lane")
+        return cls(**costs_of(measurement, by == "lane", input_share) | given)
 
     def of(self, action: Action, lane: int = 0) -> float:
         """The duration of `action` on `lane`.
@@ -161,7 +199,7 @@ class Costs:
 
     def _given(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)
-                if getattr(self, field.name) is not None]
+                if field.name != "unit" and getattr(self, field.name) is not None]
 
 
 _OF_ACTIONS = ("forward", "input", "weight", "backward", "recompute")

@@ -41,7 +41,7 @@ def simulate(
             when both actions of the block have
 
     Returns:
-        The timeline, in slots: in units of what `costs` counts in.
+        The timeline, in the unit of the costs.
 
     Raises:
         ScheduleError: a lane waits for ever (each such lane is named), or runs what does not exist, or the costs are
@@ -70,7 +70,7 @@ def simulate(
         for lane, (order, starts, ends) in enumerate(zip(schedule.orders, replayed.starts, replayed.ends))
     )
     held = tuple(costs.held(stage) for stage in range(schedule.stages))
-    timeline = Timeline(tuple(sorted(events, key=itemgetter(2))), schedule.lanes, held=held)
+    timeline = Timeline(tuple(sorted(events, key=itemgetter(2))), schedule.lanes, costs.unit, held)
     _assert_lower_bounds(timeline, columns, costs)
     return timeline
 

@@ -30,6 +30,7 @@ from math import inf, isclose
 from typing import NamedTuple
 
 from scheduler.costs import Costs
+from scheduler.drawing import duration
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
@@ -83,13 +84,18 @@ class Found:
 
     def __str__(self) -> str:
         shortest = ", none is shorter" if self.gap < _SHORTEST else f", gap {self.gap:.2%}"
-        named = f"{self.best_named} {self.named_value:.6g}, {self.gain:.2%} saved" if self.best_named else "none fits"
+        named = "none fits"
+        if self.named_value is not None:
+            named = f"{self.best_named} {self._said(self.named_value)}, {self.gain:.2%} saved"
         return "\n".join([
             f"{self.schedule.name} (lanes={self.schedule.lanes}, chunks={self.schedule.chunks}): "
-            f"{self.objective} {self.value:.6g}",
-            f"lower bound {self.bound:.6g}{shortest}",
+            f"{self.objective} {self._said(self.value)}",
+            f"lower bound {self._said(self.bound)}{shortest}",
             f"best named: {named}",
         ])
+
+    def _said(self, value: float) -> str:
+        return f"{value:.6g}" if self.timeline.unit == "slots" else duration(value, self.timeline.unit)
 
 
 def search(

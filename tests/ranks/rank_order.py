@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from pipeline_probes import labelled, probes, run, sum_of
 from torch import Tensor, nn
 
 from pipeline import Pipe
-from scheduler import Schedule
+from pipeline.execution import execution
+from scheduler import Costs, Schedule
 
 
 def logs(stages: int, cases: list[tuple[str, int, str, str]]) -> list[list[str]]:
@@ -77,6 +79,43 @@ class Sleeping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Sleep.apply(x * self.weight, *self.seconds)
         return out
+
+
+class _Work(torch.autograd.Function):
+    """Moves this process's clock, and nothing else does."""
+
+    now = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        _Work.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _Work.now += ctx.backward_seconds
+        return grad, None, None
+
+
+class _Works(Sleeping):
+    """A stage that takes so many seconds of this clock."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Work.apply(x * self.weight, *self.seconds)
+        return out
+
+
+def measured(schedule: str, forward: list[float], backward: list[float], checkpoint: str) -> Any:
+    """The costs that a traced step tells, as every rank has them: of F, B (I and W), recomputation."""
+    model = nn.Sequential(*map(_Works, forward, backward))
+    pipe = Pipe(model, [1] * len(model), 5, schedule=schedule, checkpoint=checkpoint)
+    with mock.patch.object(execution, "perf_counter", lambda: _Work.now):
+        for _ in range(2):  # these compare more
+            pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum")
+        timeline = pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+    costs = Costs.measured(timeline)
+    return costs.forward, costs.backward or costs.input, costs.recompute
 
 
 def slept(schedule: str, forward: list[float], backward: list[float], chunks: int, entry: str) -> Any:

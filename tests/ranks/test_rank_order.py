@@ -181,3 +181,15 @@ def test_an_action_over_ranks_lasts_as_long_as_it_computes_through_every_entry_p
         if max(ratios) < 1.4:
             break
     assert 0.98 < min(ratios) and max(ratios) < 1.4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_costs_of_a_traced_step_are_what_its_layers_took_on_every_rank(
+    schedule: str, request: pytest.FixtureRequest
+) -> None:
+    """Ranks wait for each other, which is no work of theirs."""
+    forward, backward = (0.5, 2.0), (3.0, 0.25)
+    crew = request.getfixturevalue("crew2")
+    for checkpoint, again in (("never", (0, 0)), ("always", forward)):
+        for found in crew.run("rank_order:measured", schedule, forward, backward, checkpoint):
+            assert found == (forward, backward, again)

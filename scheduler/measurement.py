@@ -1,0 +1,230 @@
+"""Measured times: what actions and messages took in traced steps, their medians and how far they vary.
+
+    Timeline of a step, or several  --measure-->  Measurement: a Sample for each stage and kind, and for each boundary
+
+An action's time is from when it had its inputs to its end, so no wait counts as work. A message's time is from the
+end of the action that sent it to the start of the one that reads it, where that lane was free when it was sent: then
+nothing else held the reader up. Where a lane was never free in time, no message is known to have been waited for; the
+shortest such time is then an upper bound, and no action of the step would have started earlier with less.
+
+    lane 0 |F0 F1 .  .  B0 ==           F1 of lane 1 was sent when lane 1 was busy, F0 when it was free:
+    lane 1 |.  F0 B0 == F1 B1 ==        so the way takes what lies between F0 of lane 0 and F0 of lane 1
+
+Lanes that take turns in one thread hand over in memory: there a message takes no time.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from scheduler.action import Action, Kind
+from scheduler.errors import ScheduleError
+from scheduler.event import Event
+from scheduler.memory_model import Held
+from scheduler.placement import Placement
+from scheduler.timeline import Timeline
+
+__all__ = ["Measurement", "Sample", "costs_of", "links_of", "measure"]
+
+
+class Sample(NamedTuple):
+    """Several times of one thing.
+
+    Args:
+        median: of them
+        spread: between their quartiles: half of them lie within so much
+        size: how many there are
+    """
+
+    median: float = 0
+    spread: float = 0
+    size: int = 0
+
+    @classmethod
+    def of(cls, times: Iterable[float]) -> "Sample":
+        """The sample of these times.
+
+        >>> Sample.of([4, 1, 2, 2, 3])
+        Sample(median=2, spread=1, size=5)
+        """
+        ordered = sorted(times)
+        if not ordered:
+            return cls()
+        quarter = (len(ordered) - 1) // 4
+        return cls(median(ordered), ordered[-1 - quarter] - ordered[quarter], len(ordered))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The times of traced steps.
+
+    Args:
+        placement: which lane hosts which stage
+        unit: of the times
+        actions: for each stage, by kind: F, B, I, W, R (recomputation) and U (update), as far as they ran
+        messages: for each boundary between stages, either way
+        held: what a chunk holds in each stage, where the timelines say it
+    """
+
+    placement: Placement
+    unit: Literal["slots", "s"]
+    actions: tuple[Mapping[Kind, Sample], ...]
+    messages: tuple[Sample, ...]
+    held: tuple[Held, ...]
+
+    def median(self, stage: int, kind: Kind) -> float | None:
+        """The median of a stage's actions of this kind; None: none ran."""
+        sample = self.actions[stage].get(kind)
+        return None if sample is None else sample.median
+
+
+def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
+    """Measures the actions and messages of one or several steps of the same Pipe.
+
+    Args:
+        timelines: of whole steps; one may hold several
+
+    Raises:
+        ScheduleError: there is none, they are of different placements, or a stage ran no forward or no backward.
+
+    >>> from scheduler import Costs, by_name, simulate
+    >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=3), Costs(forward=(2, 3), backward=5, link=1))
+    >>> measured = measure(timeline)
+    >>> measured.median(1, Kind.F), measured.median(1, Kind.I), measured.messages
+    (3, None, (Sample(median=1, spread=0, size=5),))
+    """
+    steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    lanes = {(event.action.stage, event.lane) for step in steps for event in step.events}
+    lane_of = dict(sorted(lanes))
+    _check(steps, lanes, lane_of)
+    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    ways: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for step in steps:
+        for event in step.events:
+            durations[event.action.stage, event.action.kind].append(event.duration)
+        for boundary, time, was_free in _messages(step):
+            ways[boundary].append((time, was_free))
+    stages = range(len(lane_of))
+    actions = tuple({kind: Sample.of(durations[stage, kind]) for kind in Kind if (stage, kind) in durations}
+                    for stage in stages)
+    _check_whole(actions)
+    messages = tuple(_sample(ways[boundary]) for boundary in stages[:-1])
+    held = next((step.held for step in steps if step.held), ())
+    return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held)
+
+
+def costs_of(measurement: Measurement, of_lanes: bool, input_share: float) -> dict[str, Any]:
+    """The arguments of `Costs` but the link, see `Costs.measured`.
+
+    Raises:
+        ScheduleError: input_share is no share.
+    """
+    if isinstance(input_share, bool) or not isinstance(input_share, (int, float)) or not 0 <= input_share <= 1:
+        raise ScheduleError(f"input_share is {input_share!r}, but must be a share of the backward, from 0 to 1.")
+    rows: list[tuple[float, ...]] = [_times(kinds, input_share) for kinds in measurement.actions]
+    names: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")
+    if measurement.held:
+        names += Held._fields
+        rows = [row + held for row, held in zip(rows, measurement.held)]
+    if of_lanes:
+        rows = [tuple(map(sum, zip(*(rows[stage] for stage in measurement.placement.stages_of(lane)))))
+                for lane in range(measurement.placement.lanes)]
+    costs: dict[str, Any] = {name: tuple(column) for name, column in zip(names, zip(*rows))}
+    if not any(Kind.B in kinds for kinds in measurement.actions):
+        del costs["backward"]
+    return costs | {"unit": measurement.unit}
+
+
+def links_of(measurement: Measurement, of_lanes: bool) -> tuple[float, ...]:
+    """The time of a message at each boundary of stages, or of neighbouring lanes: there the median of those between.
+
+    Raises:
+        ScheduleError: two neighbouring lanes exchange no messages.
+    """
+    if not of_lanes:
+        return tuple(sample.median for sample in measurement.messages)
+    lane_of, links = measurement.placement.lane_of, []
+    for lane in range(measurement.placement.lanes - 1):
+        between = [sample.median for sample, *ends in zip(measurement.messages, lane_of, lane_of[1:])
+                   if set(ends) == {lane, lane + 1}]
+        if not between:
+            raise ScheduleError(
+                f"lanes {lane} and {lane + 1} exchange no messages, so nothing says how long one takes. "
+                "Give link=..., one number for all."
+            )
+        links.append(median(between))
+    return tuple(links)
+
+
+def _times(kinds: Mapping[Kind, Sample], input_share: float) -> tuple[float, ...]:
+    """F, I, W, B and R of one stage. What did not run follows from what did: B = I + W."""
+    time = {kind: sample.median for kind, sample in kinds.items()}
+    if Kind.I in time:
+        first, second = time[Kind.I], time[Kind.W]
+        backward = time.get(Kind.B, first + second)
+    else:
+        backward = time[Kind.B]
+        first, second = input_share * backward, (1 - input_share) * backward
+    return time[Kind.F], first, second, backward, time.get(Kind.R, 0)
+
+
+def _check(steps: Sequence[Timeline], lanes: Iterable[tuple[int, int]], lane_of: Mapping[int, int]) -> None:
+    if not lane_of:
+        raise ScheduleError("there is nothing to measure: the timelines have no events. Trace a step.")
+    if len(list(lanes)) > len(lane_of) or len({(step.lanes, step.unit) for step in steps}) > 1:
+        raise ScheduleError(
+            "these timelines are not of one Pipe: their lanes, their units or the lanes of their stages differ "
+            f"((stage, lane): {sorted(lanes)}). Measure those of one Pipe at a time."
+        )
+    if list(lane_of) != list(range(len(lane_of))):
+        raise ScheduleError(f"only stages {list(lane_of)} ran. Measure timelines of all stages.")
+
+
+def _check_whole(actions: Sequence[Mapping[Kind, Sample]]) -> None:
+    for stage, kinds in enumerate(actions):
+        if Kind.F not in kinds or Kind.B not in kinds and (Kind.I not in kinds or Kind.W not in kinds):
+            raise ScheduleError(
+                f"stage {stage} ran {', '.join(kinds)}, which is no whole step: its costs are those of F, and of B or "
+                "of I and W. Trace pipe.step(...), or a forward with its backward."
+            )
+
+
+def _messages(step: Timeline) -> Iterator[tuple[int, float, bool]]:
+    """The messages between lanes: (boundary, time, whether the reader's lane was free when it was sent)."""
+    groups = [set(group) for group in step.turns]
+    givers: dict[tuple[int, bool, int], list[Event]] = defaultdict(list)  # one for each step
+    for event in step.events:
+        stage, kind, chunk = event.action
+        if kind is Kind.F or kind.is_backward:
+            givers[stage, kind is Kind.F, chunk].append(event)
+    for row in step.by_lane:
+        read: Counter[tuple[int, bool, int]] = Counter()
+        free: float = 0
+        for event in row:
+            stage, kind, chunk = event.action
+            key = (stage - 1 if kind is Kind.F else stage + 1), kind is Kind.F, chunk
+            if _reads(event.action, step.recomputed) and key in givers:
+                giver = givers[key][read[key]]
+                read[key] += 1
+                if giver.lane != event.lane:
+                    in_turns = any({giver.lane, event.lane} <= group for group in groups)
+                    time = 0 if in_turns else max(0, event.start - giver.end)
+                    yield min(stage, key[0]), time, giver.end >= free
+            free = event.end
+
+
+def _reads(action: Action, recomputed: Set[tuple[int, int]]) -> bool:
+    """Whether this is the first action that reads a message: an R comes before its B or I."""
+    stage, kind, chunk = action
+    if kind.is_backward:
+        return (stage, chunk) not in recomputed
+    return kind is Kind.F or kind is Kind.R
+
+
+def _sample(ways: Sequence[tuple[float, bool]]) -> Sample:
+    waited = [time for time, was_free in ways if was_free]
+    if waited or not ways:
+        return Sample.of(waited)
+    return Sample.of([min(time for time, _ in ways)])
