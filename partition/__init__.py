@@ -14,9 +14,9 @@ from partition.contiguous import balance_costs
 from partition.cuts.cutting import StageSpec, cut
 from partition.errors import PartitionError
 from partition.hardware.inventory import devices
+from partition.models.sequential import to_sequential
 from partition.profiles.profile import LayerProfile, Profile
 from partition.profiles.profiling import profile
-from partition.sequential import to_sequential
 from partition.splitting import split
 
 __all__ = [

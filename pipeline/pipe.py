@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from partition import split
+from partition.models.sequential import to_sequential
 from partition.names import sequential
-from partition.sequential import to_sequential
 from partition.splitting import check_module
 from pipeline.common.arguments import check_flags
 from pipeline.common.places import Place, places_of

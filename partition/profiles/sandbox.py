@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from partition.errors import PartitionError
-from partition.outline import Outline
-from partition.parts import Part
+from partition.models.outline import Outline
+from partition.models.parts import Part
 
 __all__ = ["Device", "Sandbox", "device_of"]
 

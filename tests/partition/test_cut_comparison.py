@@ -8,7 +8,7 @@ from block_models import Chain, ids
 from torch import nn
 
 from partition import PartitionError, to_sequential
-from partition.comparison import compare
+from partition.models.comparison import compare
 
 
 class Around(nn.Module):

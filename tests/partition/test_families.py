@@ -12,7 +12,7 @@ from families import FAMILIES, LAYERS, of_family
 from torch.utils._pytree import tree_map
 
 from partition import to_sequential
-from partition.parts import Block
+from partition.models.parts import Block
 from pipeline import Pipe, layer_seed
 
 CHUNKS = 3

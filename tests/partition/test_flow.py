@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partition import PartitionError, to_sequential
-from partition.flow import Flow
+from partition.models.flow import Flow
 
 # Each computes from a list of values, and puts something there, or writes into one of them.
 STEPS: dict[str, Callable[[list[Tensor], int, int], object]] = {

@@ -14,7 +14,8 @@ from peak import peak_bytes
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from partition import PartitionError, to_sequential, twin
+from partition import PartitionError, to_sequential
+from partition.models import twin
 from pipeline import Pipe, meta_parameters
 
 

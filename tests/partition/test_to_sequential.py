@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, split, to_sequential
-from partition.outline import Outline, UnreadError
+from partition.models.inputs import UnreadError
+from partition.models.outline import Outline
 from pipeline import Pipe
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.outline import Chain, Key
-from partition.passing import Passing
-from partition.sources import Found, Sources
+from partition.models.passing import Passing
+from partition.models.runs import Chain, Key
+from partition.models.sources import Found, Sources
 
 
 class NotCarriedError(PartitionError):

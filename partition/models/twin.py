@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.outline import MadeUp
+from partition.models.shapes import MadeUp
 
 _STEP = 16  # numbers between the windows of two matrices
 _PIECE = 2**20  # numbers that are drawn at a time

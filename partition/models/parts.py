@@ -3,8 +3,8 @@
     x --> Beginning --> (hidden state, kept, inputs, passing) --> Block --> ... --> Block --> End --> the model's output
 
 What travels beside the hidden state is those inputs whose numbers are read again: ids, padding masks. What the model
-makes of them for its blocks is made again in each stage (`partition.outline.Outline.beside`), and not sent. Only what
-the beginning computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
+makes of them for its blocks is made again in each stage (`Outline.beside`), and not sent. Only what the beginning
+computes for all blocks with parameters is kept, and travels: the embedding of a diffusion model's time.
 
 A part holds modules of the model under their names in the model, and brings these: `partition.names`.
 """
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
+from partition.models.inputs import Leaves
+from partition.models.outline import Outline
+from partition.models.runs import Chain, Run, chain_of
 from partition.names import InModel, NamedLayer
-from partition.outline import Chain, Leaves, Outline, Run, chain_of
 
 _Values: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = tuple[_Values, _Values, _Values, _Values]  # hidden state, kept, inputs, passing

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from partition.calls import Called
 from partition.errors import PartitionError
-from partition.outline import Chain, Key
+from partition.models.calls import Called
+from partition.models.runs import Chain, Key
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from partition.calls import Called, Seen
-from partition.flow import Flow
-from partition.outline import MadeUp
-from partition.shares import names_of
+from partition.models.calls import Called, Seen
+from partition.models.flow import Flow
+from partition.models.shapes import MadeUp
+from partition.models.shares import names_of
 
 _Names = frozenset[str]
 

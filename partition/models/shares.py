@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from partition.calls import Seen
 from partition.errors import PartitionError
-from partition.flow import storage_of
-from partition.outline import Chain, MadeUp, Volatile
+from partition.models.calls import Seen
+from partition.models.flow import storage_of
+from partition.models.runs import Chain
+from partition.models.shapes import MadeUp
+from partition.models.stand_ins import Volatile
 
 
 class Phases(NamedTuple):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter
 
-from partition.calls import run_model, training
 from partition.errors import PartitionError
-from partition.outline import Leaves
+from partition.models.calls import run_model, training
+from partition.models.inputs import Leaves
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
 

@@ -5,7 +5,7 @@
                                 └─► what is carried to all blocks of a chain, or passes blocks by
     compared with the model on the sample: outputs, gradients, what each block is called with
 
-Nothing is traced: each part runs the model's own forward (`partition.outline`).
+Nothing is traced: each part runs the model's own forward (`partition.models.outline`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from partition.calls import Called, Watched, in_eval_mode, watched
-from partition.carrying import NotCarriedError, carrying, passing_of
-from partition.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
-from partition.comparison import compare, compare_in_train_mode
 from partition.errors import PartitionError
+from partition.models.calls import Called, Watched, in_eval_mode, watched
+from partition.models.carrying import NotCarriedError, carrying, passing_of
+from partition.models.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
+from partition.models.comparison import compare, compare_in_train_mode
+from partition.models.inputs import Inputs, UnreadError
+from partition.models.outline import Outline
+from partition.models.parts import Beginning, Block, End, Holder, Middle, Part
+from partition.models.passing import Passing
+from partition.models.runs import Chain, around, chain_of
+from partition.models.shapes import MadeUp, Shape
+from partition.models.shares import phases_of, shares_of
+from partition.models.sources import Sources
+from partition.models.stand_ins import rebuilt
+from partition.models.twin import twin_of
 from partition.names import ModelLayers
-from partition.outline import Chain, Inputs, MadeUp, Outline, Shape, UnreadError, around, chain_of, rebuilt
-from partition.parts import Beginning, Block, End, Holder, Middle, Part
-from partition.passing import Passing
-from partition.shares import phases_of, shares_of
-from partition.sources import Sources
-from partition.twin import twin_of
 
 
 def to_sequential(

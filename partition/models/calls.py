@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
-from partition.flow import Flow
-from partition.outline import Call, Key, Leaves, Volatile, called_with, renewed
+from partition.models.flow import Flow
+from partition.models.inputs import Leaves, called_with
+from partition.models.runs import Call, Key, renewed
+from partition.models.stand_ins import Volatile
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:

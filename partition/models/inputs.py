@@ -1,0 +1,139 @@
+"""The inputs of a model: what it is called with, and of which the numbers travel to all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+from partition.errors import PartitionError
+from partition.models.shapes import Shape
+
+Leaves: TypeAlias = list[Any]
+
+
+class UnreadError(PartitionError):
+    """The numbers of an input are read where they have not been sent.
+
+    Attributes:
+        leaf: which input.
+    """
+
+    def __init__(self, leaf: int, name: str, operation: str) -> None:
+        super().__init__(
+            f"{name} is read after the beginning of the model ({operation}), which it was not with the sample: so its "
+            "numbers are not there. Cut the model with a sample that is like this call."
+        )
+        self.leaf = leaf
+
+
+class Unread(Tensor):
+    """An input of which only the shape has been sent, since its numbers are not read. Reading them is an error."""
+
+    _leaf: int
+    _name: str
+
+    @staticmethod
+    def __new__(cls, shape: Shape, device: torch.device, leaf: int, name: str) -> Unread:
+        made: Unread = Tensor._make_wrapper_subclass(cls, shape.shape, dtype=shape.dtype, device=device)
+        made._leaf, made._name = leaf, name
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is not annotated
+        return f"Unread({self._name}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
+        if func.is_view or name in _CASTS:
+            meta = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(torch.device("meta")), (args, kwargs or {}))
+            made = func(*meta[0], **{**meta[1], **({"device": "meta"} if "device" in meta[1] else {})})
+            device = (kwargs or {}).get("device") or unread.device
+            return tree_map_only(
+                Tensor, lambda leaf: Unread(Shape.of(leaf), device, unread._leaf, unread._name), made
+            )
+        if not name.startswith("new_") and not name.endswith("_like"):
+            raise UnreadError(unread._leaf, unread._name, name)
+        args, kwargs = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(leaf.device), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_CASTS = frozenset({"_to_copy", "clone", "detach", "alias", "lift_fresh"})
+
+
+class Inputs(NamedTuple):
+    """The inputs of the model.
+
+    Attributes:
+        names: the keyword arguments; None: one positional argument, or a tuple of them.
+        tree: of the arguments.
+        always: keyword arguments beside them.
+        read: for each leaf whether what follows the first block reads its numbers.
+    """
+
+    names: tuple[str, ...] | None
+    tree: TreeSpec
+    always: Mapping[str, Any]
+    read: tuple[bool, ...]
+
+    def leaves(self, x: Any) -> Leaves:
+        """The leaves of an input like the sample.
+
+        Raises:
+            PartitionError: it is not like it.
+        """
+        if self.names is not None and isinstance(x, Mapping) and set(x) == set(self.names):
+            x = {name: x[name] for name in self.names}
+        leaves, tree = tree_flatten(x)
+        if tree != self.tree:
+            raise PartitionError(
+                f"the model was cut for inputs like {_in_words(self.tree, self.names)}; it is called with "
+                f"{_in_words(tree, tuple(x) if isinstance(x, Mapping) else None)}. Call it as with the sample, or cut "
+                "it with another sample."
+            )
+        return leaves
+
+    def called(self, leaves: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model's forward."""
+        x = tree_unflatten(leaves, self.tree)
+        return called_with(x, self.always)
+
+    def travelling(self, leaves: Leaves) -> tuple[Any, ...]:
+        """The same, as they travel with the hidden state: of tensors that are not read again the shapes."""
+        return tuple([leaf if is_read else _written(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)])
+
+    def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:
+        """The leaves again."""
+        return [
+            Unread(Shape(leaf[0], getattr(torch, leaf[1])), device, number, self._name(number))
+            if isinstance(leaf, tuple) and not is_read else leaf
+            for number, (leaf, is_read) in enumerate(zip(travelling, self.read, strict=True))
+        ]  # fmt: skip
+
+    def _name(self, number: int) -> str:
+        simple = self.names is not None and len(self.names) == len(self.read)
+        return f"input {self.names[number]!r}" if simple and self.names else f"tensor {number} of the inputs"
+
+
+def called_with(x: Any, always: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a value stands for: keyword arguments, several positional ones, or one."""
+    if isinstance(x, Mapping):
+        return (), {**x, **always}
+    return (x if isinstance(x, tuple) else (x,)), dict(always)
+
+
+def _written(leaf: Tensor) -> tuple[tuple[int, ...], str]:
+    """The shape and type of a tensor, as they travel."""
+    return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+
+
+def _in_words(tree: TreeSpec, names: tuple[str, ...] | None) -> str:
+    if names is not None:
+        return "a dict of " + (", ".join(map(str, names)) or "nothing")
+    return f"a {tree.type.__name__} of {tree.num_leaves}" if tree.num_children else "one tensor"

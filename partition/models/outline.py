@@ -1,0 +1,242 @@
+"""The outline of a model: its own forward, run with stand-ins for its blocks and for what lies in other parts.
+
+    model         embed  [block 0 ... block n-1]  norm   head
+    outline       absent [stand-in ... stand-in]  absent absent     no parameters, and no numbers of theirs
+    a run         some of the model's modules are put in; the stand-ins hand the hidden state through, and note what
+                  they are called with beside it: masks, rotary tables
+
+Modules without parameters are there, in eval mode, so that no run of an outline draws random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from partition.errors import PartitionError
+from partition.models.inputs import Inputs, Leaves
+from partition.models.passing import Passing
+from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
+from partition.models.shapes import MadeUp, Shape, is_without_memory
+from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
+from partition.names import places_of
+
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class _Made(NamedTuple):
+    """The arguments of blocks.
+
+    Attributes:
+        inputs: the tensors that they were made from.
+        calls: the arguments, by a block's number.
+        tensors, versions: all that is in them and has a version, as it was made.
+    """
+
+    inputs: list[weakref.ref[Tensor]]
+    calls: list[Call]
+    tensors: list[Tensor]
+    versions: list[int]
+
+
+class _Memory:
+    """The arguments of blocks that were made from inputs. It is no module, so no one takes it for the state of one."""
+
+    def __init__(self) -> None:
+        self.made: OrderedDict[Any, _Made] = OrderedDict()
+        self.lock = threading.Lock()
+
+
+class Outline(nn.Module):
+    """The outline of a model.
+
+    It is a module so that it may hang on another one as an attribute without being a part of it.
+
+    Args:
+        model: the model.
+        chains: its blocks.
+        inputs: what it is called with.
+        apart: the names of the modules that lie in parts, beside the blocks.
+        volatile: the attributes that a forward sets.
+        passing: the values that pass blocks by.
+        shaping: the numbers of the blocks that are asked for the shapes of what they return.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chains: tuple[Chain, ...],
+        inputs: Inputs,
+        apart: Iterable[str],
+        volatile: Volatile,
+        passing: Passing = Passing(),
+        shaping: Container[int] = (),
+    ) -> None:
+        super().__init__()
+        self.chains = chains
+        self.inputs = inputs
+        self.passing = passing
+        self.places = places_of(model)
+        blocks = [name for chain in chains for name in chain.blocks]
+        replaced: dict[str, nn.Module] = {
+            name: StandIn(model.get_submodule(name), number, volatile, number in shaping)
+            for number, name in enumerate(blocks)
+        }
+        replaced.update({name: Absent(model.get_submodule(name), volatile) for name in apart})
+        containers = around(chains)
+        self._containers_of_blocks = sorted(containers)
+        self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
+        self._memory = _Memory()
+
+    def __deepcopy__(self, memo: Any) -> Outline:
+        """It holds nothing of a part: copies of parts share it."""
+        return self
+
+    def alone(self) -> Outline:
+        """The same outline, which keeps nothing where this one would find it."""
+        made: Outline = shallow(self)  # type: ignore[assignment]  # of the same type
+        vars(made).update(_roots={None: self._roots[None]}, _memory=_Memory())
+        return made
+
+    def run(
+        self, run: Run, leaves: Leaves, device: torch.device, own: Mapping[str, Any], training: bool = False
+    ) -> Any:
+        """Run the model's forward.
+
+        Args:
+            run: what the blocks do.
+            leaves: of the inputs.
+            device: where it computes.
+            own: the modules and parameters that are there, by their names in the model.
+            training: the mode of the modules that contain others.
+
+        Returns:
+            What the model returns; None where the run ended at a block.
+        """
+        root = _put_in(self._on(device), own, self._containers_of_blocks, training)
+        run.spare(own.values())
+        args, kwargs = self.inputs.called(leaves)
+        token = this_run.set(run)
+        try:
+            return root.forward(*args, **kwargs)
+        except Reached:
+            return None
+        finally:
+            this_run.reset(token)
+
+    def call(
+        self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a block: args, kwargs."""
+        chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
+        carried = [(key, kept[index]) for key, index in chain.carried[number - chain.first]]
+        call = self.beside(number, device, travelling)
+        return call.replaced([*zip(chain.entries, hidden, strict=True), *carried])
+
+    def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> Call:
+        """The arguments of a block, with nan where the hidden state goes.
+
+        One run finds it for all blocks of a chain. It is kept as long as the inputs live from which it was made.
+        """
+        end = chain_of(self.chains, number).last
+        tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
+        # In the thread and stream where it was made, it is ready.
+        key = (
+            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), autocast_of(device),
+            *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
+        )  # fmt: skip
+        made = self._memory.made.get(key)
+        if made is not None and all([one() is other for one, other in zip(made.inputs, tensors, strict=True)]):
+            if made.versions != [tensor._version for tensor in made.tensors]:
+                raise PartitionError(
+                    "a block has written into a tensor that the model hands to several blocks. What comes later would "
+                    "depend on which blocks share a stage; write to a copy."
+                )
+            return made.calls[number]
+        run = Run(self.chains, end)
+        with torch.no_grad():
+            self.run(run, self.inputs.arrived(travelling, device), device, {})
+        forget = partial(self._memory.made.pop, key, None)
+        made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
+        leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
+        counted = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        versions = [leaf._version for leaf in counted.values()]
+        with self._memory.lock:
+            self._memory.made[key] = _Made(made_from, run.calls, list(counted.values()), versions)
+            forget_oldest(self._memory.made)
+        return run.calls[number]
+
+    def _on(self, device: torch.device) -> nn.Module:
+        """The root, with its buffers on a device."""
+        if device not in self._roots:
+            self._roots[device] = rebuilt(self._roots[None], lambda tensor: _moved(tensor, device))
+        return self._roots[device]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; without memory there where it has none here."""
+    return Shape.of(tensor).poison(device) if is_without_memory(tensor) else tensor.to(device)
+
+
+def _outlined(
+    module: nn.Module, replaced: Mapping[str, nn.Module], containers: set[str], name: str, volatile: Volatile
+) -> nn.Module:
+    made = shallow(module, volatile)
+    vars(made)["training"] = False
+    vars(made)["_parameters"] = {
+        key: None if each is None else Shape.of(each).poison(each.device)
+        for key, each in module._parameters.items()
+    }
+    vars(made)["_buffers"] = {
+        key: Shape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
+        for key, each in module._buffers.items()
+    }
+    for key in [key for key, value in vars(made).items() if key not in _EVERY_MODULE and _holds_parameters(value)]:
+        del vars(made)[key]  # they would be those of when the model was cut
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        if path in replaced:
+            made._modules[key] = replaced[path]
+        elif child is not None and path in containers:
+            made._modules[key] = _outlined(child, replaced, containers, path, volatile)
+        elif child is not None:
+            made._modules[key] = copy.deepcopy(child).eval()
+    return made
+
+
+def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], training: bool) -> nn.Module:
+    """The root with some modules and parameters put in, and copies of what contains them: the containers of blocks."""
+    copies = {"": shallow(root)}
+    for name in containers[1:]:  # each after the one that it is in
+        above, _, key = name.rpartition(".")
+        table = copies[above]._modules
+        copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # it contains blocks
+    for made in copies.values():
+        vars(made)["training"] = training
+    for name, each in own.items():
+        above, _, key = name.rpartition(".")
+        tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
+        next(table for table in tables if key in table)[key] = each
+    return copies[""]
+
+
+def _holds_parameters(value: Any) -> bool:
+    """Whether an attribute holds parameters, or modules that may have some."""
+    return any(isinstance(leaf, nn.Parameter | nn.Module) for leaf in tree_leaves(value))
+
+
+def _stream(device: torch.device) -> int:
+    return 0 if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device).stream_id
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,186 @@
+"""Runs of a model's own forward in which its blocks are stood in for, and how its blocks follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from partition.errors import PartitionError
+from partition.models.inputs import Leaves
+from partition.models.shapes import is_without_memory
+
+Key: TypeAlias = "int | str"  # of an argument: its place, or its name
+
+
+class Call:
+    """The arguments of a call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+
+    def __getitem__(self, key: Key) -> Any:
+        return self.kwargs[key] if isinstance(key, str) else self.args[key]
+
+    @property
+    def keys(self) -> list[Key]:
+        """The arguments."""
+        return [*range(len(self.args)), *self.kwargs]
+
+    def replaced(self, others: Iterable[tuple[Key, Any]]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with others in some places; what a block does to a list of them is done to a copy."""
+        args, kwargs = renewed([*self.args]), renewed(self.kwargs)
+        for key, value in others:
+            if isinstance(key, str):
+                kwargs[key] = renewed(value)
+            else:
+                args[key] = renewed(value)
+        return args, kwargs
+
+
+def renewed(value: Any) -> Any:
+    """A value with lists, tuples and dicts of its own."""
+    if type(value) in (list, tuple):
+        return type(value)([renewed(entry) for entry in value])
+    if type(value) is dict:
+        return {name: renewed(entry) for name, entry in value.items()}
+    return value
+
+
+class Chain(NamedTuple):
+    """The way in which the blocks of a model follow each other.
+
+    Attributes:
+        blocks: their names in the model.
+        entries: which of a block's arguments are the hidden state.
+        returned: the leaves of what a block returns, None where there are tensors, and their tree.
+        exits: which of them are the hidden state.
+        dtypes: of the hidden state that the first block is called with; None where that is no tensor.
+        first: the number of its first block among those of all chains.
+        kept: which of the first block's arguments are handed to others, too, and cannot be made from the inputs alone:
+            what is before the block computes them with parameters.
+        carried: for each block which of its arguments is which of these.
+    """
+
+    blocks: tuple[str, ...]
+    entries: tuple[Key, ...]
+    returned: Leaves
+    tree: TreeSpec
+    exits: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    first: int = 0
+    kept: tuple[Key, ...] = ()
+    carried: tuple[tuple[tuple[Key, int], ...], ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The number of its last block."""
+        return self.first + len(self.blocks) - 1
+
+
+class Reached(BaseException):
+    """The end of a run at a block. It is no error, and the model does not catch it."""
+
+
+class Run:
+    """One run of an outline.
+
+    Args:
+        chains: the blocks.
+        end: the number of the block at which it ends; None: it goes on to the end of the model.
+        told: by a block's number, what it returns: by place among the leaves. Other leaves are those that it is called
+            with, or nan.
+        written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
+        resume: the number of a block behind which this part begins.
+        rewind: called there: what was drawn before was drawn by another part.
+
+    Attributes:
+        calls: of the blocks that were reached, in order.
+    """
+
+    def __init__(
+        self,
+        chains: Sequence[Chain],
+        end: int | None,
+        told: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
+        written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
+        resume: int | None = None,
+        rewind: Callable[[], object] = int,
+    ) -> None:
+        self.calls: list[Call] = []
+        self._chains = chains
+        self._end = end
+        self._told = told
+        self._known = {id(leaf) for leaves in told.values() for leaf in leaves.values()}
+        self._written = written
+        self._resume = resume
+        self._rewind = rewind
+
+    def spare(self, own: Iterable[Any]) -> None:
+        """Write into none of these: what a part has is there."""
+        self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
+
+    def reach(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None
+    ) -> Any:
+        """The output of the block of this number.
+
+        Args:
+            number: of the block.
+            args: that it is called with.
+            kwargs: that it is called with.
+            absent: what returns nan in the shapes of its output. None: its output is its hidden state, in the shape
+                that it is called with; or nothing but blocks sees it.
+        """
+        if number != len(self.calls):
+            raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
+        call = Call(args, kwargs)
+        self.calls.append(call)
+        if number == self._end:
+            raise Reached
+        for key, value in self._written.get(number, {}).items():
+            for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
+                if isinstance(lost, Tensor) and _is_computed(lost) and id(lost) not in self._known:
+                    lost.copy_(tensor)
+        if number == self._resume:
+            self._rewind()
+        chain = chain_of(self._chains, number)
+        told = self._told.get(number, {})
+        leaves = list(chain.returned)
+        if absent is None:
+            for place, key in zip(chain.exits, chain.entries, strict=True):
+                leaves[place] = call[key]
+        elif any(leaf is None and place not in told for place, leaf in enumerate(leaves)):
+            leaves = tree_leaves(absent(*args, **kwargs))
+        for place, leaf in told.items():
+            leaves[place] = leaf
+        return tree_unflatten(leaves, chain.tree)
+
+
+def around(chains: Iterable[Chain]) -> set[str]:
+    """The names of the modules that contain blocks."""
+    blocks = [name.split(".") for chain in chains for name in chain.blocks]
+    return {".".join(steps[:length]) for steps in blocks for length in range(len(steps))}
+
+
+def chain_of(chains: Iterable[Chain], number: int) -> Chain:
+    """The chain of a block."""
+    for chain in chains:  # in order
+        if number < chain.first + len(chain.blocks):
+            return chain
+    raise AssertionError(number)  # there is such a block
+
+
+this_run: ContextVar[Run] = ContextVar("run")
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Whether it was computed in this run: it is no parameter, be it there or absent, which is no part's to write."""
+    is_leaf = isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
+    return not is_without_memory(tensor) and not is_leaf

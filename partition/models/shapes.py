@@ -1,0 +1,45 @@
+"""Tensors of which no numbers are there: nan, where they lie in another part; made up, where they have none yet."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """A tensor of which only the shape and the type are known."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        """Those of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def poison(self, device: torch.device) -> Tensor:
+        """A tensor without memory that no numbers may come from: nan, where there is one."""
+        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=device).expand(self.shape)
+
+
+class MadeUp(Tensor):
+    """A buffer with numbers that are made up, in the place of one that has none yet. No outline keeps them."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
+
+
+def is_without_memory(tensor: Tensor) -> bool:
+    """Whether one number stands for all."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def lost(meta: Tensor, device: torch.device) -> Tensor:
+    """A tensor like one on the meta device, whose numbers no part may need."""
+    return torch.full(meta.shape, _poison(meta.dtype), dtype=meta.dtype, device=device)
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return nan if dtype.is_floating_point or dtype.is_complex else 0

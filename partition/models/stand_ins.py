@@ -1,0 +1,143 @@
+"""Stand-ins for the blocks of a model, and for what lies in other parts.
+
+A module that is absent computes nothing: what it returns is nan, of the shape and type that its copy on the meta device
+finds, so whatever would need its numbers is seen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from partition.models.runs import this_run
+from partition.models.shapes import Shape, lost
+
+Volatile: TypeAlias = "frozenset[tuple[int, str]]"  # attributes that a forward sets: id of the module, name
+_MOST = 32  # calls of which something is remembered
+
+
+class Shadow(nn.Module):
+    """A module with the attributes of another, and with parameters of their types, but nan.
+
+    Args:
+        module: the other module.
+        volatile: the attributes that a forward sets, which would be those of another call; it has none of them.
+    """
+
+    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
+        super().__init__()
+        self.shadow = rebuilt(module, lambda tensor: Shape.of(tensor).poison(tensor.device), volatile)
+
+    def __getattr__(self, name: str) -> Any:
+        shadow = vars(self)["_modules"]["shadow"]
+        return shadow if name == "shadow" else getattr(shadow, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.shadow[index]  # type: ignore[index]  # of a ModuleList, a ParameterDict
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.shadow  # type: ignore[misc]
+
+
+class StandIn(Shadow):
+    """A stand-in for a block.
+
+    Args:
+        block: the block.
+        number: its number.
+        volatile: the attributes that a forward sets.
+        is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
+    """
+
+    def __init__(self, block: nn.Module, number: int, volatile: Volatile, is_shaping: bool) -> None:
+        super().__init__(block, volatile)
+        self._stands_for = (number, Absent(block, volatile) if is_shaping else None)  # not as a child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        number, absent = self._stands_for
+        return this_run.get().reach(number, args, kwargs, absent)
+
+    __call__ = forward  # it has no hooks
+
+
+class Absent(Shadow):
+    """A stand-in for a module that lies in another part: nan, of the shapes that it would return.
+
+    Args:
+        module: the module.
+        volatile: the attributes that a forward sets.
+    """
+
+    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
+        super().__init__(module, volatile)
+        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), volatile).eval(),)  # not as a child
+        self._known: OrderedDict[str, Any] = OrderedDict()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # as a rule: ids of an embedding, say
+        leaves, tree = (args, None) if is_plain else tree_flatten((args, kwargs))
+        shapes = [Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        autocast = autocast_of(device)
+        key = repr((tree, shapes, autocast))
+        if key not in self._known:
+            place = device if any(autocast) else torch.device("meta")  # where autocast does not come to
+            here = [shape.poison(place) if isinstance(shape, Shape) else shape for shape in shapes]
+            self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
+            forget_oldest(self._known)
+        known = self._known[key]
+        return lost(known, device) if isinstance(known, Tensor) else tree_map_only(
+            Tensor, lambda meta: lost(meta, device), known
+        )
+
+    def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the module, on the meta device."""
+        module = rebuilt(vars(self)["_on_meta"][0], lambda tensor: Shape.of(tensor).poison(place))
+        with torch.no_grad():
+            return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), module(*args, **kwargs))
+
+
+def rebuilt(
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = frozenset()
+) -> nn.Module:
+    """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
+    made = shallow(module, volatile)
+    for table in ("_parameters", "_buffers"):
+        tensors = vars(module)[table].items()
+        vars(made)[table] = {name: each if each is None else changed(each) for name, each in tensors}
+    vars(made)["_modules"] = {
+        name: child if child is None else rebuilt(child, changed, volatile) for name, child in module._modules.items()
+    }
+    return made
+
+
+def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
+    """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
+    made: nn.Module = object.__new__(type(module))
+    own = vars(made)
+    own.update(vars(module))
+    for name in [name for owner, name in volatile if owner == id(module)]:
+        own.pop(name, None)
+    for table in ("_parameters", "_buffers", "_modules"):
+        own[table] = own[table].copy()
+    own.pop("forward", None)  # it is bound to the other
+    return made
+
+
+def autocast_of(device: torch.device) -> tuple[torch.dtype | None, ...]:
+    """The types that autocast computes in, on the CPU and on a device."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
+
+
+def forget_oldest(known: OrderedDict[Any, Any]) -> None:
+    """Forget the oldest of what is known."""
+    while len(known) > _MOST:
+        known.popitem(last=False)
