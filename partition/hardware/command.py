@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
@@ -24,8 +25,10 @@ __all__ = ["devices"]
 @click.option("--choose", "count", type=int, metavar="N", help="Choose N for a pipeline, in the order of its stages.")
 @click.option("--margin", type=float, default=MARGIN, show_default=True, metavar="X",
               help="The share of the free memory to keep back from a plan.")
+@click.option("--env", "as_variable", is_flag=True, help="With --choose: print the variable that shows a process these "
+              "devices in this order, and nothing else.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def devices(count: int | None, margin: float, as_json: bool) -> int:
+def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) -> int:
     """Shows the GPUs of this host, as NVIDIA's management library (NVML) tells of them, and how they are joined.
 
     cuda:0 is CUDA's number in a process with the variables of this one: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER
@@ -41,8 +44,11 @@ def devices(count: int | None, margin: float, as_json: bool) -> int:
     examples:
       penstock devices
       penstock devices --choose 4
+      env $(penstock devices --choose 4 --env) torchrun --nproc-per-node 4 train.py
       CUDA_VISIBLE_DEVICES=4,5,6,7 penstock devices --choose 2 --json
     """
+    if as_variable and (count is None or as_json):
+        raise CommandError("--env prints a choice, without JSON: add --choose N, drop --json.")
     found = find()
     try:
         choice = None if count is None else found.best(count)
@@ -50,6 +56,11 @@ def devices(count: int | None, margin: float, as_json: bool) -> int:
         caps = [None if device.free_bytes is None else memory_cap(device, margin) for device in chosen]
     except PartitionError as error:
         raise CommandError(str(error)) from None
+    if as_variable and choice is not None:
+        print(_assigned(choice))
+        for warning in choice.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return 0
     if as_json:
         print(json.dumps(found.to_json() | ({} if choice is None else {"choice": _plain(choice, caps)}), indent=2))
         return 0
@@ -72,15 +83,14 @@ def _show_devices(found: Devices) -> None:
 
 
 def _show_choice(choice: Choice, caps: list[int | None], margin: float) -> None:
-    ways = [f" --{link}-- " for link in choice.links]
-    line = "".join(device.label + way for device, way in zip(choice.devices, [*ways, ""]))
-    how = "the best order" if choice.is_exact else "the best order that was found; there may be a better one"
-    print(f"\nstages on: {line}   ({how})")
+    print(f"\n{choice}")
     sizes = ", ".join("not told" if cap is None else f"{cap / 2**30:.1f} GiB" for cap in caps)
     print(f"memory for a plan: {sizes}; {margin:.0%} of what is free is kept back")
-    print(*(f"{name}={value}" for name, value in choice.environment.items()))
-    for warning in choice.warnings:
-        print(f"warning: {warning}")
+    print(_assigned(choice))
+
+
+def _assigned(choice: Choice) -> str:
+    return " ".join(f"{name}={value}" for name, value in choice.environment.items())
 
 
 def _plain(choice: Choice, caps: list[int | None]) -> dict[str, object]:

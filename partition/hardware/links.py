@@ -109,18 +109,18 @@ def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
         bus = None if remote is None else text_of(remote.busId).upper()
         if bus is not None and bus in buses:
             ends.append(bus)
-        elif kind in (None, nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH, nvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN):
+        elif kind in (None, _IS_SWITCH, _IS_UNKNOWN):
             ends.append(_SWITCH)
     return ends
 
 
 def _nvlink_speed(nvml: Any, gpu: Any) -> float | None:
     """Bytes per second of one NVLink in one direction."""
-    values = Answers(nvml, gpu).ask("speed", "nvmlDeviceGetFieldValues", [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-    if values is None or values[0].nvmlReturn != 0:
-        return None
-    kinds = {1: values[0].value.uiVal, 2: values[0].value.ulVal, 3: values[0].value.ullVal}
-    return kinds.get(values[0].valueType, 0) * 1e6 or None
+    fields = [_COMMON_SPEED, *((_SPEED_OF_LINK, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))]
+    values = Answers(nvml, gpu).ask("speed", "nvmlDeviceGetFieldValues", fields) or ()
+    told = [getattr(field.value, _MEMBER[field.valueType]) for field in values
+            if field.nvmlReturn == 0 and field.valueType in _MEMBER]
+    return next((speed * 1e6 for speed in told if speed), None)
 
 
 def _slot_bandwidth(nvml: Any, gpu: Any) -> float | None:
@@ -139,6 +139,10 @@ _NAMES: dict[int | None, str] = {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: 
 _SWITCH = "switch"
 # Capabilities of nvmlDeviceGetP2PStatus. pynvml's NVML_P2P_CAPS_INDEX_READ is the tuple (0,) by a comma too many.
 _READ, _NVLINK = 0, 2
+_IS_SWITCH, _IS_UNKNOWN = 0x02, 0xFF  # of nvmlDeviceGetNvLinkRemoteDeviceType
+# Fields, in MB/s: of all links of a GPU, and of one link, which GPUs with more than 12 links have.
+_COMMON_SPEED, _SPEED_OF_LINK = 90, 164
+_MEMBER = {1: "uiVal", 2: "ulVal", 3: "ullVal"}  # of a field's value, by its type
 # Bytes per second of a PCIe lane, by generation: transfers per second / 8, less what encoding or flits take.
 _LANE = {
     1: 2.5e9 / 8 * 8 / 10, 2: 5e9 / 8 * 8 / 10, 3: 8e9 / 8 * 128 / 130, 4: 16e9 / 8 * 128 / 130,

@@ -36,12 +36,20 @@ class Choice:
         >>> choice = Choice((device,), (), (), True)
         >>> choice.names, choice.caps(margin=0.5), choice.environment
         (['cuda:0'], [10737418240], {'CUDA_VISIBLE_DEVICES': 'GPU-1'})
+        >>> print(choice)
+        stages on cuda:0 (no order is better)
     """
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
     warnings: tuple[str, ...]
     is_exact: bool
+
+    def __str__(self) -> str:
+        ways = [*(f" --{link}-- " for link in self.links), ""]
+        line = "".join(device.label + way for device, way in zip(self.devices, ways, strict=True))
+        how = "no order is better" if self.is_exact else "the best that was found; a better order may exist"
+        return "\n".join([f"stages on {line} ({how})", *(f"warning: {warning}" for warning in self.warnings)])
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +118,8 @@ def why_poor(device: Device, most_free: int) -> str:
         words = "" if None in held else f" ({_gib(sum(filter(None, held)))})"
         pids = ", ".join(f"{process.pid}" for process in others)
         return f"is in use by process{'es' if len(others) > 1 else ''} {pids}{words}"
-    if device.utilisation is not None and device.utilisation >= _BUSY:
+    is_here = len(others) < len(device.processes or ())  # then it may be this process that computes
+    if device.utilisation is not None and device.utilisation >= _BUSY and not is_here:
         return f"computes {device.utilisation:.0%} of the time"
     if device.free_bytes is None or device.total_bytes is None:
         return ""

@@ -38,7 +38,8 @@ class Gpu:
     limit: Any = 700_000
     energy: Any = 1_000_000
     nvlinks: Sequence[str] = ()  # where each ends: the bus of a GPU, SWITCH, or "hidden"
-    speed: Any = 26_562  # MB/s of one NVLink
+    speed: Any = 26_562  # MB/s of one NVLink, told for all together
+    link_speed: Any = field(default_factory=lambda: Error(NOT_SUPPORTED))  # and told for each
     slot: tuple[Any, Any] = (5, 16)
     mig: Any = field(default_factory=lambda: Error(NOT_SUPPORTED))  # 0 off, 1 on
     instances: Sequence["Gpu | None"] = ()
@@ -246,11 +247,14 @@ def _nvlink_bus(library: Library, handle: Any, link: int, info: Any) -> int:
 
 
 def _fields(library: Library, handle: Any, count: Any, values: Any) -> int:
-    assert count.value == 1 and values._obj[0].fieldId == pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-    speed = library.at(handle).speed
-    values._obj[0].nvmlReturn = speed.number if isinstance(speed, Error) else OK
-    if not isinstance(speed, Error):
-        values._obj[0].valueType, values._obj[0].value.uiVal = 1, speed
+    gpu = library.at(handle)
+    ids = {pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON: gpu.speed, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED: gpu.link_speed}
+    assert count.value == len(values._obj)
+    for value in values._obj:
+        speed = ids[value.fieldId] if value.scopeId < max(len(gpu.nvlinks), 1) else Error(INVALID_ARGUMENT)
+        value.nvmlReturn = speed.number if isinstance(speed, Error) else OK
+        if not isinstance(speed, Error):
+            value.valueType, value.value.ullVal = 3, speed
     return OK
 
 

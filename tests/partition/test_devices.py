@@ -158,6 +158,8 @@ def test_a_bandwidth_that_nvml_does_not_tell_is_none_not_0(speed: Any) -> None:
     found = found_on(host)
     assert found.link(found[0], found[2]) == Link(4, 50, None, True)
     assert "NV4: NVLinks, bandwidth not known" in str(found)
+    host.gpus[0].link_speed = 14_062
+    assert found_on(host).links[frozenset((0, 2))].bandwidth == 4 * 14_062e6
     slots.gpus[0].slot = (4, speed)
     assert found_on(slots).links[frozenset((0, 1))] == Link(0, 10, None, True)
 
@@ -179,6 +181,10 @@ def test_numbers_that_the_code_has_of_nvmls_own() -> None:
     }  # fmt: skip
     assert pynvml.NVML_P2P_CAPS_INDEX_NVLINK == link_module._NVLINK and pynvml.NVML_P2P_STATUS_OK == 0
     assert pynvml.NVML_P2P_CAPS_INDEX_READ in (0, (0,))
+    assert pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON == link_module._COMMON_SPEED
+    assert pynvml.NVML_FI_DEV_NVLINK_GET_SPEED == link_module._SPEED_OF_LINK
+    assert pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH == link_module._IS_SWITCH
+    assert pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN == link_module._IS_UNKNOWN
     assert [pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG,
             pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG] == [1, 2, 3]
     names = {number: nvml_module.words_of(pynvml.NVMLError(number)) for number in nvml_module._NO_DRIVER}
@@ -377,7 +383,9 @@ def test_idle_devices_come_before_fast_links() -> None:
      ({"utilisation": 9}, ""), ({"free": 60 * GIB}, "has 20.0 GiB in use, by no process that is shown here"),
      ({"free": 73 * GIB}, ""), ({"total": 40 * GIB, "free": 39 * GIB}, "has 39.0 GiB free, others up to 79.0 GiB"),
      ({"processes": [(os.getpid(), 30 * GIB)], "free": 49 * GIB}, ""), ({"total": Error(3)}, ""),
-     ({"processes": Error(4), "utilisation": Error(3)}, "")],
+     ({"processes": Error(4), "utilisation": Error(3)}, ""),
+     ({"processes": Error(4), "utilisation": 50}, "computes 50% of the time"),
+     ({"processes": [(os.getpid(), GIB)], "utilisation": 50}, "")],
 )  # fmt: skip
 def test_why_a_device_is_taken_last(changes: dict[str, Any], words: str) -> None:
     gpu = replace(Gpu(uuid(0), bus(0)), **changes)
@@ -543,13 +551,20 @@ def test_the_command_shows_tables_and_json(capsys, monkeypatch) -> None:
         shown = capsys.readouterr().out
         assert main(["devices", "--choose", "3", "--json"]) == 0
         plain = json.loads(capsys.readouterr().out)
+        assert main(["devices", "--choose", "3", "--env"]) == 0
+        out, err = capsys.readouterr()
+        assert out == f"CUDA_VISIBLE_DEVICES={uuid(0)},{uuid(2)},{uuid(3)}\n"
+        assert err.startswith("warning: cuda:1 is in use") and len(err.splitlines()) == 2
+        for more in ([], ["--choose", "1", "--json"]):
+            assert main(["devices", "--env", *more]) == 2
+            assert "add --choose N, drop --json" in capsys.readouterr().err
         assert main(["devices", "--choose", "4"]) == 2
         assert "cannot choose 4 of 3 visible devices (cuda:0, cuda:1, cuda:2)" in capsys.readouterr().err
         assert main(["devices", "--choose", "1", "--margin", "2"]) == 2
         assert "margin is 2.0" in capsys.readouterr().err
         found = devices()
     assert "4711 (30.0 GiB)" in shown and "GPU 1 (hidden)" in shown
-    assert "stages on: cuda:0 --NV4-- cuda:1 --PHB-- cuda:2   (the best order)" in shown
+    assert "stages on cuda:0 --NV4-- cuda:1 --PHB-- cuda:2 (no order is better)" in shown
     assert "memory for a plan: 23.5 GiB, 23.5 GiB, 23.5 GiB; 50% of what is free is kept back" in shown
     assert f"CUDA_VISIBLE_DEVICES={uuid(0)},{uuid(2)},{uuid(3)}" in shown
     assert "warning: cuda:1 is in use by process 4711 (30.0 GiB)." in shown
