@@ -101,7 +101,7 @@ def _ends(nvml: Any, unit: Unit, buses: set[str | None]) -> list[str]:
     """
     answers = Answers(nvml, unit.gpu)
     ends = []
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS if unit.gpu is not None and not unit.device.is_mig else 0):
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS if unit.gpu is not None else 0):
         if answers.ask("state", "nvmlDeviceGetNvLinkState", link) != 1:
             continue
         kind = answers.ask("kind", "nvmlDeviceGetNvLinkRemoteDeviceType", link)

@@ -183,7 +183,7 @@ def best_line(
     if len(nodes) <= _EXACT:
         return _exact(nodes, edges, count), True
     line = _improved(range(len(nodes)), cost, count)
-    least = sum(sorted(nodes)[:count]) + (count - 1) * min(edges.values())
+    least = sum(sorted(nodes)[:count]) + (count - 1) * weights[0]
     return line, cost(line) == least
 
 

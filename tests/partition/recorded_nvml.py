@@ -253,8 +253,7 @@ def _fields(library: Library, handle: Any, count: Any, values: Any) -> int:
     for value in values._obj:
         speed = ids[value.fieldId] if value.scopeId < max(len(gpu.nvlinks), 1) else Error(INVALID_ARGUMENT)
         value.nvmlReturn = speed.number if isinstance(speed, Error) else OK
-        if not isinstance(speed, Error):
-            value.valueType, value.value.ullVal = 3, speed
+        value.valueType, value.value.ullVal = 3, 4711 if isinstance(speed, Error) else speed
     return OK
 
 

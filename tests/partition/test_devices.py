@@ -98,6 +98,10 @@ def test_a_gpu_that_cannot_be_opened_is_hidden_and_leaves_cudas_numbers_unknown(
     assert [(device.label, set(device.unknown.values())) for device in found.hidden] == [("GPU 2", {"gpu is lost"})]
     assert found.notes == ("GPU 2 (gpu is lost): CUDA's numbers of the others are not known.",)
     assert "gpu is lost" in str(found) and str(found.link(found[0], found.hidden[0])) == "?"
+    host.gpus[6].opens = GPU_IS_LOST
+    found = found_on(host, **BY_BUS)
+    assert [device.label for device in found.hidden] == ["GPU 2", "GPU 6"]
+    assert str(found.link(*found.hidden)) == "?" and str(found.link(found[0], found[1])) == "PIX"
     with_uuids = found_on(host, CUDA_VISIBLE_DEVICES=f"{uuid(5)},{uuid(1)}")
     assert [device.label for device in with_uuids] == ["cuda:0", "cuda:1"] and numbers(with_uuids) == [5, 1]
 
@@ -162,6 +166,18 @@ def test_a_bandwidth_that_nvml_does_not_tell_is_none_not_0(speed: Any) -> None:
     assert found_on(host).links[frozenset((0, 2))].bandwidth == 4 * 14_062e6
     slots.gpus[0].slot = (4, speed)
     assert found_on(slots).links[frozenset((0, 1))] == Link(0, 10, None, True)
+
+
+@pytest.mark.parametrize(
+    ("generation", "gigabytes"), [(1, 4.0), (2, 8.0), (3, 15.75), (4, 31.5), (5, 63.0), (6, 121.0), (7, None)]
+)
+def test_a_slot_of_16_lanes_has_the_bandwidth_of_its_generation(generation: int, gigabytes: float | None) -> None:
+    """The figures are those that are commonly published, rounded."""
+    host = pcie()
+    for gpu in host.gpus:
+        gpu.slot = (generation, 16)
+    bandwidth = found_on(host).links[frozenset((0, 1))].bandwidth
+    assert bandwidth == (None if gigabytes is None else pytest.approx(gigabytes * 1e9, rel=1e-3))
 
 
 def test_a_level_that_nvml_does_not_tell_is_a_question_mark() -> None:
@@ -440,7 +456,7 @@ def test_of_many_devices_the_line_is_right_or_says_that_it_may_not_be() -> None:
         more = {frozenset(pair): ranks.get(frozenset(pair), (9.0,)) for pair in itertools.combinations(range(11), 2)}
         line, is_exact = best_line([False] * size + [True] * (11 - size), more, count)
         assert line == best_line([False] * size, ranks, count)[0]  # exchanges find it on all of these
-        assert is_exact == (host is not sockets)  # it is seen to be the best where all links are of the fastest kind
+        assert is_exact == (host is not sockets)  # that is seen to be the best where all links are of the fastest kind
 
 
 def test_a_choice_that_cannot_be_says_why() -> None:

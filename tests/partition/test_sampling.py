@@ -53,6 +53,12 @@ def test_a_counter_that_does_not_move_forward_gives_way_to_samples(counts: list[
     assert (usage.joules, usage.source) == (400.0, "samples")
 
 
+def test_of_readings_at_one_time_the_mean_is_taken() -> None:
+    powers = one_after_the_other([0, 100_000, 300_000])
+    usage = sampled(Gpu(uuid(0), bus(0), milliwatts=powers, energy=Error(NOT_SUPPORTED)), [1.0, 1.0])
+    assert (usage.watts, usage.seconds, usage.joules) == (200.0, 0.0, 0.0)
+
+
 STEPS = st.lists(st.tuples(st.integers(1, 50), st.none() | st.integers(0, 700)), min_size=2, max_size=8)
 
 
@@ -119,7 +125,8 @@ def test_a_gpu_that_is_lost_meanwhile_disturbs_nobody() -> None:
         with found.sampling(which, every=NEVER) as sampling:
             pass
         assert [(usage.device.label, usage.samples) for usage in sampling.usage] == [("cuda:4", 0), ("cuda:0", 2)]
-        assert (sampling.usage[0].joules, sampling.usage[0].source) == (None, "gpu is lost")
+        lost = sampling.usage[0]
+        assert (lost.joules, lost.seconds, lost.source) == (None, 0.0, "gpu is lost")
 
 
 def test_an_instance_of_mig_has_no_joules_of_its_own() -> None:
