@@ -124,7 +124,7 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **kwargs)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = list(tree_iter(made))
-        told = _told(func, given, leaves)
+        told = _told(func, given)
         if told:
             self._flow.tell(told)
         name = func.overloadpacket.__name__
@@ -148,13 +148,12 @@ class _Tellings(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _told(func: Any, given: list[Tensor], made: list[Any]) -> list[Tensor]:
+def _told(func: Any, given: list[Tensor]) -> list[Tensor]:
     """The arguments whose numbers an operation tells to Python: itself, or by the shape of what it makes."""
     if torch.Tag.dynamic_output_shape in func.tags:
         is_index = func.overloadpacket.__name__ == "index"  # whole numbers choose as many as they are
         return [leaf for leaf in given[1:] if leaf.dtype in (torch.bool, torch.uint8)] if is_index else given
-    tells = torch.Tag.data_dependent_output in func.tags or any(isinstance(leaf, int | float) for leaf in made)
-    return given if tells else []
+    return given if torch.Tag.data_dependent_output in func.tags else []
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -78,34 +78,28 @@ class Sources:
             present: the names of the modules and parameters that the part has.
             kept: nodes that reach the part, and when: they are there for what is computed later.
             since: from when on the part draws the random numbers that the model draws; None: never.
-            until: what Python was told until then counts, too.
+            until: what Python was told until then counts, too: it may have decided the way.
         """
         flow, found = self.seen.flow, Found(set(), [])
-        open_nodes = list(nodes)
-        visited, told = set(kept) & set(open_nodes), 0
-        while True:
-            while open_nodes:
-                number = open_nodes.pop()
-                if number in visited:
-                    continue
-                visited.add(number)
-                node = flow.nodes[number]
-                if node.left is not None and node.left[0] in self._numbers:
-                    found.slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
-                    continue
-                lost = self._lost(number, present, since)
-                if lost:
-                    found.lost.append(lost)
-                else:
-                    until = max(until, node.time)
-                    open_nodes += [each for each in node.parents if each not in kept or node.time < kept[each]]
-            while told < len(flow.told) and flow.told[told][0] < until:
-                time, given = flow.told[told]
-                if not self._is_elsewhere(time, present):
-                    open_nodes += [each for each in given if each not in kept or time < kept[each]]
-                told += 1
-            if not open_nodes:
-                return found
+        open_nodes, visited = [number for number in nodes if number not in kept], set[int]()
+        for time, given in flow.told:
+            if time < until and not self._is_elsewhere(time, present):
+                open_nodes += given
+        while open_nodes:
+            number = open_nodes.pop()
+            if number in visited:
+                continue
+            visited.add(number)
+            node = flow.nodes[number]
+            if node.left is not None and node.left[0] in self._numbers:
+                found.slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
+                continue
+            lost = self._lost(number, present, since)
+            if lost:
+                found.lost.append(lost)
+            else:
+                open_nodes += [each for each in node.parents if each not in kept or node.time < kept[each]]
+        return found
 
     def written(self) -> set[tuple[int, int]]:
         """The values that blocks returned, and into which the model wrote."""

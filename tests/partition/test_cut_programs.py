@@ -12,7 +12,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -104,6 +104,7 @@ def numbers(model: nn.Module, compute: object, x: Tensor) -> list[Tensor]:
             *[buffer.clone() for buffer in model.buffers()]]  # fmt: skip
 
 
+@example(["tell", "do as told", "given kept", "given", "shared", "pair", "do as told"], 0.1)
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([*BLOCKS, *BETWEEN]), min_size=2, max_size=9), st.sampled_from([0.1, 1.0]))
 def test_the_parts_of_any_program_compute_what_it_computes(steps: list[str], scale: float) -> None:
@@ -133,7 +134,7 @@ ALWAYS_CUT = [["linear", *steps, "linear", "given", "norm"] for steps in (
     ["half"], ["add first"], ["add condition"], ["keep", "linear", "add kept"], ["pair", "linear", "add aside"],
     ["drop"], ["shared"], ["given a list"], ["given kept"], ["keep", "half", "linear", "given kept"],
     ["given kept", "norm", "pair", "pair", "given kept", "drop", "pair"],
-    ["keep", "linear", "fill where kept"],
+    ["keep", "linear", "fill where kept"], ["add condition", "keep", "pair", "given", "add kept", "norm"],
 )]  # fmt: skip
 
 

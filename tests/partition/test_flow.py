@@ -66,6 +66,17 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 9), st.i
 
 @given(PROGRAMS, st.integers(0, 10**6))
 def test_what_changes_the_outcome_is_among_what_it_was_computed_from(steps, seed):
+    check_roots(steps, seed)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_it_is_for_each_operation(step):
+    for i, j in ((0, 1), (2, 0), (1, 1)):
+        for seed in range(5):
+            check_roots([(step, i, j)], seed)
+
+
+def check_roots(steps, seed):
     torch.manual_seed(seed)
     leaves = [torch.randn(4) for _ in range(3)]
     flow = Flow(leaves)
@@ -173,7 +184,19 @@ class Called(nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Rounded, Skips, Called])
+class UsesMoreInEval(Linears):
+    """What is read last in eval mode is read before in train mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = hidden = self.blocks[0](self.first(x))
+        for number, block in enumerate(self.blocks[1:]):
+            hidden = block(hidden)
+            if number == 1 or number == 2 and not self.training:
+                hidden = hidden + kept
+        return hidden
+
+
+@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Rounded, Skips, Called, UsesMoreInEval])
 def test_numbers_that_the_sample_makes_no_use_of_are_right_later(kind):
     torch.manual_seed(0)
     model = kind().eval()
@@ -183,6 +206,36 @@ def test_numbers_that_the_sample_makes_no_use_of_are_right_later(kind):
         x = scale * torch.randn(6, 4)
         assert torch.equal(layers(x), model(x))
     assert not torch.equal(model.use(x, model.tell(x)), x) if isinstance(model, Linears) else (model.first(x) > 3).any()
+
+
+class Calls(nn.Linear):
+    """It calls a module that it does not hold, and computes on."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__(4, 4)
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](x).relu() * 2
+
+
+class Refers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.first = Calls(self.other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = first = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.masked_fill(first > 1, 1.0)
+
+
+def test_what_a_module_computes_behind_another_that_it_calls_is_its_own():
+    model = Refers().eval()
+    with pytest.raises(PartitionError, match="what '(first|other)' computes is used behind block 'blocks.3'"):
+        to_sequential(model, torch.zeros(4, 4), blocks="blocks")
 
 
 class NormTwice(nn.Module):
