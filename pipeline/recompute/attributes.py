@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import chain, filterfalse
-from operator import eq, is_, itemgetter
+from operator import call, eq, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -79,13 +79,13 @@ class Attributes:
             names = list(filterfalse(_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
-            self._modules.append(_OfModule(table, names, get, len(table), held(values)))
+            self._modules.append(_OfModule(table, names, get, held(values)))
             self._look(values[1:], 0, _package(type(module)), held)
             if table["_modules"]:
                 self._places.append(_Place.of(_MAPPING, table["_modules"], held))
         self._seen.clear()
         self._tables = [(table, table.copy()) for table in tables]
-        self._in_tables = list(chain.from_iterable(tables)), list(chain.from_iterable(map(dict.values, tables)))
+        self._all = _All.of(self._modules, self._places, tables)
 
     def __bool__(self) -> bool:
         return bool(self._modules or self._places or self._tables)
@@ -121,28 +121,7 @@ class Attributes:
     @property
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
-        for table, _, get, size, values in self._modules:
-            if len(table) != size:
-                return False
-            try:
-                if not all(map(is_, get(table), values)):
-                    return False
-            except KeyError:
-                return False
-        names, values = self._in_tables  # of all at once: there is one for each module
-        tables = [table for table, _ in self._tables]
-        if list(chain.from_iterable(tables)) != names:
-            return False
-        if not all(map(is_, chain.from_iterable(map(dict.values, tables)), values)):
-            return False
-        for kind, holder, content in self._places:
-            now = kind.read(holder)
-            if len(now) != len(content) or not all(map(kind.same, now, content)):
-                return False
-        for tensor, version, _ in self._tensors.values():
-            if tensor._version != version:
-                return False
-        return True
+        return self._all.are_current and not self.written
 
     @property
     def written(self) -> set[int]:
@@ -159,7 +138,7 @@ class Attributes:
         stand_ins = {
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
-        for table, names, _, _, values in self._modules:
+        for table, names, _, values in self._modules:
             _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _EVERY_MODULE)
         for holder, copy in self._tables:
             _write_mapping(holder, [*copy, *copy.values()])
@@ -263,7 +242,6 @@ class _OfModule(NamedTuple):
     table: dict[str, Any]
     names: list[str]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
-    size: int
     values: list[Any]
 
 
@@ -301,6 +279,71 @@ class _Place(NamedTuple):
     @classmethod
     def of(cls, kind: _Kind, holder: Any, held: Held) -> _Place:
         return cls(kind, holder, held(kind.read(holder)))
+
+
+class _All(NamedTuple):
+    """All entries of modules, dicts and containers, one after the other: one comparison shows whether any changed.
+
+    Attributes:
+        modules: their dicts, and below what gets their attributes.
+        dicts: the children of modules, tables of parameters, other dicts.
+        holders: other containers whose entries are compared by identity, and below what reads them.
+        others: those that are compared by value.
+        counts: the number of entries of each module's dict, of each of `dicts`, of each of `holders`.
+        values: what they all hold, of `dicts` all names first.
+    """
+
+    modules: Sequence[dict[str, Any]]
+    gets: Sequence[Callable[[dict[str, Any]], tuple[Any, ...]]]
+    dicts: Sequence[dict[Any, Any]]
+    holders: Sequence[Any]
+    reads: Sequence[Callable[[Any], Sequence[Any]]]
+    others: Sequence[_Place]
+    counts: tuple[list[int], list[int], list[int]]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, modules: Sequence[_OfModule], places: Sequence[_Place], tables: Sequence[dict[str, Any]]) -> _All:
+        dicts: list[dict[Any, Any]] = []
+        names: list[Any] = []
+        values: list[Any] = []
+        rest: list[_Place] = []
+        others: list[_Place] = []
+        for place in places:
+            kind, holder, content = place
+            if type(holder) is dict and kind is _MAPPING:
+                half = len(content) // 2
+                dicts.append(holder)
+                names += content[:half]
+                values += content[half:]
+            else:
+                (rest if kind.same is is_ else others).append(place)
+        dicts += tables
+        sizes, lengths = [len(module.table) for module in modules], [len(place.content) for place in rest]
+        held = [
+            *[module.values for module in modules], names, *tables, values, *map(dict.values, tables),
+            *[place.content for place in rest],
+        ]  # fmt: skip
+        return cls(
+            [module.table for module in modules], [module.get for module in modules], dicts,
+            [place.holder for place in rest], [place.kind.read for place in rest], others,
+            (sizes, list(map(len, dicts)), lengths), list(chain.from_iterable(held)),
+        )  # fmt: skip
+
+    @property
+    def are_current(self) -> bool:
+        """Whether all are as they were."""
+        try:
+            attributes = list(map(call, self.gets, self.modules))
+        except KeyError:
+            return False
+        rest = list(map(call, self.reads, self.holders))
+        if (list(map(len, self.modules)), list(map(len, self.dicts)), list(map(len, rest))) != self.counts:
+            return False
+        now = chain.from_iterable(chain(attributes, self.dicts, map(dict.values, self.dicts), rest))
+        return all(map(is_, now, self.values)) and all([
+            place.content == place.kind.read(place.holder) for place in self.others
+        ])
 
 
 def _held(values: Iterable[Any]) -> list[Any]:
