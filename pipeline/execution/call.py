@@ -31,7 +31,6 @@ from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
 from pipeline.execution.second_order import differentiate
-from pipeline.recompute.randomness import OF_HOST
 from pipeline.stage.records import OutputEdges
 from pipeline.stage.stage import Begin, StageRun, StageSettings
 from pipeline.transports.message import Message
@@ -118,11 +117,11 @@ class Call:
             listener: gets the sums of each stage as soon as its last backward has run. What it does with them cannot be
                 undone, so that this call runs no phase twice: all stages get their seeds.
         """
-        self._seed_all(listener)
+        self._learn_draws(listener)
         with self, self.execution.generators:
             try:
                 self._drive_forward(listener)
-            except DrewError:  # for the first time: run again, each stage with its seeds
+            except DrewError:  # a stage drew for the first time: run again, each stage with its seeds
                 self._rewind()
                 self._drive_forward(listener)
             self.check_forwards(memory=listener is None)
@@ -133,9 +132,9 @@ class Call:
         self.execution.feed(self.execution.setup.grad)
         self._drive(0, self._work(retain=False), listener)
 
-    def _seed_all(self, listener: Listener | None) -> None:
+    def _learn_draws(self, listener: Listener | None) -> None:
         for stage in self.stages if listener is not None else ():
-            stage.seed_from(OF_HOST)
+            stage.learn_draws()
 
     def check_forwards(self, memory: bool = True) -> None:
         """Raise if a forward made numbers depend on the order of the chunks. Called after all forwards.
@@ -154,7 +153,7 @@ class Call:
         self.execution.check_snapshots({stage.layers.index: stage.snapshot for stage in self.stages})
 
     def _rewind(self) -> None:
-        """Return to the state before the first action. From now on every stage seeds the host's generators."""
+        """Return to the state before the first action. From now on every stage holds the host's generators."""
         for stage in self.stages:
             stage.rewind()
             stage.snapshot.roll_attributes_back()
@@ -172,7 +171,7 @@ class Call:
             retain: another backward may come.
             listener: as for `run_forward`.
         """
-        self._seed_all(listener)
+        self._learn_draws(listener)
         self._resume()
         if self.execution.has_last:
             for chunk, chunk_grads in enumerate(grads):
@@ -216,20 +215,22 @@ class Call:
         self.outputs = []
 
     def _drive(self, number: int, work: Work, listener: Listener | None) -> None:
-        seeded = self.execution.begin_generators([stage.seeder for stage in self.stages])
+        draws = any([stage.may_draw for stage in self.stages])
+        if not draws:
+            self.execution.generators.keep_all()
         try:
-            self.execution.run(number, work, bool(seeded), self._on_final(listener))
+            self.execution.run(number, work, draws, self._on_final(listener))
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
-            self._check_unmoved()
+            self._check_untouched(draws)
             raise
-        self._check_unmoved()
+        self._check_untouched(draws)
         for stage in self.stages:
             stage.note_draws()
 
-    def _check_unmoved(self) -> None:
-        """Raise if somebody drew from a generator of the host that no stage was to draw from."""
-        if self.execution.generators.moved():
-            self.execution.setup.known.draws.clear()
+    def _check_untouched(self, draws: bool) -> None:
+        """Raise if the host's generators are not as they were, though no stage was to draw from them."""
+        if not draws and not self.execution.generators.is_host_untouched:
+            self.execution.setup.known.draws_nothing.clear()
             raise DrewError
 
     # -------------------------------------------------------------------------------------------------------- work
@@ -292,8 +293,8 @@ class Call:
         """The function that gets a stage's sums as soon as they are final. None: they wait for the end."""
         if listener is not None:
             return partial(self._hand_over, listener)
+        runs_once = not self.execution.has_threads  # without threads a stage's first draw is noticed in time
         averager = self.communicator.averager
-        runs_once = not self.execution.may_run_again
         return partial(self._announce, averager) if averager is not None and runs_once else None
 
     def _hand_over(self, listener: Listener, stage: int) -> None:
@@ -369,7 +370,7 @@ class Call:
 
 
 class DrewError(Exception):
-    """Somebody drew from a default generator of the host that nobody had drawn from."""
+    """A stage drew from a default generator of the host that had never done so."""
 
 
 def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
@@ -379,8 +380,8 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
     samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
     settings = StageSettings(
         grad=setup.grad, ambient=execution.ambient, context=copy_context(), known=setup.known,
-        compares=setup.compares, defer=setup.defer, external=threading.Lock(), keep=setup.keep, samples=samples,
-        seed=setup.seed,
+        compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
+        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
     )
     split: dict[int, set[int]] = {index: set() for index in execution.layers}
     for index, chunk in setup.plan.schedule.split:
@@ -393,11 +394,9 @@ def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
         )
         for index, layers in execution.layers.items()
     ]
-    if execution.may_run_again:
-        drawn = [stage.draws for stage in stages]
-        of_host = {generator for of_stage in drawn for generator in of_stage or ()}
+    if any([stage.may_draw for stage in stages]):
         for stage in stages:
-            stage.learn_draws() if setup.compares or None in drawn else stage.seed_from(of_host)
+            stage.learn_draws()
     return stages
 
 

@@ -9,9 +9,9 @@ accelerator, with its default generator; a layer that stands in two stages; and 
 long as a stage draws from one of them. In a thread of autograd's own (a backward within a backward on an accelerator)
 that thread drives all lanes.
 
-From which of these a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins
-to draw is run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place
-and have threads of their own, with workers="threads", may keep a chunk more.
+Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
+run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
+threads of their own, with workers="threads", may keep a chunk more.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pipeline.execution.engine import Perform
 from pipeline.execution.mailbox import Mailbox, check_alone
 from pipeline.execution.placement import ParameterPlacement
 from pipeline.execution.setup import Setup
-from pipeline.recompute.randomness import Generator, KeptGenerators, Seeder, layer_seed
+from pipeline.recompute.randomness import KeptGenerators, Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot, check_shared, generators_elsewhere
 from pipeline.stage.layers import StageLayers
 from scheduler import Action, Event, Kind
@@ -101,23 +101,12 @@ class Execution:
         return self._driver.has_threads
 
     @property
-    def may_run_again(self) -> bool:
-        """Whether a phase that has failed may run once more: no other process has a part in it."""
-        return self.has_threads or self.communicator.is_alone
-
-    @property
     def _lane_of(self) -> Sequence[int]:
         return self.setup.plan.schedule.placement.lane_of
 
     def seeder(self) -> Seeder:
         """A seeder of the generators of all stages in this process."""
-        return Seeder(self.setup.seed, self.devices)
-
-    def begin_generators(self, seeders: Sequence[Seeder]) -> set[Generator]:
-        """Begin to compute with the default generators. Returns those of the host that are seeded for each layer."""
-        seeded = {generator for seeder in seeders for generator in seeder.of_host}
-        self.generators.begin(layer_seed(self.setup.seed, 0, 0), seeded)
-        return seeded
+        return Seeder(self.setup.seed, self.devices, self.generators)
 
     def bring(self, stage: int) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
         """From parameters to their values at the place of a stage: themselves, or copies."""

@@ -54,7 +54,6 @@ def differentiate(
     for chunk, chunk_grads in enumerate(grads):
         deliver()
         with execution.generators, torch.enable_grad():
-            execution.begin_generators([stage.seeder for stage in stages])
             pieces, tree = _compose(execution, stages, live, chunk, views, gate)
         given = zip(tree.tensors, chunk_grads, strict=True)
         pairs = [(tensor, grad) for tensor, grad in given if grad is not None and tensor.requires_grad]

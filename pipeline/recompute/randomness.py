@@ -8,17 +8,13 @@ The default generators are torch's (the CPU's, and that of each accelerator), Py
 number of processes, and a recomputation repeats it without keeping generator states. Around a call every default
 generator is left as it was found, the one draw aside. The rule is public: with `layer_seed` the same masks can be had
 on the plain module. Generators that modules hold are not seeded: `recompute/snapshot.py` keeps their states.
-
-To seed three generators takes longer than many a layer's kernel. So in a process with all stages a call leaves a
-generator of the host alone if validating calls have seen nobody draw from it. If somebody did after all, it has moved
-by the end of the phase, and the phase runs once more with its seeds (execution/call.py).
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -147,25 +143,27 @@ class Generator(Protocol):
 States: TypeAlias = list[tuple[Generator, Any]]
 
 
-OF_HOST: tuple[Generator, ...] = (torch.default_generator, PythonGenerator(random), NumpyGenerator(numpy.random))
+_OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
+_OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
 
 
 class KeptGenerators:
     """The default generators around the phases of a call: at the end of each they are put back as they were found.
 
-    A context; a nested one does nothing more.
+    Those outside torch are kept only when one will be seeded. A context; a nested one does nothing more.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._all = default_generators(devices)
-        self._found: States = []
-        self._begun: States = []
+        self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
+        self._found: list[tuple[Generator, Any]] = []
+        self._has_all = False
         self._depth = 0
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._found = [(generator, generator.get_state()) for generator in self._all]
+            self._has_all = False
+            self._found = [(generator, generator.get_state()) for generator in self._of_torch]
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
@@ -173,90 +171,85 @@ class KeptGenerators:
             for generator, state in self._found:
                 generator.set_state(state)
 
-    def begin(self, number: int, seeded: Collection[Generator]) -> None:
-        """Begin a phase in which the layers seed these of the host's generators. The others begin at this number.
+    def keep_all(self) -> None:
+        """Keep all: any default generator may be seeded or drawn from, from now on."""
+        if not self._has_all:
+            self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
+            self._has_all = True
 
-        In each phase at the same: what draws and puts them back, unseen, draws the same when it is computed again.
-        """
-        others = [generator for generator in OF_HOST if generator not in seeded]
-        for generator in others:
-            generator.manual_seed(number)
-        self._begun = [(generator, generator.get_state()) for generator in others]
-
-    def moved(self) -> set[Generator]:
-        """Those of the others that somebody has drawn from since."""
-        return {generator for generator, state in self._begun if not same_state(state, generator.get_state())}
+    @property
+    def is_host_untouched(self) -> bool:
+        """Whether the default generators of the host, all of which were kept, are as they were found."""
+        of_host = [(generator, state) for generator, state in self._found if generator in _OF_HOST]
+        return all([same_state(state, generator.get_state()) for generator, state in of_host])
 
 
 class Seeder:
-    """Seeds default generators for each (chunk, layer) of one call. They are put back by `KeptGenerators`.
+    """Seeds the default generators of the host and of some devices for each (chunk, layer) of one call.
 
     Args:
         seed: of the call.
         devices: where the layers compute.
-        of_host: the generators of the host that are seeded; those of accelerators always are.
-
-    Attributes:
-        of_host: the same.
+        kept: puts the generators back at the end.
     """
 
-    __slots__ = ("_made_of", "_keys", "_generators", "of_host")
+    __slots__ = ("_made_of", "_keys", "_generators", "_kept", "drew")
 
-    def __init__(
-        self, seed: int, devices: Iterable[torch.device], of_host: Collection[Generator] | None = None
-    ) -> None:
-        self._made_of = seed, devices
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
+        self._made_of = seed, devices, kept
         self._keys = _keys(seed)
-        self.of_host = OF_HOST if of_host is None else of_host
-        self._generators = (*self.of_host, *accelerators.default_generators(devices))
+        self._generators = default_generators(devices)
+        self._kept = kept
+        self.drew = False  # from a generator of the host: see LearningSeeder
 
     def settle(self) -> None:
         """Note the end of the work that was seeded last."""
-
-    def only(self, of_host: Collection[Generator]) -> Seeder:
-        """A seeder of the same numbers that seeds these generators of the host, and no other."""
-        return Seeder(*self._made_of, of_host)
 
     def learning(self) -> LearningSeeder:
         """A seeder of the same numbers that learns who draws."""
         return LearningSeeder(*self._made_of)
 
     def seed(self, chunk: int, layer: int) -> None:
-        if self._generators:
-            number = _combine(*self._keys, chunk, layer)
-            for generator in self._generators:
-                generator.manual_seed(number)
+        self._kept.keep_all()
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators:
+            generator.manual_seed(number)
 
 
 class LearningSeeder(Seeder):
-    """A seeder that finds out which generators of the host anything is drawn from.
+    """A seeder that finds out whether anything is drawn from the default generators of the host."""
 
-    Attributes:
-        drawn: these.
-    """
+    __slots__ = ("_untouched",)
 
-    __slots__ = ("_seeded", "drawn")
-
-    def __init__(self, seed: int, devices: Iterable[torch.device]) -> None:
-        super().__init__(seed, devices)
-        self._seeded: States = []
-        self.drawn: set[Generator] = set()
+    def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
+        super().__init__(seed, devices, kept)
+        self._untouched: list[Any] = []
 
     def seed(self, chunk: int, layer: int) -> None:
         self.settle()
         super().seed(chunk, layer)
-        self._seeded = [(generator, generator.get_state()) for generator in self.of_host]
+        self._untouched = [generator.get_state() for generator in _OF_HOST]
 
     def settle(self) -> None:
-        for generator, state in self._seeded:
-            if not same_state(state, generator.get_state()):
-                self.drawn.add(generator)
-        self._seeded = []
+        for generator, state in zip(_OF_HOST, self._untouched, strict=False):
+            self.drew = self.drew or not same_state(state, generator.get_state())
+        self._untouched = []
+
+
+class AcceleratorSeeder(Seeder):
+    """A seeder that leaves the default generators of the host alone."""
+
+    __slots__ = ()
+
+    def seed(self, chunk: int, layer: int) -> None:
+        number = _combine(*self._keys, chunk, layer)
+        for generator in self._generators[len(_OF_HOST) :]:
+            generator.manual_seed(number)
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
     """The default generators that layers on `devices` may draw from: the host's, always, and each accelerator's own."""
-    return (*OF_HOST, *accelerators.default_generators(devices))
+    return (*_OF_HOST, *accelerators.default_generators(devices))
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -269,7 +262,9 @@ def same_state(one: Any, other: Any) -> bool:
 @contextmanager
 def generators_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the default generators of `devices` as they were found, whatever is drawn inside."""
-    with KeptGenerators(devices):
+    kept = KeptGenerators(devices)
+    with kept:
+        kept.keep_all()
         yield
 
 

@@ -30,7 +30,7 @@ from pipeline.recompute.attributes import StageAttributes
 from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.fingerprints import Fingerprints
 from pipeline.recompute.policy import Recomputing
-from pipeline.recompute.randomness import Generator, PrivateGenerators
+from pipeline.recompute.randomness import PrivateGenerators
 
 Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 """A stage's name, and the objects that it may share with others: see `ForwardSnapshot.shareable`."""
@@ -40,7 +40,7 @@ Held: TypeAlias = tuple[str, Iterable[tuple[int, str]]]
 class StageTraits:
     """The traits of a Pipe's stages, by index, as validating calls have observed them."""
 
-    draws: dict[tuple[int, tuple[bool, ...]], set[Generator]] = field(default_factory=dict)  # from which of the host's
+    draws_nothing: set[tuple[int, tuple[bool, ...]]] = field(default_factory=set)  # from the host's default generators
     writes_unseen: set[int] = field(default_factory=set)  # into its input, past the version counters
     writes_attributes: set[int] = field(default_factory=set)  # tensors that hang on modules, in place
     writes_buffers: dict[tuple[int, tuple[bool, ...]], frozenset[int]] = field(default_factory=dict)  # of which modules

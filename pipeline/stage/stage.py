@@ -37,7 +37,7 @@ from pipeline.common.graph import (
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
-from pipeline.recompute.randomness import Generator, LearningSeeder, Seeder, unobserved
+from pipeline.recompute.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
 from pipeline.stage.batchnorm import Deferred
 from pipeline.stage.external import ExternalLeaves
@@ -62,11 +62,13 @@ class StageSettings(NamedTuple):
         known: the traits that earlier calls have observed.
         compares: whether whole recomputations are compared with their forwards.
         defer: whether batch norms update their running statistics once, at the end.
+        threads: whether other stages may compute at the same time.
         external: a lock, held while the hooks of leaves that several stages may have captured are disabled.
         keep: whether every chunk may have to be recomputed after the caller's own code has run (second order of
             `pipe(x)`).
         samples: whether to compare some entries of every recomputed output.
         seed: of the call.
+        generators: puts the default generators back when a phase is over.
     """
 
     grad: bool
@@ -75,10 +77,12 @@ class StageSettings(NamedTuple):
     known: StageTraits
     compares: bool
     defer: bool
+    threads: bool
     external: threading.Lock
     keep: bool
     samples: bool
     seed: int
+    generators: KeptGenerators
 
 
 class StageRun:
@@ -114,7 +118,9 @@ class StageRun:
         self._cut = InputCut(name, self.snapshot.key, known, compares or not grad, is_of_caller)
         self.aliases = Aliases(modules, layers.numbered, name, self._cut.guard, compares and grad, bring, grad)
         self.external = ExternalLeaves(name, settings.external)
-        self.seeder = Seeder(settings.seed, [device])
+        learns = settings.threads and (compares or self.snapshot.key not in known.draws_nothing)
+        kind = LearningSeeder if learns else AcceleratorSeeder if settings.threads else Seeder
+        self.seeder: Seeder = kind(settings.seed, [device], settings.generators)
         self._records: dict[int, ChunkRecord] = {}
         self._split = SplitBackward(name, split)
         self._saves_until_the_end = False  # a layer calls autograd within its forward
@@ -223,22 +229,20 @@ class StageRun:
         return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), sites))
 
     @property
-    def draws(self) -> set[Generator] | None:
-        """The default generators of the host that this stage is known to draw from. None: nothing is known."""
-        return self._settings.known.draws.get(self.snapshot.key)
-
-    def seed_from(self, of_host: Collection[Generator]) -> None:
-        """Seed these generators of the host before each layer, and no other."""
-        self.seeder = self.seeder.only(of_host)
+    def may_draw(self) -> bool:
+        """Whether it may draw from a default generator of the host: then it gets its seeds."""
+        return not isinstance(self.seeder, AcceleratorSeeder)
 
     def learn_draws(self) -> None:
-        """Seed all generators of the host before each layer, and find out which of them it draws from."""
-        self.seeder = self.seeder.learning()
+        """Hold the host's generators, and find out whether that was needed."""
+        if not self.may_draw:
+            self.seeder = self.seeder.learning()
 
     def note_draws(self) -> None:
-        """Record, after a phase, which generators of the host this stage drew from, and may draw from again."""
+        """Record, after a phase, whether this stage drew from a default generator of the host."""
         if isinstance(self.seeder, LearningSeeder):
-            self._settings.known.draws.setdefault(self.snapshot.key, set()).update(self.seeder.drawn)
+            known, key = self._settings.known.draws_nothing, self.snapshot.key
+            (known.discard if self.seeder.drew else known.add)(key)
 
     def commit(self) -> None:
         """Record the observed traits, and apply deferred updates. Called after all forwards."""

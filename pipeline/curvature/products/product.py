@@ -68,7 +68,7 @@ class ProductCall(ABC):
         )
         along, add = partial(_along_at, task.along, device), partial(sums.add, index)
         parameters = StageParameters(aliases, task.wanted, task.number, along, add)
-        seeder = Seeder(setup.seed, [device])
+        seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
         return StageRule(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)
 
