@@ -208,13 +208,11 @@ def _numbered(units: list[Unit], links: Links, numbering: Numbering) -> Devices:
 
 
 def _others() -> list[str]:
-    """Words about accelerators of other makes."""
-    kind = torch.accelerator.current_accelerator()
+    """Words about accelerators that torch can use all the same: of other makes, or of boards without NVML."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return ["Pipes run on the host: devices=['cpu', 'cpu', ...]."]
-    if kind.type == "cuda" and torch.version.hip is None:
-        return []
-    maker = "AMD's (ROCm)" if kind.type == "cuda" else f"of kind {kind.type!r}"
+    maker = "AMD's (ROCm)" if torch.version.hip is not None else f"of kind {kind.type!r}"
     return [
         f"torch has {torch.accelerator.device_count()} devices {maker}, which NVML does not know: Pipes run on them, "
         f"devices=['{kind.type}:0', ...], but their links, power and other users are not told here."

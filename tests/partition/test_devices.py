@@ -317,6 +317,10 @@ def test_instances_of_mig_stand_for_their_gpu() -> None:
     assert found[0].unknown == why and found[0].watts is None
     assert "CUDA shows a process one instance of MIG" in found.notes[0]
     assert found.link(found[0], found.hidden[0]) == Link(0, 0, None, False)
+    matrix = found.to_json()["links"]
+    assert [[link and link["name"] for link in row] for row in matrix[::3]] == [
+        [None, "INT", "INT", "NODE"], ["NODE", "NODE", "NODE", None]
+    ]  # fmt: skip
     assert str(found.link(found[0], found.hidden[2])) == "NODE"  # the NVLinks of the whole GPU are not its parts'
 
 
@@ -528,10 +532,13 @@ def test_without_nvidia_ml_py_words_say_what_to_install(monkeypatch) -> None:
     assert "hidden by another pynvml" in devices().notes[0]
 
 
-@pytest.mark.parametrize(("kind", "hip", "words"), [("xpu", None, "2 devices of kind 'xpu', which NVML does not know"),
-                                                    ("cuda", "6.4", "2 devices AMD's (ROCm), which NVML does not")])
+@pytest.mark.parametrize(
+    ("kind", "hip", "words"),
+    [("xpu", None, "2 devices of kind 'xpu', which NVML does"), ("cuda", "6.4", "2 devices AMD's (ROCm), which NVML"),
+     ("cuda", None, "2 devices of kind 'cuda', which NVML does")],
+)  # fmt: skip
 def test_devices_of_other_makes_are_told_of(monkeypatch, kind: str, hip: str | None, words: str) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.version, "hip", hip)
     host = hgx()

@@ -64,7 +64,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 50), st.none() | st.integers(0, 700)),
 
 @given(STEPS)
 def test_mean_power_is_the_area_under_the_known_readings(steps: list[tuple[int, int | None]]) -> None:
-    times = [float(time) for time in accumulate(step for step, _ in steps)]
+    times = [time / 8 for time in accumulate(step for step, _ in steps)]
     readings = [Error(NOT_SUPPORTED) if watts is None else 1000 * watts for _, watts in steps]
     powers = one_after_the_other([0, *readings])  # devices() has the first
     none = Error(NOT_SUPPORTED)
