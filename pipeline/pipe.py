@@ -32,6 +32,7 @@ from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import entry_points
 from pipeline.entry.joining import join_ranks
+from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
 from pipeline.entry.settled import Settled
@@ -57,7 +58,8 @@ from pipeline.recompute.policy import Policy, check_policy
 from pipeline.recompute.randomness import draw_seed
 from pipeline.skip import routes, verify_skippables
 from pipeline.transports.local import Local
-from scheduler import Schedule
+from scheduler import Costs, Report, Schedule, Timeline
+from scheduler.reporting import HasCosts
 
 
 class Pipe(Settled, Stateful):
@@ -413,6 +415,37 @@ class Pipe(Settled, Stateful):
         with self.runtime.communicator("trace") as communicator:
             communicator.open(lambda values: {}, draws=False)
             recorder.join(communicator.exchange.share_events(recorder.events))
+
+    def report(
+        self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None
+    ) -> Report:
+        """Report on traced steps: measured beside planned for each stage, the bottleneck, and what to change.
+
+        Over ranks all call it.
+
+        Args:
+            steps: what `step(..., trace=True)` returned, or timelines of whole steps. Of several, medians are taken;
+                calls 1, 2, 4, 8, ... compare, so they take longer.
+            planned: what the actions of each stage were to cost: Costs, or something with `.costs`. None: as measured.
+
+        Returns:
+            A Report, see `scheduler.report`. It prints as a table.
+
+        Raises:
+            ValueError: a step has no timeline.
+            ScheduleError: the timelines are not of whole steps of one order.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1], chunks=2)
+            >>> step = pipe.step(torch.ones(4, 4), loss_fn=lambda out, _: out.mean(), trace=True)
+            >>> report = pipe.report(step)
+            >>> report.schedule, report.chunks, [stage.stage for stage in report.stages]
+            ('1f1b', 2, [0, 1])
+        """
+        return reported(self.runtime, [steps] if isinstance(steps, (Step, Timeline)) else list(steps), planned)
 
     @property
     def runtime(self) -> Runtime:

@@ -31,6 +31,7 @@ from scheduler.placement import Placement
 from scheduler.plotting import plot, svg
 from scheduler.programs.lowering import lower
 from scheduler.programs.program import Program
+from scheduler.reporting import Report, report
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 from scheduler.searches.searching import Found, search
@@ -57,6 +58,7 @@ __all__ = [
     "compare",
     "lower",
     "search",
+    "report",
     "draw",
     "plot",
     "svg",
@@ -68,6 +70,7 @@ __all__ = [
     "Link",
     "Event",
     "Found",
+    "Report",
     "Row",
     "Timeline",
 ]

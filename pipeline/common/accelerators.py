@@ -8,6 +8,7 @@
     use_here(tensors)                    tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
     default_generators(devices)          what layers there draw from
+    peak_bytes(device)                   the most that was allocated there
     is_capturing(devices)                whether a graph of their work is being made
 
 A process has accelerators of one kind. Those of a kind without default generators that can be seeded (MPS: one device,
@@ -143,6 +144,17 @@ def default_generators(devices: Iterable[torch.device]) -> list[torch.Generator]
     torch.accelerator.current_device_index()  # initialises the devices, without which there are no generators
     generators = torch.get_device_module(kind).default_generators
     return [generators[index] for index in indices]
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes that were allocated on an accelerator since its statistics began. None: nobody counts them."""
+    if not is_accelerator(device):
+        return None
+    try:
+        peak = torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
+    except (RuntimeError, NotImplementedError):  # its allocator keeps no statistics
+        return None
+    return None if peak is None else int(peak)
 
 
 def is_capturing(devices: Iterable[torch.device]) -> bool:

@@ -113,9 +113,9 @@ def measured(schedule: str, forward: list[float], backward: list[float], checkpo
     with mock.patch.object(execution, "perf_counter", lambda: _Work.now):
         for _ in range(2):  # these compare more
             pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum")
-        timeline = pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
-    costs = Costs.measured(timeline)
-    return costs.forward, costs.backward or costs.input, costs.recompute
+        step = pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum", trace=True)
+    costs, report = Costs.measured(step.timeline), pipe.report(step)
+    return costs.forward, costs.backward or costs.input, costs.recompute, [stage.busy for stage in report.stages]
 
 
 def slept(schedule: str, forward: list[float], backward: list[float], chunks: int, entry: str) -> Any:

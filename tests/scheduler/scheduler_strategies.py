@@ -4,9 +4,11 @@
 actions out one by one, each once all that it needs is dealt, so that what it makes is right by construction.
 """
 
+from fractions import Fraction
+
 from hypothesis import strategies as st
 
-from scheduler import Action, Kind, Placement, Schedule
+from scheduler import Action, Costs, Kind, Link, Placement, Schedule, ScheduleError, by_name, names
 
 placements = st.one_of(
     st.builds(Placement.linear, st.integers(1, 5)),
@@ -59,3 +61,34 @@ def ascends_after(action, other):
     kinds = {action.kind, other.kind}
     same = kinds <= {Kind.B, Kind.I} or kinds <= {Kind.B, Kind.W}
     return same and action.stage == other.stage and other.chunk < action.chunk
+
+
+TIMES = st.fractions(0, 9, max_denominator=8)  # exact: a sum of floats rounds
+
+
+@st.composite
+def costs_for(draw, schedule):
+    stages, boundaries = ({"min_size": size, "max_size": size} for size in (schedule.stages, schedule.stages - 1))
+    each = st.lists(TIMES, **stages)
+    heights = draw(st.lists(st.tuples(TIMES, TIMES, TIMES).map(sorted), **stages))
+    ways = st.one_of(TIMES, st.builds(Link, TIMES, st.just(Fraction(2))))
+    return Costs(
+        forward=draw(each), input=draw(each), weight=draw(each), backward=draw(st.none() | each),
+        recompute=draw(each), link=draw(ways | st.lists(ways, **boundaries)), message=draw(TIMES),
+        speed=draw(st.sampled_from([1, 2, Fraction(1, 2)])), unit=draw(st.sampled_from(["slots", "s"])),
+        activation=[high for _, _, high in heights], kept=[part for part, _, _ in heights],
+        checkpoint=[part for _, part, _ in heights],
+    )
+
+
+@st.composite
+def named_schedules(draw):
+    name, lanes, chunks = draw(st.sampled_from(names())), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    try:
+        return by_name(name, lanes, chunks)
+    except ScheduleError:  # not for so few chunks
+        return by_name(name, lanes, 2 * lanes)
+
+
+NAMED_RUNS = named_schedules().flatmap(lambda schedule: st.tuples(st.just(schedule), costs_for(schedule)))
+RUNS = schedules().flatmap(lambda schedule: st.tuples(st.just(schedule), costs_for(schedule)))

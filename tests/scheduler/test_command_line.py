@@ -93,9 +93,9 @@ def test_costs_are_those_that_are_said(run, said, costs):
         assert timeline_from_chrome(trace.read()).peak_memory == timeline.peak_memory
 
 
-def test_every_cost_has_an_option_but_for_the_size_of_a_message():
+def test_every_cost_has_an_option_but_for_the_size_of_a_message_and_the_unit():
     said = {option.name for option in schedules.commands["draw"].params}
-    assert {field.name for field in fields(Costs)} - said == {"message"}
+    assert {field.name for field in fields(Costs)} - said == {"message", "unit"}  # what is typed is in slots
 
 
 def test_files_hold_what_is_drawn(run):

@@ -1,7 +1,6 @@
 """Laws of measured costs: a timeline made from costs gives these costs back."""
 
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 from statistics import median
@@ -10,58 +9,27 @@ import pytest
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_strategies import schedules
+from scheduler_strategies import NAMED_RUNS, RUNS
 
 from scheduler import (
     Action,
     Costs,
     Event,
     Kind,
-    Link,
     ScheduleError,
     Timeline,
     by_name,
     compare,
-    names,
     search,
     simulate,
 )
 from scheduler.measurement import Sample, measure
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=examples(60))
-TIMES = st.fractions(0, 9, max_denominator=8)  # exact: a sum of floats rounds
-
-
-@st.composite
-def costs_for(draw, schedule):
-    stages, boundaries = ({"min_size": size, "max_size": size} for size in (schedule.stages, schedule.stages - 1))
-    each = st.lists(TIMES, **stages)
-    heights = draw(st.lists(st.tuples(TIMES, TIMES, TIMES).map(sorted), **stages))
-    ways = st.one_of(TIMES, st.builds(Link, TIMES, st.just(Fraction(2))))
-    return Costs(
-        forward=draw(each), input=draw(each), weight=draw(each), backward=draw(st.none() | each),
-        recompute=draw(each), link=draw(ways | st.lists(ways, **boundaries)), message=draw(TIMES),
-        speed=draw(st.sampled_from([1, 2, Fraction(1, 2)])), unit=draw(st.sampled_from(["slots", "s"])),
-        activation=[high for _, _, high in heights], kept=[part for part, _, _ in heights],
-        checkpoint=[part for _, part, _ in heights],
-    )
-
-
-@st.composite
-def named(draw):
-    name, lanes, chunks = draw(st.sampled_from(names())), draw(st.integers(1, 4)), draw(st.integers(1, 8))
-    try:
-        return by_name(name, lanes, chunks)
-    except ScheduleError:  # not for so few chunks
-        return by_name(name, lanes, 2 * lanes)
-
-
-NAMED = named().flatmap(lambda schedule: st.tuples(st.just(schedule), costs_for(schedule)))
-ANY = schedules().flatmap(lambda schedule: st.tuples(st.just(schedule), costs_for(schedule)))
 
 
 @LAWS
-@given(NAMED | ANY)
+@given(NAMED_RUNS | RUNS)
 def test_a_simulated_timeline_gives_its_costs_back(run):
     schedule, costs = run
     timeline = simulate(schedule, costs)
@@ -87,7 +55,7 @@ def waited_for(timeline):
 
 
 @LAWS
-@given(NAMED, st.integers(1, 3))
+@given(NAMED_RUNS, st.integers(1, 3))
 def test_steps_of_one_timeline_or_of_several_give_the_costs_of_one(run, count):
     schedule, costs = run
     one = simulate(schedule, costs)
@@ -101,7 +69,7 @@ def test_steps_of_one_timeline_or_of_several_give_the_costs_of_one(run, count):
 
 
 @LAWS
-@given(NAMED)
+@given(NAMED_RUNS)
 def test_costs_of_a_lane_are_the_sums_of_its_stages(run):
     schedule, costs = run
     timeline = simulate(schedule, costs)

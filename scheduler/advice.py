@@ -1,0 +1,180 @@
+"""Advice on a step: changes to it, each with the time that the step would take by `simulate`.
+
+    schedule, costs of a real step --Job--> its time as it is
+           change one thing        --Job--> its time then      ──►  Change: what, step, gain
+
+    a layer from the slowest stage to the one beside it    the stage's layers share its time evenly
+    stages of equal work                                   what any balance can gain at most
+    twice as many chunks                                   half a chunk takes half the time, a message the same
+    no recomputation, links that take no time, another named schedule on the same stages
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from scheduler.costs import Costs
+from scheduler.errors import ScheduleError
+from scheduler.schedule import Schedule
+from scheduler.schedules import by_name, names
+from scheduler.simulation import simulate
+from scheduler.timeline import Timeline, in_flight
+
+__all__ = ["Change", "Job", "advice", "known_name"]
+
+
+class Change(NamedTuple):
+    """A change, and what it would gain.
+
+    Args:
+        what: to change, in words
+        step: the time of a step after it, by `simulate`
+        gain: the time that it saves, as a share of the step as it is, by `simulate`
+        splits: whether backwards are split into I and W then
+    """
+
+    what: str
+    step: float
+    gain: float
+    splits: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step that runs, for `simulate`.
+
+    Args:
+        schedule: the order of each lane
+        costs: of its stages, a number for each; `recompute` of one recomputation
+        recomputed: the (stage, chunk) pairs that are recomputed
+        turns: groups of lanes that take turns
+    """
+
+    schedule: Schedule
+    costs: Costs
+    recomputed: frozenset[tuple[int, int]]
+    turns: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def timeline(self) -> Timeline:
+        """The step, simulated, as if all lanes ran at once."""
+        again = self.costs.recompute
+        if not isinstance(again, Sequence):
+            return simulate(self.schedule, self.costs)
+        recompute = [float(time) for time in again]
+        pairs = self.recomputed
+        costs = replace(
+            self.costs, recompute=lambda stage, chunk: recompute[stage] if (stage, chunk) in pairs else 0
+        )
+        return simulate(self.schedule, costs)
+
+    @property
+    def step(self) -> float:
+        """The time of the step: no less than what the lanes of a group, which take turns, work together."""
+        timeline = self.timeline
+        together = [sum(timeline.busy[lane] for lane in group) for group in self.turns]
+        return float(max([timeline.makespan, *together]))
+
+
+def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Change, ...]:
+    """Changes that shorten the step by half a percent or more, the best first.
+
+    Args:
+        job: the step
+        balance: the number of layers of each stage, where that is known
+        slowest: the stage that is the bottleneck
+    """
+    now = job.step
+    found = [Change(what, changed.step, 1 - changed.step / now if now else 0.0, bool(changed.schedule.split))
+             for what, changed in _changes(job, balance, slowest)]
+    return tuple(sorted((change for change in found if change.gain >= _WORTH), key=lambda change: -change.gain))
+
+
+def known_name(schedule: Schedule) -> str:
+    """The name of the named schedule with these orders; "" if there is none."""
+    for several in (None, schedule.stages // schedule.lanes):  # first as by_name takes it
+        for name in names():
+            made = _made(name, schedule.lanes, schedule.chunks, several)
+            if made is not None and made.orders == schedule.orders:
+                return name
+    return ""
+
+
+def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[tuple[str, Job]]:
+    schedule, costs = job.schedule, job.costs
+    several = schedule.stages // schedule.lanes
+    stages = range(schedule.stages)
+    for beside in (slowest - 1, slowest + 1):
+        if balance is not None and balance[slowest] > 1 and beside in stages:
+            layers = balance[slowest]
+            moved: dict[str, Any] = {what: _moved(cost, slowest, beside, layers) for what, cost in _of_actions(costs)}
+            what = f"move one of the {layers} layers of stage {slowest} to stage {beside}"
+            yield what, replace(job, costs=replace(costs, **moved))
+    yield "stages of equal work: the most that any balance gains", _even(job)
+    name = known_name(schedule)
+    if name:
+        halved: dict[str, Any] = {what: [time / 2 for time in cost] for what, cost in _of_actions(costs)}
+        pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed for half in (0, 1))
+        twice = _made(name, schedule.lanes, 2 * schedule.chunks, several)
+        if twice is not None:
+            what = f"{twice.chunks} chunks, where half a chunk takes half the time"
+            yield what, replace(job, schedule=twice, costs=replace(costs, **halved), recomputed=pairs)
+    if job.recomputed:
+        yield "keep all activations: checkpoint='never'", replace(job, recomputed=frozenset())
+    yield "links that take no time", replace(job, costs=replace(costs, link=0))
+    tried = {schedule.orders}
+    for other in names():
+        made = _made(other, schedule.lanes, schedule.chunks, None)  # as a Pipe takes it by this name
+        if made is not None and made.placement == schedule.placement and made.orders not in tried:
+            tried.add(made.orders)
+            yield f"schedule={other!r}{_more_held(made, schedule)}", replace(job, schedule=made)
+
+
+def _more_held(schedule: Schedule, now: Schedule) -> str:
+    """A remark on a schedule that holds more or fewer chunks than `now` on its fullest lane."""
+    most, before = (max(max(in_flight(order), default=0) for order in each.orders) for each in (schedule, now))
+    return "" if most == before else f" (holds {most} chunks on its fullest lane, now {before})"
+
+
+def _even(job: Job) -> Job:
+    """As much work, shared evenly by the stages, recomputations too."""
+    stages, chunks = job.schedule.stages, job.schedule.chunks
+    costs: dict[str, Any] = {what: [sum(cost) / stages] * stages for what, cost in _of_actions(job.costs)}
+    again = costs.pop("recompute")
+    if job.recomputed:
+        times = dict(_of_actions(job.costs))["recompute"]
+        again = [sum(times[stage] for stage, _ in job.recomputed) / (stages * chunks)] * stages
+    everywhere = frozenset((stage, chunk) for stage in range(stages) for chunk in range(chunks))
+    return replace(job, costs=replace(job.costs, **costs, recompute=again), recomputed=everywhere)
+
+
+def _of_actions(costs: Costs) -> Iterator[tuple[str, Sequence[float]]]:
+    """The costs that are a number for each stage."""
+    for what in ("forward", "input", "weight", "backward", "recompute"):
+        cost = getattr(costs, what)
+        if isinstance(cost, Sequence):
+            yield what, cost
+
+
+def _moved(cost: Sequence[float], source: int, to: int, layers: int) -> list[float]:
+    """The costs of stages when one layer of `source` goes to `to`."""
+    changed = list(cost)
+    changed[source] -= cost[source] / layers
+    changed[to] += cost[source] / layers
+    return changed
+
+
+def _made(name: str, lanes: int, chunks: int, several: int | None) -> Schedule | None:
+    """A named schedule, with so many stages a lane if that is said; None where there is none for these sizes."""
+    choices: list[dict[str, int]] = [{}] if several is None else [{}, {"stages_per_lane": several}]
+    for options in choices:
+        try:
+            schedule = by_name(name, lanes, chunks, **options)
+        except ScheduleError:  # it takes no such option, or is not defined for these
+            continue
+        if several is None or schedule.stages == several * lanes:
+            return schedule
+    return None
+
+
+_WORTH = 0.005

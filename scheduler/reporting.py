@@ -1,0 +1,275 @@
+"""A report of traced steps: measured beside planned for each stage, the bottleneck, and what to change.
+
+    timelines of steps ─┬─► busy, waiting, idle of each stage        (medians over the steps)
+                        ├─► measured costs ──► advice.py ──► changes, with the time that each gains by `simulate`
+    planned Costs ──────┴─► simulate ──► busy and step as planned
+
+    lane 0 |F0 F1 .  .  B0 == .  B1 ==       busy     an action runs
+    lane 1 |.  F0 B0 == F1 B1 == .  .        waiting  between two actions, for the one that comes: its stage waits
+                                             idle     before a lane's first action and after its last
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+from scheduler.action import COMPUTE
+from scheduler.advice import Change, Job, advice, known_name
+from scheduler.costs import Costs
+from scheduler.drawing import duration, take_turns
+from scheduler.errors import ScheduleError
+from scheduler.measurement import measure
+from scheduler.memory_model import Held
+from scheduler.placement import Placement
+from scheduler.schedule import Schedule
+from scheduler.timeline import Timeline
+
+__all__ = ["HasCosts", "Report", "StageReport", "report"]
+
+
+class HasCosts(Protocol):
+    """Something with costs, such as a plan."""
+
+    @property
+    def costs(self) -> Costs: ...
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage of a report. Times are in the unit of the report, of one step.
+
+    Args:
+        stage: its number
+        lane: that runs it
+        busy: how long its actions ran
+        planned_busy: how long they would by the planned costs
+        waiting: how long its lane waited, after other actions, for its next one to have what it needs
+        idle: of its lane: before its first action and after its last
+        held: the most that its lane held of what costs say that chunks hold; None: they say nothing
+        planned_held: the same of the planned step
+        peak_bytes: the most that was allocated on its lane's device; None: not known
+    """
+
+    stage: int
+    lane: int
+    busy: float
+    planned_busy: float
+    waiting: float
+    idle: float
+    held: float | None = None
+    planned_held: float | None = None
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Measured beside planned. Prints as a table.
+
+    Args:
+        schedule: the name of the schedule that ran; "" where it is none of those with a name
+        chunks: of a step
+        unit: of all times, "s" or "slots"
+        steps: how many were measured
+        step: how long one took, the median
+        planned: how long it takes by `simulate`, with the planned costs, or else with those that were measured
+        stages: a row for each
+        bottleneck: the stage with the most work on the lane with the most work
+        changes: what would shorten the step, the best first, by `simulate` with the measured costs
+        notes: what is to be known of these numbers
+    """
+
+    schedule: str
+    chunks: int
+    unit: str
+    steps: int
+    step: float
+    planned: float
+    stages: tuple[StageReport, ...]
+    bottleneck: int
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, numbers and strings."""
+        return {**asdict(self), "changes": [change._asdict() for change in self.changes]}
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(self.as_dict(), indent=1, default=float)
+
+    def __str__(self) -> str:
+        more = "s" if self.steps > 1 else ""
+        name = self.schedule or "a schedule of one's own"
+        head = f"{name}, {self.chunks} chunks: a step took {self._said(self.step)} ({self.steps} step{more} measured)"
+        lines = [f"{head}, planned {self._said(self.planned)} ({self._share(self.planned)} of it)", ""]
+        lines += _aligned(list(self._rows()))
+        worst = self.stages[self.bottleneck]
+        share = self._share(worst.busy)
+        lines += ["", f"bottleneck: stage {worst.stage} on lane {worst.lane}, busy {share} of the step"]
+        lines += [f"  {change.what}: {self._said(change.step)}, saves {change.gain:.1%}" for change in self.changes]
+        if not self.changes:
+            lines.append("  no change that was tried saves half a percent")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _rows(self) -> Iterator[list[str]]:
+        columns = ["stage", "lane", "busy", "planned", "waiting", "idle"]
+        has_held, has_bytes = (any(getattr(row, what) is not None for row in self.stages)
+                               for what in ("held", "peak_bytes"))
+        yield columns + ["held", "planned held"] * has_held + ["peak bytes"] * has_bytes
+        for row in self.stages:
+            times = (row.busy, row.planned_busy, row.waiting, row.idle)
+            sizes = [row.held, row.planned_held] * has_held + [row.peak_bytes] * has_bytes
+            yield [str(row.stage), str(row.lane), *map(self._said, times),
+                   *("-" if size is None else _spelt(size) for size in sizes)]
+
+    def _said(self, time: float) -> str:
+        return duration(time, self.unit)
+
+    def _share(self, time: float) -> str:
+        return f"{time / self.step if self.step else 0:.0%}"
+
+
+def report(
+    timelines: Timeline | Iterable[Timeline],
+    planned: Costs | HasCosts | None = None,
+    *,
+    balance: Sequence[int] | None = None,
+    peak_bytes: Sequence[float | None] | None = None,
+) -> Report:
+    """Reports on traced steps.
+
+    Args:
+        timelines: a whole step each, of the same Pipe
+        planned: what its actions were to cost, as Costs of stages, or something with `.costs`, such as a plan; None: as
+            measured, so that `planned` says what the order of actions alone explains
+        balance: the number of layers of each stage: with it, moves of layers are tried
+        peak_bytes: the most that was allocated on the device of each lane
+
+    Raises:
+        ScheduleError: the timelines are not of one whole step each, or of different orders, or the costs are for
+            another number of stages.
+
+    >>> from scheduler import by_name, simulate
+    >>> costs = Costs(forward=(1, 1, 2), backward=(2, 2, 4))
+    >>> print(report(simulate(by_name("1f1b", lanes=3, chunks=4), costs), balance=[2, 2, 4]))
+    1f1b, 4 chunks: a step took 30 slots (1 step measured), planned 30 slots (100% of it)
+    <BLANKLINE>
+    stage  lane      busy   planned   waiting     idle
+        0     0  12 slots  12 slots  18 slots  0 slots
+        1     1  12 slots  12 slots  15 slots  3 slots
+        2     2  24 slots  24 slots   0 slots  6 slots
+    <BLANKLINE>
+    bottleneck: stage 2 on lane 2, busy 80% of the step
+      stages of equal work: the most that any balance gains: 24 slots, saves 20.0%
+      move one of the 4 layers of stage 2 to stage 1: 25.5 slots, saves 15.0%
+      schedule='zb-h1': 26 slots, saves 13.3%
+      8 chunks, where half a chunk takes half the time: 27 slots, saves 10.0%
+    note: how B splits into I and W was not seen, and is taken as halves: trace a step of schedule='zb-h1'
+    """
+    steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    measurement = measure(steps)
+    schedule = _schedule(steps, measurement.placement)
+    job = Job(schedule, Costs.measured(steps), steps[0].recomputed, steps[0].turns)
+    given = planned if planned is None or isinstance(planned, Costs) else planned.costs
+    plan = job if given is None else replace(job, costs=given)
+    planned_timeline = plan.timeline
+    rows = _rows(steps, planned_timeline, _held(given, steps[0]), peak_bytes, measurement.placement)
+    slowest = _bottleneck(rows)
+    changes = advice(job, balance, slowest)
+    return Report(
+        known_name(schedule), schedule.chunks, measurement.unit, len(steps),
+        float(median(step.makespan for step in steps)), plan.step, rows, slowest, changes,
+        tuple(_notes(steps[0], rows, job, changes)),
+    )
+
+
+class _Times(NamedTuple):
+    """Of one stage, in one step."""
+
+    busy: float = 0
+    waiting: float = 0
+    idle: float = 0
+
+
+def _times(timeline: Timeline, stages: int) -> list[_Times]:
+    busy, waiting, idle = ([0.0] * stages for _ in _Times._fields)
+    for row in timeline.by_lane:
+        last = row[0].start if row else 0.0
+        for event in row:
+            busy[event.action.stage] += event.duration
+            waiting[event.action.stage] += max(0, event.start - last)
+            last = event.end
+        for stage in {event.action.stage for event in row}:
+            idle[stage] = row[0].start + timeline.makespan - row[-1].end
+    return [_Times(*map(float, times)) for times in zip(busy, waiting, idle)]
+
+
+def _rows(
+    steps: Sequence[Timeline], planned: Timeline, held: tuple[Held, ...], peak_bytes: Sequence[float | None] | None,
+    placement: Placement,
+) -> tuple[StageReport, ...]:  # fmt: skip
+    none: list[float | None] = [None] * placement.lanes
+    peaks = [replace(step, held=held).peak_memory for step in (steps[0], planned)] if held else [none, none]
+    allocated = none if peak_bytes is None else list(peak_bytes)
+    if len(allocated) != placement.lanes:
+        raise ScheduleError(
+            f"peak_bytes lists {len(allocated)} numbers but there are {placement.lanes} lanes. Give one for each."
+        )
+    measured = [_times(step, placement.stages) for step in steps]
+    to_be = _times(planned, placement.stages)
+    rows = []
+    for stage, lane in enumerate(placement.lane_of):
+        busy, waiting, idle = (median(column) for column in zip(*(times[stage] for times in measured)))
+        rows.append(StageReport(
+            stage, lane, busy, to_be[stage].busy, waiting, idle, peaks[0][lane], peaks[1][lane], allocated[lane]
+        ))
+    return tuple(rows)
+
+
+def _schedule(steps: Sequence[Timeline], placement: Placement) -> Schedule:
+    """The orders that ran."""
+    ran = [tuple(tuple(event.action for event in row if event.action.kind in COMPUTE) for row in step.by_lane)
+           for step in steps]
+    twice = [action for order in ran[0] for action, times in Counter(order).items() if times > 1]
+    if twice:
+        raise ScheduleError(f"{twice[0]} ran several times: this timeline is of several steps. Give one for each step.")
+    if any(orders != ran[0] for orders in ran):
+        raise ScheduleError("the steps ran in different orders. Report on steps of one schedule and number of chunks.")
+    chunks = 1 + max(action.chunk for order in ran[0] for action in order)
+    return Schedule("measured", placement, chunks, ran[0])
+
+
+def _held(given: Costs | None, step: Timeline) -> tuple[Held, ...]:
+    """The memory of a chunk in each stage, where costs or the timeline say it."""
+    if given is None or given.activation == Costs.activation:
+        return step.held if any(held != Held() for held in step.held) else ()
+    return tuple(given.held(stage) for stage in sorted({event.action.stage for event in step.events}))
+
+
+def _bottleneck(rows: Sequence[StageReport]) -> int:
+    """The stage with the most work on the lane with the most work."""
+    work = {lane: sum(row.busy for row in rows if row.lane == lane) for lane in {row.lane for row in rows}}
+    return max(rows, key=lambda row: (work[row.lane], row.busy)).stage
+
+
+def _notes(step: Timeline, rows: Sequence[StageReport], job: Job, changes: Sequence[Change]) -> Iterator[str]:
+    yield from take_turns(step)
+    if any(row.held is not None for row in rows):
+        yield "held: activations, counted over the order that ran from what costs say that a chunk holds"
+    if any(row.peak_bytes is not None for row in rows):
+        yield "peak bytes: allocated on a lane's device since its statistics began, see torch.accelerator.memory_stats"
+    if not job.schedule.split and any(change.splits for change in changes):
+        yield "how B splits into I and W was not seen, and is taken as halves: trace a step of schedule='zb-h1'"
+
+
+def _spelt(size: float) -> str:
+    """Bytes as a whole number; few chunks, or shares of one, as they are."""
+    return f"{float(size):,.0f}" if size >= 1000 else f"{float(size):.6g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]

@@ -1,0 +1,71 @@
+"""`pipe.report`: what the Pipe adds to `scheduler.report`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe, Place, Step
+from pipeline.common import accelerators
+from pipeline.entry import reporting
+from scheduler import Costs, ScheduleError, report
+
+
+def pipe_of(balance: list[int], **settings: Any) -> Pipe:
+    return Pipe(nn.Sequential(*[nn.Linear(8, 8) for _ in range(sum(balance))]), balance, 4, **settings)
+
+
+def stepped(pipe: Pipe, trace: bool = True) -> Step:
+    return pipe.step(torch.ones(8, 8), loss_fn=lambda y, _: y.square().sum(), loss_reduction="sum", trace=trace)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_pipe_reports_on_steps_and_on_timelines(schedule: str, checkpoint: str) -> None:
+    pipe = pipe_of([1, 3], schedule=schedule, checkpoint=checkpoint)
+    steps = [stepped(pipe) for _ in range(3)]
+    timelines = [step.timeline for step in steps if step.timeline is not None]
+    told = pipe.report(steps)
+    assert told == pipe.report(timelines) == report(timelines, balance=[1, 3])
+    assert pipe.report(steps[0]) == report(timelines[0], balance=[1, 3])
+    assert (told.schedule, told.chunks, told.steps, told.unit) == (schedule, 4, 3, "s")
+    assert told.step == sorted(timeline.makespan for timeline in timelines)[1]
+    assert any("checkpoint='never'" in change.what for change in told.changes) is (checkpoint == "always")
+    planned = pipe.report(steps, Costs(forward=1, input=1, weight=1, unit="s"))
+    assert [stage.planned_busy for stage in planned.stages] == [12, 12]
+
+
+def test_a_step_without_a_timeline_is_refused() -> None:
+    pipe = pipe_of([1, 1])
+    with pytest.raises(ValueError, match=r"step 1 of 2 has no timeline. Trace it: pipe.step\(..., trace=True\)."):
+        pipe.report([stepped(pipe), stepped(pipe, trace=False)])
+    with pytest.raises(ScheduleError, match="nothing to measure"):
+        pipe.report([])
+
+
+def test_bytes_are_those_of_the_device_of_each_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [Place(torch.device("cpu"), name) for name in "ab"]
+    pipe = pipe_of([1, 1, 1, 1], schedule="interleaved", devices=[*places, *places])
+    step = stepped(pipe)
+    assert [stage.peak_bytes for stage in pipe.report(step).stages] == [None] * 4  # nobody counts on the host
+    peaks = iter([2**40 + 1, None, 2**40 + 1, None])  # for each stage in order, as its device says
+    monkeypatch.setattr(reporting, "peak_bytes", lambda device: next(peaks))
+    assert [stage.peak_bytes for stage in pipe.report(step).stages] == [2**40 + 1, None] * 2
+
+
+def test_peak_bytes_are_what_the_allocators_statistics_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("meta")
+    assert accelerators.peak_bytes(torch.device("cpu")) is None
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
+    for stats, peak in (({}, None), ({"allocated_bytes.all.peak": 7}, 7)):
+        monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device, stats=stats: stats)
+        assert accelerators.peak_bytes(device) == peak
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("no statistics")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
+    assert accelerators.peak_bytes(device) is None
