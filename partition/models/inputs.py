@@ -49,18 +49,19 @@ class Unread(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
-        if func.is_view or name in _CASTS:
-            meta = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(torch.device("meta")), (args, kwargs or {}))
-            made = func(*meta[0], **{**meta[1], **({"device": "meta"} if "device" in meta[1] else {})})
-            device = (kwargs or {}).get("device") or unread.device
-            return tree_map_only(
-                Tensor, lambda leaf: Unread(Shape.of(leaf), device, unread._leaf, unread._name), made
-            )
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if func.is_view or name in _CASTS:  # of its first argument
+            unread = args[0]
+            on_meta = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+            made = func(Shape.of(unread).poison(torch.device("meta")), *args[1:], **on_meta)
+            device, leaf, of = kwargs.get("device") or unread.device, unread._leaf, unread._name
+            if isinstance(made, Tensor):
+                return Unread(Shape.of(made), device, leaf, of)
+            return tree_map_only(Tensor, lambda part: Unread(Shape.of(part), device, leaf, of), made)
         if not name.startswith("new_") and not name.endswith("_like"):
+            unread = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Unread))
             raise UnreadError(unread._leaf, unread._name, name)
-        args, kwargs = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(leaf.device), (args, kwargs or {}))
+        args, kwargs = tree_map_only(Unread, lambda leaf: Shape.of(leaf).poison(leaf.device), (args, kwargs))
         return func(*args, **kwargs)
 
 

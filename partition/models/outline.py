@@ -152,7 +152,10 @@ class Outline(nn.Module):
         # In the thread and stream where it was made, it is ready.
         key = (
             end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), autocast_of(device),
-            *[(id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in travelling],
+            *[
+                (id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
+                for leaf in travelling
+            ],
         )  # fmt: skip
         made = self._memory.made.get(key)
         if made is not None and all([one() is other for one, other in zip(made.inputs, tensors, strict=True)]):
