@@ -60,7 +60,7 @@ class Device:
     processes: tuple[GpuProcess, ...] | None = None
     watts: float | None = None
     watt_limit: float | None = None
-    unknown: Mapping[str, str] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def label(self) -> str:

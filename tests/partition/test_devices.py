@@ -58,6 +58,7 @@ def test_each_device_says_what_nvml_says() -> None:
         0, 0, "NVIDIA H100 80GB HBM3", uuid(7), bus(1), 80 * GIB, 70 * GIB, 0.37, tuple(used), 123.456, 700.0,
     )
     assert [process.pid for process in device.others] == [4711, 4712]
+    assert {device: 1}[replace(device)] == 1
 
 
 FIELDS = {
@@ -334,7 +335,7 @@ def test_instances_of_mig_stand_for_their_gpu() -> None:
 def test_cuda_visible_devices_with_mig(text: str, expected: str | None) -> None:
     found = found_on(mig(), **BY_BUS, CUDA_VISIBLE_DEVICES=text)
     assert [device.uuid for device in found] == [expected] * (expected is not None)
-    assert len(found) + len(found.hidden) == 4
+    assert len(found) + len(found.hidden) == 4 and all(device.label == "cuda:0" for device in found)
 
 
 def test_the_end_of_a_name_of_an_instance_is_no_beginning_of_another() -> None:
