@@ -15,6 +15,8 @@ from partition.cuts.cutting import StageSpec, cut
 from partition.errors import PartitionError
 from partition.hardware.inventory import devices
 from partition.models.sequential import to_sequential
+from partition.plans.plan import Plan
+from partition.plans.planning import plan
 from partition.profiles.profile import LayerProfile, Profile
 from partition.profiles.profiling import profile
 from partition.splitting import split
@@ -29,6 +31,9 @@ __all__ = [
     "LayerProfile",
     "Profile",
     "profile",
+    # choose all
+    "Plan",
+    "plan",
     # choose where
     "StageSpec",
     "cut",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partition import split
+from partition import Plan, split
 from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module
@@ -178,6 +178,28 @@ class Pipe(Settled, Stateful):
             found = Replicas(others, ranks, self)
             self._settings = replace(self._settings, processes=replace(processes, replicas=found))
             found.join(self, self._settings.words)
+
+    @classmethod
+    def from_plan(cls, module: nn.Module, plan: Plan, **settings: Any) -> Pipe:
+        """The Pipe that `partition.plan(module, ...)` has planned.
+
+        Args:
+            module: the model that was planned for.
+            plan: its balance, chunks, schedule, checkpoint, and devices where it names them; without names the stages
+                go to the ranks, under torchrun, or to all accelerators.
+            settings: other arguments of `Pipe`, or in the place of the plan's.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from partition import plan
+            >>> from pipeline import Pipe
+            >>> model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), torch.rand(32, 64)
+            >>> planned = plan(model, x, devices=["cpu", "cpu"], device="meta", schedules=["1f1b"], chunks=[4])
+            >>> Pipe.from_plan(model, planned).balance
+            [3, 3]
+        """
+        return cls(module, **{**plan.settings, **settings})
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, which has parameters of its own."""

@@ -44,6 +44,7 @@ class StageSpec:
         inputs: how many chunks' inputs it holds beside, to recompute their activations.
         work: time on top of its layers' (the loss of the last stage).
         state: bytes on top of its layers'.
+        recompute: how often F of a chunk runs again: 1, or the share of the chunks that are recomputed.
     """
 
     speed: float = 1.0
@@ -52,16 +53,18 @@ class StageSpec:
     inputs: int = 0
     work: float = 0.0
     state: int = 0
+    recompute: float = 0.0
 
 
 class Layers(NamedTuple):
     """The layers that are cut.
 
     Attributes:
-        work: of a chunk in each.
+        work: of a chunk in each; F, I and W.
         state, saved, read: bytes: held once; for each chunk whose activations are kept; for each input that is kept.
         entry: bytes of the input of a stage that begins at each layer, beside `read`.
         message: bytes of a chunk at each cut, before layer 0, 1, ... (the first and the last are not used).
+        forward: of `work`, what a recomputation takes.
     """
 
     work: Sequence[float]
@@ -70,10 +73,11 @@ class Layers(NamedTuple):
     read: Amounts = Amounts(())
     entry: Sequence[float] = ()
     message: Sequence[float] = ()
+    forward: Sequence[float] = ()
 
 
-def layers_of(profile: Profile, recomputed: bool = False) -> Layers:
-    """The layers of a profile; F counts twice where activations are recomputed."""
+def layers_of(profile: Profile) -> Layers:
+    """The layers of a profile."""
     layers = profile.layers
     states = [
         Bytes(
@@ -86,12 +90,13 @@ def layers_of(profile: Profile, recomputed: bool = False) -> Layers:
     stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.stashes}
     pops = [(stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.pops]
     return Layers(
-        [layer.work.total + layer.work.forward.median * recomputed for layer in layers],
+        [layer.work.total for layer in layers],
         amounts_of(states),
         amounts_of([layer.saved for layer in layers], [number for number, _ in profile.entry]),
         Amounts([sum(size for _, size in layer.pops) for layer in layers], pops),
         [0, *(layer.output for layer in layers[:-1])],
         [0, *map(profile.message, range(1, len(layers))), 0],
+        [layer.work.forward.median for layer in layers],
     )
 
 
@@ -183,6 +188,7 @@ class _Times:
         given = [numpy.asarray(each, dtype=float) for each in messages] or [none] * (len(specs) - 1)
         self._messages = [none, *given, none]
         self._work = table_of(Amounts(layers.work), longest)
+        self._forward = table_of(Amounts(layers.forward), longest) if layers.forward else None
         self._bytes: list[Table] = []
         if any(spec.memory < inf for spec in specs):
             zeros = Amounts([0] * self.layers)
@@ -202,7 +208,11 @@ class _Times:
         return table + behind[:, None] if behind.any() else table
 
     def _of_spec(self, spec: StageSpec) -> Table:
-        table = self._work if spec.speed == 1 and not spec.work else (self._work + spec.work) / spec.speed
+        table = self._work
+        if spec.recompute and self._forward is not None:
+            table = table + spec.recompute * self._forward
+        if spec.speed != 1 or spec.work:
+            table = (table + spec.work) / spec.speed
         if spec.memory == inf:
             return table
         state, saved, read, entry = self._bytes

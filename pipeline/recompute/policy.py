@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import DroppedError
 from scheduler import Action, Kind
+from scheduler.interruptions import interrupted
 
 Policy: TypeAlias = str | Callable[[int, int], bool]
 POLICIES = ("always", "except_last", "never")
@@ -85,7 +86,7 @@ def recomputed(policy: Policy, orders: Sequence[Sequence[Action]]) -> frozenset[
         return frozenset()
     if policy == "always":
         return frozenset(pairs)
-    return frozenset(pair for order in orders for pair in _interrupted(order))
+    return frozenset(pair for order in orders for pair in interrupted(order))
 
 
 def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
@@ -93,20 +94,6 @@ def _asked(policy: Callable[[int, int], bool], pair: tuple[int, int]) -> bool:
     if not isinstance(answer, bool):
         raise ValueError(f"checkpoint returned {answer!r} for stage {pair[0]}, chunk {pair[1]}. Return True or False.")
     return answer
-
-
-def _interrupted(order: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """The pairs that have another backward between their F and their own."""
-    backwards = 0  # number that ran so far
-    at_forward: dict[tuple[int, int], int] = {}
-    for action in order:
-        pair = (action.stage, action.chunk)
-        if action.kind is Kind.F:
-            at_forward[pair] = backwards
-        elif action.kind is not Kind.W:
-            if at_forward[pair] < backwards:
-                yield pair
-            backwards += 1
 
 
 class checkpointing:

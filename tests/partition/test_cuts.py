@@ -26,11 +26,11 @@ def balances(layers: int, stages: int) -> Iterator[list[int]]:
 
 def walked(case: Any, balance: Sequence[int]) -> float:
     """The time of the slowest stage, stage by stage and layer by layer; inf where one does not fit."""
-    works, states, saved, entry, specs, messages = case
+    works, states, saved, entry, specs, messages, forward = case
     start, most = 0, 0.0
     for stage, (size, spec) in enumerate(zip(balance, specs)):
         stop = start + size
-        time = (sum(works[start:stop]) + spec.work) / spec.speed
+        time = (sum(works[start:stop]) + spec.recompute * sum(forward[start:stop]) + spec.work) / spec.speed
         time += messages[stage - 1][start] if stage else 0
         time += messages[stage][stop] if stage + 1 < len(specs) else 0
         held = joined(states[start:stop]) + spec.kept * joined(saved[start:stop]) + spec.inputs * entry[start]
@@ -51,19 +51,20 @@ def cases(draw: Any) -> Any:
     of_layers = {"min_size": layers, "max_size": layers}
     specs = draw(st.lists(st.builds(
         StageSpec, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([inf, 60.0, 120.0, 250.0]), st.integers(1, 4),
-        st.integers(0, 2), st.integers(0, 5).map(float), st.integers(0, 9),
+        st.integers(0, 2), st.integers(0, 5).map(float), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]),
     ), min_size=stages, max_size=stages))  # fmt: skip
     times = st.lists(st.integers(0, 6), min_size=layers + 1, max_size=layers + 1)
     return (
         draw(st.lists(sizes, **of_layers)), draw(st.lists(amounts, **of_layers)), draw(st.lists(amounts, **of_layers)),
         draw(st.lists(sizes, **of_layers)), specs, draw(st.lists(times, min_size=stages - 1, max_size=stages - 1)),
+        draw(st.lists(sizes, **of_layers)),
     )  # fmt: skip
 
 
 @given(cases())
 def test_no_balance_that_fits_has_a_faster_slowest_stage(case: Any) -> None:
-    works, states, saved, entry, specs, messages = case
-    layers = Layers(works, amounts_of(states), amounts_of(saved), entry=entry)
+    works, states, saved, entry, specs, messages, forward = case
+    layers = Layers(works, amounts_of(states), amounts_of(saved), entry=entry, forward=forward)
     best = min(walked(case, balance) for balance in balances(len(works), len(specs)))
     if best == inf:
         with pytest.raises(PartitionError, match="no balance fits"):

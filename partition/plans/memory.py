@@ -1,0 +1,169 @@
+"""The memory of devices under a schedule: replayed action by action, in bytes.
+
+    state      parameters, gradients, optimizer state, buffers: all the time
+    saved      what autograd holds: of a kept chunk from F to B (or W), of a recomputed one during its B
+    inputs     of a recomputed chunk its input, from F to B
+    waiting    values and gradients that have arrived and are not read yet; the output of the last stage, until its B
+
+What operators allocate and free within themselves is not in it, nor is what the allocator loses between blocks. `saved`
+is exact but for these, which are small: split backwards free some at I that is counted until W; what two neighbours on
+one device both save counts twice; and a recomputation has copies of the buffers that it writes (BatchNorm's running
+statistics).
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
+
+from partition.profiles.amounts import joined
+from partition.profiles.profile import Profile, StageProfile
+from scheduler import Action, Kind, Placement, Timeline
+
+__all__ = ["Value", "DevicePeak", "chunks_held", "loss_bytes", "peaks", "values_of"]
+
+
+class Value(NamedTuple):
+    """A value that one stage computes and another reads, of one chunk; its gradient goes the other way.
+
+    Attributes:
+        producer, reader: stages; the reader of the last stage's output is the loss, there.
+        size: bytes.
+    """
+
+    producer: int
+    reader: int
+    size: int
+
+
+class DevicePeak(NamedTuple):
+    """The most that a device holds, in bytes.
+
+    Attributes:
+        state: all the time.
+        saved: the most that autograd holds.
+        inputs: the most inputs of recomputed chunks.
+        total: the most of all together, `state` and what waits to be read among it.
+    """
+
+    state: int
+    saved: int
+    inputs: int
+    total: int
+
+
+def values_of(profile: Profile, balance: Sequence[int]) -> list[Value]:
+    """The values that pass between stages: each stage's output to the next, and skips to where they are read."""
+    stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
+    ends = [sum(balance[: stage + 1]) - 1 for stage in range(len(balance))]
+    values = [Value(stage, stage + 1, profile.layers[end].output) for stage, end in enumerate(ends[:-1])]
+    stashed = {number: stage for stage, layer in zip(stage_of, profile.layers) for number, _ in layer.stashes}
+    for stage, layer in zip(stage_of, profile.layers):
+        values += [Value(stashed[number], stage, size) for number, size in layer.pops if stashed[number] != stage]
+    if profile.loss is not None:
+        values.append(Value(len(balance) - 1, len(balance) - 1, profile.layers[-1].output))
+    return values
+
+
+def loss_bytes(profile: Profile, last: int) -> int:
+    """Bytes that the loss saves on top of the last stage, which begins at layer `last`."""
+    if profile.loss is None:
+        return 0
+    own = profile.stage(last, len(profile.layers)).saved
+    known = {number for layer in profile.layers[last:] for number, _ in layer.saved.shared}
+    shared = tuple([(number, size) for number, size in profile.loss.saved.shared if number not in known])
+    assert own >= 0
+    return joined([profile.loss.saved._replace(shared=shared)]) + profile.loss.constants
+
+
+def chunks_held(order: Sequence[Action], again: Collection[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """For each stage of a device, the most chunks that it holds at once: (activations, inputs beside)."""
+    most: dict[int, tuple[int, int]] = {}
+    held: dict[int, tuple[int, int]] = {}
+    for stage, kind, chunk in order:
+        kept, inputs = held.get(stage, (0, 0))
+        is_again = (stage, chunk) in again
+        if kind is Kind.F:
+            kept, inputs = (kept, inputs + 1) if is_again else (kept + 1, inputs)
+        elif is_again and kind is not Kind.W:
+            kept += 1  # while it is recomputed, and from I to W
+        most_kept, most_inputs = most.get(stage, (0, 0))
+        most[stage] = max(most_kept, kept), max(most_inputs, inputs)
+        if is_again and kind in (Kind.B, Kind.I):
+            inputs -= 1
+        if kind in (Kind.B, Kind.W):
+            kept -= 1
+        held[stage] = kept, inputs
+    return most
+
+
+def peaks(
+    timeline: Timeline,
+    placement: Placement,
+    stages: Sequence[StageProfile],
+    values: Sequence[Value],
+    again: Collection[tuple[int, int]],
+    loss: int = 0,
+) -> tuple[DevicePeak, ...]:
+    """The most that each device holds.
+
+    Args:
+        timeline: of the step.
+        placement: of the stages on devices.
+        stages: what each takes and holds.
+        values: that pass between them.
+        again: the (stage, chunk) pairs that are recomputed.
+        loss: bytes that the loss saves while the last stage's backward runs.
+    """
+    waiting = _waiting(timeline, placement, values)
+    found = []
+    for lane, row in enumerate(timeline.by_lane):
+        state = sum(stages[stage].state for stage in placement.stages_of(lane))
+        own = list(chain.from_iterable(_changes(event.action, event.start, event.end, stages, again, loss)
+                                       for event in row))  # fmt: skip
+        saved = inputs = held = most_saved = most_inputs = most = 0
+        # Sorting is stable: actions of a lane stay in their order, also those that take no time.
+        for _, of_saved, of_inputs, of_waiting in sorted([*own, *waiting[lane]], key=itemgetter(0)):
+            saved, inputs, held = saved + of_saved, inputs + of_inputs, held + of_waiting
+            most_saved, most_inputs = max(most_saved, saved), max(most_inputs, inputs)
+            most = max(most, saved + inputs + held)
+        found.append(DevicePeak(state, most_saved, most_inputs, state + most))
+    return tuple(found)
+
+
+Change = tuple[float, int, int, int]  # time, and the change of saved, inputs and waiting bytes
+
+
+def _changes(
+    action: Action, start: float, end: float, stages: Sequence[StageProfile], again: Collection[tuple[int, int]],
+    loss: int,
+) -> Iterator[Change]:  # fmt: skip
+    """The changes that one action makes on its device."""
+    stage, kind, chunk = action
+    saved, read = stages[stage].saved, stages[stage].read
+    is_again, of_loss = (stage, chunk) in again, loss if stage == len(stages) - 1 else 0
+    if kind is Kind.F:
+        yield (start, 0, read, 0) if is_again else (start, saved, 0, 0)
+    elif kind is Kind.W:
+        yield end, -saved, 0, 0
+    else:
+        yield start, (saved if is_again else 0) + of_loss, 0, 0
+        yield end, -of_loss - (saved if kind is Kind.B else 0), -read if is_again else 0, 0
+
+
+def _waiting(timeline: Timeline, placement: Placement, values: Sequence[Value]) -> list[list[Change]]:
+    """For each device the changes of what waits there: values until F of their reader begins, gradients until B."""
+    forward = {e.action[::2]: e for e in timeline.events if e.action.kind is Kind.F}
+    backward = {e.action[::2]: e for e in timeline.events if e.action.kind in (Kind.B, Kind.I)}
+    changes: list[list[Change]] = [[] for _ in range(timeline.lanes)]
+    for chunk in {chunk for _, chunk in forward}:
+        for producer, reader, size in values:
+            there, back = placement.lane_of[reader], placement.lane_of[producer]
+            made, used = forward[producer, chunk].end, forward[reader, chunk].start
+            if producer == reader:  # the output of the last stage, until its loss
+                used = backward[reader, chunk].start
+            changes[there] += [(made, 0, 0, size), (used, 0, 0, -size)]
+            if producer != reader and backward:
+                came, read = backward[reader, chunk].end, backward[producer, chunk].start
+                changes[back] += [(came, 0, 0, size), (read, 0, 0, -size)]
+    return changes

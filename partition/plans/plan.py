@@ -1,0 +1,161 @@
+"""A plan: how to cut, schedule and recompute a model, and what that is expected to take and hold.
+
+    plan(module, sample, devices=..., memory=...) ──► Plan ──► print, JSON
+                                                       └─────► Pipe.from_plan(module, plan)
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from partition.errors import PartitionError
+from partition.plans.memory import DevicePeak
+from partition.profiles.amounts import spelt_bytes, spelt_count, spelt_seconds
+from partition.profiles.profile import aligned
+from scheduler import Schedule
+
+__all__ = ["Expected", "Plan", "RecomputedStages", "spelt"]
+
+
+@dataclass(frozen=True)
+class RecomputedStages:
+    """A checkpoint policy for `Pipe`: some stages recompute every chunk, the others none.
+
+    Example:
+        >>> policy = RecomputedStages((0, 2))
+        >>> [policy(stage, chunk=5) for stage in range(3)]
+        [True, False, True]
+    """
+
+    stages: tuple[int, ...]
+
+    def __call__(self, stage: int, chunk: int) -> bool:
+        return stage in self.stages
+
+
+class Expected(NamedTuple):
+    """The time and memory of a step, as simulated.
+
+    Attributes:
+        step: from the first F to the last B, without the optimizer.
+        bubble: the share of all devices' time in which they are idle.
+        bound: no order of the same stages' actions takes less.
+        unit: of these: "s", or "FLOP" where nothing was run and no rate was given.
+        busy: of each device.
+        peaks: bytes of each device.
+    """
+
+    step: float
+    bubble: float
+    bound: float
+    unit: str
+    busy: tuple[float, ...]
+    peaks: tuple[DevicePeak, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to cut, schedule and recompute a model.
+
+    Attributes:
+        balance: layers of each stage.
+        chunks: of a mini-batch.
+        schedule: its name, or a Schedule that was searched for, or has options.
+        lane_of: the device of each stage, by its number.
+        checkpoint: what `Pipe` takes: "never", "except_last", or some stages.
+        rows: of the mini-batch.
+        devices: their names; empty: as many ranks, or whatever devices `Pipe` finds.
+        memory: bytes that each device may hold; empty: any amount.
+        expected: what a step takes and holds.
+        notes: sentences: the runner-up and why it lost, what is faster but does not fit, what could not be tried.
+    """
+
+    balance: tuple[int, ...]
+    chunks: int
+    schedule: str | Schedule
+    lane_of: tuple[int, ...]
+    checkpoint: str | RecomputedStages
+    rows: int
+    devices: tuple[str, ...]
+    memory: tuple[float, ...]
+    expected: Expected
+    notes: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `Pipe`, beside the module."""
+        settings: dict[str, Any] = {"balance": list(self.balance), "chunks": self.chunks, "schedule": self.schedule}
+        if self.devices:
+            settings["devices"] = [self.devices[lane] for lane in self.lane_of]
+        return {**settings, "checkpoint": self.checkpoint}
+
+    def to_json(self) -> str:
+        """The plan as text, for `from_json`."""
+        given = dict(vars(self))
+        if isinstance(self.schedule, Schedule):
+            given["schedule"] = {"text": str(self.schedule)}
+        if isinstance(self.checkpoint, RecomputedStages):
+            given["checkpoint"] = {"stages": self.checkpoint.stages}
+        given["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
+        return json.dumps(given, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` has written.
+
+        Raises:
+            PartitionError: the text is something else.
+        """
+        try:
+            given = json.loads(text)
+            expected = given.pop("expected")
+            peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
+            busy = tuple(expected.pop("busy"))
+            schedule, checkpoint = given.pop("schedule"), given.pop("checkpoint")
+            rest: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+            }
+            return cls(
+                **rest,
+                schedule=Schedule.parse(schedule["text"]) if isinstance(schedule, Mapping) else schedule,
+                checkpoint=RecomputedStages(tuple(checkpoint["stages"])) if isinstance(checkpoint, Mapping)
+                else checkpoint,
+                expected=Expected(**expected, busy=busy, peaks=peaks),
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PartitionError(
+                f"this is no plan ({type(error).__name__}: {error}). Give what Plan.to_json has written."
+            ) from None
+
+    def __str__(self) -> str:
+        expected, count = self.expected, max(self.lane_of) + 1
+        name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
+        again = {"never": "nothing", "except_last": "what another backward interrupts"}
+        recomputed = (
+            again[self.checkpoint] if isinstance(self.checkpoint, str)
+            else "stages " + ", ".join(map(str, self.checkpoint.stages))
+        )  # fmt: skip
+        gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
+        rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
+        for lane, (peak, busy) in enumerate(zip(expected.peaks, expected.busy)):
+            stages = [stage for stage, host in enumerate(self.lane_of) if host == lane]
+            rows.append((
+                self.devices[lane] if self.devices else str(lane), " ".join(map(str, stages)),
+                " ".join(str(self.balance[stage]) for stage in stages), spelt(busy, expected.unit),
+                *map(spelt_bytes, peak), spelt_bytes(self.memory[lane]) if self.memory else "any",
+            ))  # fmt: skip
+        return "\n".join([
+            f"{name}, {self.chunks} chunks of {-(-self.rows // self.chunks)} rows, {len(self.balance)} stages on "
+            f"{count} devices, balance {list(self.balance)}",
+            f"recomputed: {recomputed}",
+            f"a step: {spelt(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; no order of these stages "
+            f"takes less than {spelt(expected.bound, expected.unit)}{gap}",
+            *aligned(rows, left=1),
+            *self.notes,
+        ])
+
+
+def spelt(work: float, unit: str) -> str:
+    """Seconds or FLOPs in words."""
+    return spelt_seconds(work) if unit == "s" else spelt_count(work, unit)

@@ -1,0 +1,303 @@
+"""The planner: tries schedules, numbers of chunks, cuts and recomputation by simulating them, and takes the fastest.
+
+    module, sample ──profile, for each number of chunks──► Profile ─┐
+    devices: how many, speed, memory, links ────────────────────────┼─► trials ─► the fastest that fits ─► Plan
+    names of schedules ─────────────────────────────────────────────┘
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from partition.contiguous import whole
+from partition.errors import PartitionError
+from partition.hardware.selection import Choice
+from partition.plans.memory import DevicePeak
+from partition.plans.plan import Expected, Plan, spelt
+from partition.plans.trials import Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
+from partition.profiles.amounts import spelt_bytes
+from partition.profiles.optimizer_state import StateOf
+from partition.profiles.profile import Profile
+from partition.profiles.profiling import profile, rows_of, with_rows
+from partition.profiles.sandbox import Device
+from partition.splitting import check_module
+from scheduler import Schedule, ScheduleError, by_name, names, search
+from scheduler.searches.bounds import LowerBound
+from scheduler.searches.formulation import pose
+
+__all__ = ["plan"]
+
+
+def plan(
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    devices: int | Sequence[torch.device | str] | Choice,
+    memory: float | Sequence[float] | None = None,
+    rows: int | None = None,
+    chunks: Iterable[int] | None = None,
+    schedules: Iterable[str] | None = None,
+    optimizer: StateOf = 2.0,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
+    speed: float | Sequence[float] = 1.0,
+    link: Links = 0.0,
+    flops: float | None = None,
+    overhead: float = 1e-4,
+    device: Device = None,
+    timeout: float = 2.0,
+    effort: float = 0.0,
+) -> Plan:
+    """Choose balance, chunks, schedule and what to recompute, for the shortest step that fits the devices.
+
+    Each layer is profiled for a chunk, for each number of chunks; then every schedule is cut and simulated.
+
+    Args:
+        module: the layers in order; its parameters may be on the meta device.
+        sample: a mini-batch of any number of rows: its rows are repeated or left out to make chunks.
+        devices: how many (ranks), or their names in the order of the stages, or a Choice of `partition.devices()`.
+        memory: bytes that each may hold: a number for all, or one for each. None: a Choice's free memory, or any.
+        rows: of the mini-batch to plan for (default: the sample's).
+        chunks: the numbers to choose from (default: some of those that divide the rows).
+        schedules: names to choose from (default: all).
+        optimizer: what keeps state, as for `profile`. The default is two numbers for each parameter, as Adam keeps.
+        loss_fn, target: as for `profile`. Without them the plan counts neither the loss's time nor its memory.
+        speed: of each device relative to the one that is profiled: a number, or one for each.
+        link: the time of a message, as in `scheduler.Costs`: seconds, a `scheduler.Link(latency, bandwidth)`, or a dict
+            {(device, device): ...} by numbers. A Choice's bandwidths by default.
+        flops: FLOPs that a device does in a second, for a profile on "meta". None: times are in FLOPs.
+        overhead: seconds that an action takes beside its layers; of times in seconds.
+        device: where to profile; "meta" runs nothing.
+        timeout: seconds to measure for, in all.
+        effort: how long to search for a better schedule than the named ones, as for `scheduler.search`; 0: not.
+
+    Returns:
+        The plan. `Pipe.from_plan(module, plan)` carries it out.
+
+    Raises:
+        PartitionError: nothing fits: the words say what comes nearest, and what to change; or an argument is wrong.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+        >>> found = plan(model, torch.rand(64, 512), devices=3, memory=17e6, device="meta", schedules=["gpipe", "1f1b"])
+        >>> found.balance, found.schedule, found.chunks, found.checkpoint
+        ((4, 4, 4), '1f1b', 16, 'never')
+    """
+    check_module(module)
+    labels, machine = _machine(devices, memory, speed, link)
+    count = rows_of(sample) if rows is None else rows
+    if (whole(count) or 0) < 1:
+        raise PartitionError(f"rows must be a whole number, 1 or more; got {rows!r}.")
+    wanted = _chunks(chunks, count, len(machine.speeds))
+    known = names() if schedules is None else tuple(schedules)
+    for name in set(known) - set(names()):
+        by_name(name, len(machine.speeds), 1)  # says which there are
+    have = rows_of(sample)
+    profiles: dict[int, Profile] = {}
+    failed: dict[int, Exception] = {}
+    for number in wanted:
+        size = math.ceil(count / number)
+        try:
+            profiles[number] = profile(
+                module, with_rows(sample, size), device=device, optimizer=optimizer, loss_fn=loss_fn,
+                target=None if target is None else with_rows(target, size, have), timeout=timeout / len(wanted),
+            )  # fmt: skip
+        except Exception as error:
+            failed[number] = error
+    if not profiles:
+        raise next(iter(failed.values()))
+    machine = _with_unit(machine, next(iter(profiles.values())).unit, flops, overhead)
+    trials = [
+        trial for number in profiles for schedule in _schedules(known, len(machine.speeds), number, len(module))
+        for trial in tried(profiles[number], machine, *schedule)
+    ]  # fmt: skip
+    if not trials:
+        raise PartitionError(
+            f"none of {', '.join(known)} is defined for {len(machine.speeds)} devices, {len(module)} layers and "
+            f"{', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
+        )
+    best = polished(min(trials, key=lambda trial: trial.rank), machine)
+    if best.fits and effort > 0:
+        best = _searched(best, machine, effort)
+    if not best.fits:
+        raise PartitionError(_nearest(best, labels, machine))
+    notes = [*_notes(best, trials, machine), *(_failure(number, error) for number, error in failed.items())]
+    return Plan(
+        best.balance, best.schedule.chunks, best.given, best.schedule.placement.lane_of, best.checkpoint, count, labels,
+        machine.caps if max(machine.caps) < math.inf else (), _expected(best, machine), tuple(notes),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[str, ...], Machine]:
+    labels: tuple[str, ...] = ()
+    if isinstance(devices, Choice):
+        labels, count = tuple(devices.names), len(devices.devices)
+        memory = devices.caps() if memory is None else memory
+    elif whole(devices) is not None:
+        count = int(devices)
+    else:
+        labels = tuple([str(torch.device(each)) for each in devices])
+        count = len(labels)
+    if count < 1:
+        raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
+    caps = _each("memory", math.inf if memory is None else memory, count)
+    return labels, Machine(_each("speed", speed, count), caps, link, 1.0, 0.0, "s")
+
+
+def _each(what: str, given: Any, count: int) -> tuple[float, ...]:
+    values = tuple(given) if isinstance(given, Iterable) else (given,) * count
+    if len(values) != count:
+        raise PartitionError(f"{what} lists {len(values)} numbers for {count} devices ({given}). List one for each.")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise PartitionError(f"{what} is {given!r}, but must be a number above 0, or one for each device.")
+    return values
+
+
+def _with_unit(machine: Machine, unit: str, flops: float | None, overhead: float) -> Machine:
+    if unit == "s":
+        return machine._replace(overhead=overhead)
+    if flops is not None:
+        return machine._replace(rate=flops, overhead=overhead)
+    if machine.link:
+        raise PartitionError(
+            "link is in seconds, but a profile without a run counts FLOPs. Give flops=, what a device does in a second."
+        )
+    return machine._replace(unit=unit)
+
+
+def _chunks(chunks: Iterable[int] | None, rows: int, lanes: int) -> list[int]:
+    """The numbers of chunks to try: those given, or divisors of the rows, each at least 1.4 times the one before."""
+    if chunks is not None:
+        given = sorted(set(chunks))
+        if not given or any((whole(number) or 0) < 1 or number > rows for number in given):
+            raise PartitionError(f"chunks is {given}, but must list whole numbers from 1 to {rows}, the rows.")
+        return given
+    found = [1]
+    for number in range(2, min(rows, _MOST * lanes) + 1):
+        if rows % number == 0 and number >= _APART * found[-1]:
+            found.append(number)
+    return found
+
+
+def _schedules(
+    known: Sequence[str], lanes: int, chunks: int, layers: int
+) -> Iterator[tuple[str, str | Schedule, Schedule]]:
+    """(words, what Pipe takes, the schedule) of each that is defined for these, with its options."""
+    for name in known:
+        options: list[dict[str, Any]] = [{}]
+        if name == "eager-1f1b":
+            depths = [[max(1, lanes - lane + more) for lane in range(lanes)] for more in (-1, 1, 2)]
+            options += [{"warmup": depth} for depth in depths]
+        elif name in ("interleaved", "interleaved-zb", "looped-bfs"):
+            options += [{"stages_per_lane": several} for several in (3, 4)]
+        for option in options:
+            try:
+                schedule = by_name(name, lanes, chunks, **option)
+            except ScheduleError:  # not for so few chunks
+                continue
+            if schedule.stages <= layers:
+                words = ", ".join(f"{what}={value}" for what, value in option.items())
+                yield f"{name} ({words})" if words else name, schedule if option else name, schedule
+
+
+_MOST = 8  # chunks a device; more of them are smaller, and their bubble is small already
+_APART = 1.4
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def _expected(best: Trial, machine: Machine) -> Expected:
+    timeline = best.timeline
+    stages = stages_of(best.profile, best.balance)
+    costs = costs_of(best.profile, stages, machine, best.balance, frozenset())
+    bound = LowerBound(pose(costs, best.schedule.placement, best.schedule.chunks)).value
+    return Expected(timeline.makespan, timeline.bubble, min(bound, timeline.makespan), machine.unit, timeline.busy,
+                    best.peaks)  # fmt: skip
+
+
+def _searched(best: Trial, machine: Machine, effort: float) -> Trial:
+    """A schedule that is searched for, for the same stages, if it is shorter and fits."""
+    stages = stages_of(best.profile, best.balance)
+    again = recomputed(best.checkpoint, best.schedule)
+    costs = costs_of(best.profile, stages, machine, best.balance, again)
+    saved = tuple([max(stage.saved, 1) for stage in stages])
+    low = tuple([
+        min(stage.read, size) if any(s == number for s, _ in again) else size
+        for number, (stage, size) in enumerate(zip(stages, saved))
+    ])  # fmt: skip
+    room = [
+        cap - sum(stages[stage].state for stage in best.schedule.placement.stages_of(lane))
+        for lane, cap in enumerate(machine.caps)
+    ]  # fmt: skip
+    try:
+        found = search(
+            replace(costs, activation=saved, checkpoint=low), best.schedule.lanes, best.schedule.chunks,
+            None if math.inf in room else room, placement=best.schedule.placement, effort=effort,
+        )  # fmt: skip
+    except ScheduleError:  # none fits the room, as the search counts it
+        return best
+    trials = tried(best.profile, machine, "searched", found.schedule, found.schedule)
+    return min([best, *trials], key=lambda trial: trial.rank)
+
+
+def _notes(best: Trial, trials: Sequence[Trial], machine: Machine) -> Iterator[str]:
+    step, unit = best.timeline.makespan, machine.unit
+    others = [trial for trial in trials if trial.fits and trial.label != best.label]
+    if others:
+        second = min(others, key=lambda trial: trial.rank)
+        yield (
+            f"runner-up: {second.words}, {spelt(second.timeline.makespan, unit)} "
+            f"({second.timeline.makespan / step - 1:.1%} longer): {_why(second, best)}"
+        )
+    faster = [trial for trial in trials if not trial.fits and trial.timeline.makespan < step]
+    if faster:
+        first = min(faster, key=lambda trial: trial.timeline.makespan)
+        lane = max(range(len(first.over)), key=first.over.__getitem__)
+        yield (
+            f"faster, but does not fit: {first.words}, {spelt(first.timeline.makespan, unit)}; it needs "
+            f"{spelt_bytes(first.peaks[lane].total)} on device {lane}, {spelt_bytes(first.over[lane])} too much"
+        )
+
+
+def _why(second: Trial, best: Trial) -> str:
+    """The reason that one trial is worse than another, in words."""
+    most = [max(peak.total for peak in trial.peaks) for trial in (second, best)]
+    if second.rank[1] <= best.rank[1]:
+        return f"as fast, and its fullest device holds {spelt_bytes(most[0])} instead of {spelt_bytes(most[1])}"
+    work = sum(second.timeline.busy) / sum(best.timeline.busy) - 1
+    if work > (second.timeline.makespan / best.timeline.makespan - 1) / 2:
+        return f"its devices have {work:.1%} more to do"
+    return f"its devices are idle for {second.timeline.bubble:.1%} of the step instead of {best.timeline.bubble:.1%}"
+
+
+def _nearest(best: Trial, labels: Sequence[str], machine: Machine) -> str:
+    """The words that say why nothing fits, and what to change."""
+    lane = max(range(len(best.over)), key=best.over.__getitem__)
+    peak: DevicePeak = best.peaks[lane]
+    name = labels[lane] if labels else f"device {lane}"
+    cap, words = machine.caps[lane], []
+    if peak.state > cap / 2:
+        words.append("an optimizer that keeps less, or parameters of a smaller dtype")
+    if peak.total - peak.state > cap / 10:
+        words.append("more chunks of fewer rows, or a smaller mini-batch")
+    words.append("more devices")
+    return (
+        f"no plan fits. The nearest, {best.words}, balance {list(best.balance)}, needs {spelt_bytes(peak.total)} on "
+        f"{name}, which may hold {spelt_bytes(cap)}: {spelt_bytes(peak.state)} are parameters, gradients, optimizer "
+        f"state and buffers, {spelt_bytes(peak.total - peak.state)} activations. Take {'; or '.join(words)}; or "
+        f"{spelt_bytes(best.over[lane])} more of memory."
+    )
+
+
+def _failure(number: int, error: Exception) -> str:
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", []))
+    return f"not tried: {number} chunks ({type(error).__name__}: {error}{where})"

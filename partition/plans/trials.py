@@ -1,0 +1,262 @@
+"""Trials: one schedule, number of chunks and choice of recomputation, cut and simulated on the given devices.
+
+    profile, schedule ──► chunks held by each stage ──► cut under the memory caps ──► simulate ──► step, memory
+                              ▲                                                            │
+                              └── recompute the stages of devices that hold too much ◄─────┘
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf, isfinite
+from typing import NamedTuple
+
+from partition.cuts.cutting import StageSpec, cut_layers, layers_of
+from partition.errors import PartitionError
+from partition.plans.memory import DevicePeak, chunks_held, loss_bytes, peaks, values_of
+from partition.plans.plan import RecomputedStages
+from partition.profiles.profile import Profile, StageProfile
+from scheduler import Costs, Link, Schedule, Timeline, simulate
+from scheduler.interruptions import interrupted
+from scheduler.links import between
+
+__all__ = ["Machine", "Trial", "costs_of", "polished", "recomputed", "replayed", "stages_of", "tried"]
+
+Checkpoint = str | RecomputedStages
+Pairs = frozenset[tuple[int, int]]
+Links = float | Link | Mapping[tuple[int, int], float | Link]
+
+
+class Machine(NamedTuple):
+    """The devices of a plan.
+
+    Attributes:
+        speeds: of each; 2 takes half the time.
+        caps: bytes that each may hold.
+        link: the time of a message, as in `scheduler.Costs`.
+        rate: of work in a unit of time: 1 where work is in seconds.
+        overhead: the time that an action takes beside its layers.
+        unit: of times.
+    """
+
+    speeds: tuple[float, ...]
+    caps: tuple[float, ...]
+    link: Links
+    rate: float
+    overhead: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice, simulated.
+
+    Attributes:
+        label: the schedule, in words.
+        given: what `Pipe` takes as its schedule.
+        schedule: of all chunks.
+        profile: of one chunk.
+        balance, checkpoint: chosen here.
+        timeline: of a step.
+        peaks: of the devices.
+        over: for each device the bytes by which it exceeds its cap, or a negative number.
+    """
+
+    label: str
+    given: str | Schedule
+    schedule: Schedule
+    profile: Profile
+    balance: tuple[int, ...]
+    checkpoint: Checkpoint
+    timeline: Timeline
+    peaks: tuple[DevicePeak, ...]
+    over: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device holds more than it may."""
+        return max(self.over) <= 0
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The order of choices: what fits before what does not, then the faster, then what holds less."""
+        step = float(f"{self.timeline.makespan:.9g}")  # sums of floats round
+        return max(*self.over, 0), step, max(peak.total for peak in self.peaks), self.schedule.chunks
+
+    @property
+    def words(self) -> str:
+        """The choice, in words."""
+        again = {"never": "", "except_last": ", recomputed"}
+        more = again[self.checkpoint] if isinstance(self.checkpoint, str) else ", partly recomputed"
+        return f"{self.label} with {self.schedule.chunks} chunks{more}"
+
+
+def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule) -> list[Trial]:
+    """Choices of balance and recomputation; the best of them has the least `rank`.
+
+    First nothing is recomputed. Where that does not fit at once, all is; and the stages of devices that hold too much,
+    one device more at a time.
+
+    Raises:
+        PartitionError: there are fewer layers than stages.
+    """
+    free = _trial(profile, machine, label, given, schedule, "never")
+    trials = [free]
+    if free.fits:
+        return trials
+    stages: set[int] = set()
+    while len(stages) < schedule.stages:
+        checkpoint: Checkpoint = RecomputedStages(tuple(sorted(stages))) if stages else "never"
+        last = _fitted(profile, machine, label, given, schedule, checkpoint)
+        trials.append(last)
+        lanes = [lane for lane in range(schedule.lanes) if not stages.issuperset(schedule.placement.stages_of(lane))]
+        if last.fits:
+            break
+        stages |= set(schedule.placement.stages_of(max(lanes, key=last.over.__getitem__)))
+    return [*trials, _fitted(profile, machine, label, given, schedule, "except_last")]
+
+
+def polished(trial: Trial, machine: Machine) -> Trial:
+    """The best that small moves lead to: one cut by one layer, or one stage more or fewer that recomputes.
+
+    The cut makes the slowest stage fast; what a step takes depends on the way of the first chunk in and of the last one
+    out as well, so an uneven balance may be a little better.
+    """
+    while True:
+        best = min([trial, *_neighbours(trial, machine)], key=lambda each: each.rank)
+        if best is trial:
+            return trial
+        trial = best
+
+
+def _neighbours(trial: Trial, machine: Machine) -> Iterator[Trial]:
+    fixed = (trial.profile, machine, trial.label, trial.given, trial.schedule)
+    for checkpoint in (trial.checkpoint, *_toggled(trial)):
+        if checkpoint != trial.checkpoint:
+            yield _fitted(*fixed, checkpoint)
+            yield replayed(*fixed, checkpoint, trial.balance)
+        for before, after in ((0, 1), (1, 0)):
+            for cut in range(len(trial.balance) - 1):
+                balance = list(trial.balance)
+                balance[cut + before] -= 1
+                balance[cut + after] += 1
+                if min(balance) > 0:
+                    yield replayed(*fixed, checkpoint, balance)
+
+
+def _toggled(trial: Trial) -> Iterator[Checkpoint]:
+    """Choices with one stage more or fewer that recomputes; all of them recompute as "except_last" does."""
+    stages = trial.schedule.stages
+    now = set(trial.checkpoint.stages) if isinstance(trial.checkpoint, RecomputedStages) else set[int]()
+    if trial.checkpoint == "except_last":
+        now = set(range(stages))
+    for stage in range(stages if isfinite(max(trial.over)) else 0):
+        chosen = tuple(sorted(now ^ {stage}))
+        yield "never" if not chosen else "except_last" if len(chosen) == stages else RecomputedStages(chosen)
+
+
+def _fitted(
+    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint
+) -> Trial:
+    """A trial whose balance is cut under the caps; without them, where no balance fits.
+
+    The cut knows what a stage holds by itself; devices with several stages, and what waits to be read, show in the
+    replay, and are taken off the caps.
+    """
+    best = _trial(profile, machine, label, given, schedule, checkpoint)
+    shares = [machine.caps[lane] / len(schedule.placement.stages_of(lane)) for lane in range(schedule.lanes)]
+    for _ in range(_ROUNDS):
+        if best.fits:
+            break
+        try:
+            trial = _trial(profile, machine, label, given, schedule, checkpoint, shares)
+        except PartitionError:
+            break
+        best = min(best, trial, key=lambda trial: trial.rank)
+        shares = [share - max(over, 0) for share, over in zip(shares, trial.over)]
+    return best
+
+
+_ROUNDS = 3
+
+
+def _trial(
+    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint,
+    caps: Sequence[float] | None = None,
+) -> Trial:  # fmt: skip
+    again = recomputed(checkpoint, schedule)
+    lane_of = schedule.placement.lane_of
+    held: dict[int, tuple[int, int]] = {}
+    for order in schedule.orders:
+        held.update(chunks_held(order, again))
+    loss = profile.loss
+    last = schedule.stages - 1
+    specs = [
+        StageSpec(
+            machine.speeds[lane], inf if caps is None else caps[lane], *held[stage],
+            work=loss.work.total if loss is not None and stage == last else 0.0,
+            state=loss.saved.total + loss.constants if loss is not None and stage == last else 0,
+            recompute=sum(s == stage for s, _ in again) / schedule.chunks,
+        )
+        for stage, lane in enumerate(lane_of)
+    ]  # fmt: skip
+    layers = layers_of(profile)
+    messages = [
+        [2 * machine.rate * between(machine.link, stage, stage + 1, (lane_of[stage], lane_of[stage + 1]), size)
+         for size in layers.message]
+        for stage in range(last) if machine.link
+    ]  # fmt: skip
+    balance = cut_layers(layers, specs, messages)
+    return replayed(profile, machine, label, given, schedule, checkpoint, balance)
+
+
+def replayed(
+    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint,
+    balance: Sequence[int],
+) -> Trial:  # fmt: skip
+    """The trial of one balance: simulated, and its memory counted."""
+    again = recomputed(checkpoint, schedule)
+    stages = stages_of(profile, balance)
+    costs = costs_of(profile, stages, machine, balance, again)
+    timeline = simulate(schedule, costs)
+    begins = len(profile.layers) - balance[-1]
+    found = peaks(timeline, schedule.placement, stages, values_of(profile, balance), again, loss_bytes(profile, begins))
+    over = tuple([peak.total - cap for peak, cap in zip(found, machine.caps)])
+    return Trial(label, given, schedule, profile, tuple(balance), checkpoint, timeline, found, over)
+
+
+def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> Pairs:
+    """The (stage, chunk) pairs that are recomputed, where each lane has a device of its own."""
+    if checkpoint == "never":
+        return frozenset()
+    if checkpoint == "except_last":
+        return frozenset(pair for order in schedule.orders for pair in interrupted(order))
+    assert isinstance(checkpoint, RecomputedStages)
+    return frozenset((stage, chunk) for stage in checkpoint.stages for chunk in range(schedule.chunks))
+
+
+def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
+    """The stages of a balance."""
+    ends = list(accumulate(balance))
+    return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
+
+
+def costs_of(
+    profile: Profile, stages: Sequence[StageProfile], machine: Machine, balance: Sequence[int], again: Pairs
+) -> Costs:
+    """The costs of actions and messages; the loss is a part of the last stage's backward."""
+    rate, more = machine.rate, machine.overhead
+    forward = tuple([stage.forward / rate + more for stage in stages])
+    inputs = [stage.input / rate + more for stage in stages]
+    if profile.loss is not None:
+        inputs[-1] += profile.loss.work.total / rate
+
+    def recompute(stage: int, chunk: int) -> float:
+        return forward[stage] if (stage, chunk) in again else 0.0
+
+    cuts = list(accumulate(balance))[:-1]
+    return Costs(
+        forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate for stage in stages]),
+        recompute=recompute if again else 0, link=machine.link, message=tuple([profile.message(cut) for cut in cuts]),
+        speed=machine.speeds,
+    )  # fmt: skip
