@@ -217,7 +217,7 @@ class Calls(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept = self.others[0](x).relu() * 2
-        return self.kept
+        return self.kept + 1
 
 
 class Refers(nn.Module):
