@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.quadrature import edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.quadrature import Rule, edges, gauss, smoothed, stacked, width
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table
+from pipeline.curvature.space import HOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +53,10 @@ class Density(Result):
     """[runs, steps]: each run's Ritz values, ascending. A run that ended early repeats its last one with weight 0."""
     weights: Tensor
     """[runs, steps]: the share of the eigenvalues that each node stands for; a run's sum to 1."""
+    widths: Tensor
+    """[runs, steps]: of the Gaussian at each node, in units of eigenvalue: `sigma`, more where the steps tell less."""
     sigma: float
-    """The width of the Gaussians, in units of eigenvalue."""
+    """The least width, in units of eigenvalue."""
     products: int
     """With the matrix, in all runs."""
 
@@ -151,7 +154,8 @@ def density(
             ends early where it has found all there is: the discrete spectrum is then exact.
         runs: random starts; the error falls with their root.
         points: of the grid, at least 10.
-        sigma: the width of the Gaussians, in units of eigenvalue; a hundredth of the nodes' range if None.
+        sigma: the width of the Gaussians, in units of eigenvalue. None: a hundredth of the nodes' range, and wider at
+            a node that has not settled, as far as the next one at most.
         margin: how far the grid goes on behind the outermost nodes, as a share of their range; at least 6 sigma.
         seed: of the random vectors. The same numbers on any number of devices and processes, up to rounding.
         show: a progress bar, on one process. None: where it goes to a terminal.
@@ -175,7 +179,7 @@ def density(
     """
     _check(A, steps, runs, points, sigma, margin)
     asked = 0
-    rules: list[tuple[Tensor, Tensor]] = []
+    rules: list[Rule] = []
     with Progress(steps * runs, f"density of {A.name}", A.shows(show)) as bar:
 
         def advance(products: int) -> None:
@@ -186,16 +190,15 @@ def density(
         for first in range(0, runs, A.block):
             starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
             rules += [gauss(alphas, betas) for alphas, betas in tridiagonals(A, starts, steps, advance)]
-    nodes, weights = stacked(rules, steps)
-    return _curve(A, nodes, weights, width(nodes) if sigma is None else float(sigma), points, margin, asked)
+    rule = stacked(rules, steps)
+    least = width(rule.nodes) if sigma is None else float(sigma)
+    widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
+    return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), asked)
 
 
-def _curve(
-    A: LinearMap, nodes: Tensor, weights: Tensor, sigma: float, points: int, margin: float, asked: int
-) -> Density:
-    ends = edges(nodes, sigma, points, margin)
-    curves = torch.stack([smoothed(*run, ends, sigma) for run in zip(nodes, weights, strict=True)])
-    mean, error = _over_runs(curves)
+def _curve(A: LinearMap, rule: Rule, widths: Tensor, sigma: float, ends: Tensor, asked: int) -> Density:
+    runs = zip(rule.nodes, rule.weights, widths, strict=True)
+    mean, error = _over_runs(torch.stack([smoothed(*run, ends) for run in runs]))
     return Density(
         matrix=A.name,
         size=A.space.size,
@@ -203,8 +206,9 @@ def _curve(
         density=mean,
         lower=None if error is None else (mean - 2.0 * error).clamp(min=0.0),
         upper=None if error is None else mean + 2.0 * error,
-        nodes=nodes,
-        weights=weights,
+        nodes=rule.nodes,
+        weights=rule.weights,
+        widths=widths,
         sigma=sigma,
         products=asked,
     )

@@ -6,6 +6,8 @@
         beta0  alpha1 beta1               its eigenvectors' first entries, squared: the rule's weights
                beta1  alpha2 ...          (Golub and Welsch 1969; Lanczos 1950)
 
+The last beta times an eigenvector's last entry is the residual of its Ritz vector: how far A's next eigenvalue can be.
+
 Every new vector is made orthogonal to all before, so that no eigenvalue comes again as a ghost.
 """
 
@@ -36,7 +38,8 @@ def tridiagonals(
         advance: told after each group of products how many it was.
 
     Returns:
-        for each start alphas [m] and betas [m - 1], float64, on the CPU, the same on every process; m <= steps.
+        for each start alphas [m] and betas [m], float64, on the CPU, the same on every process; m <= steps. The last
+        beta is the norm of what the last step left over, 0 where the Krylov space is invariant.
 
     Raises:
         ValueError: a start is zero, or `steps` is not positive.
@@ -51,7 +54,7 @@ def tridiagonals(
         >>> H = Hessian(model, (x, y), nn.MSELoss(reduction="sum"))  # diag(2, 8)
         >>> [(alphas, betas)] = tridiagonals(H, [H.space.vec({"0.weight": torch.ones(1, 2)})], 5)
         >>> alphas.round(decimals=9).tolist(), betas.round(decimals=9).tolist()
-        ([5.0, 5.0], [3.0])
+        ([5.0, 5.0], [3.0, 0.0])
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}: Lanczos needs at least 1.")
@@ -89,11 +92,12 @@ class _Lane:
         """The product of the last row, of which `image` is the rest that is orthogonal to all rows."""
         self.alphas.append(float(split.inside[-1]))
         self.scale = max(self.scale, split.whole)
-        if last or is_noise(split.norm, self.scale, self.space):
+        rest = 0.0 if is_noise(split.norm, self.scale, self.space) else split.norm
+        self.betas.append(rest)
+        if last or not rest:
             self.basis.cut(0)
         else:
-            self.betas.append(split.norm)
-            self.basis.append(scale_(image, 1 / split.norm))
+            self.basis.append(scale_(image, 1 / rest))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.alphas, **HOST), torch.tensor(self.betas, **HOST)

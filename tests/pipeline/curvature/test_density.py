@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeline.curvature.estimates.density import Density, density
 from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.quadrature import gauss
+from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.results.result import Result
 
 SEEDS = st.integers(0, 10**6)
@@ -212,10 +213,58 @@ def test_float32_finds_the_same_density():
 
 def test_gauss_gives_the_rule_of_legendre():
     """betas k / sqrt(4 k^2 - 1) are those of the uniform measure on [-1, 1]: nodes and weights are in every table."""
-    k = torch.arange(1, 3, dtype=torch.float64)
-    nodes, weights = gauss(torch.zeros(3, dtype=torch.float64), k / (4.0 * k**2 - 1.0).sqrt())
+    k = torch.arange(1, 4, dtype=torch.float64)
+    nodes, weights, reach = gauss(torch.zeros(3, dtype=torch.float64), k / (4.0 * k**2 - 1.0).sqrt())
     torch.testing.assert_close(nodes, torch.tensor([-math.sqrt(0.6), 0.0, math.sqrt(0.6)], dtype=torch.float64))
     torch.testing.assert_close(weights, torch.tensor([5.0, 8.0, 5.0], dtype=torch.float64) / 18.0)
+    torch.testing.assert_close(reach, reach.flip(0))
+    assert float(reach.max()) <= math.sqrt(0.6)
+
+
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=40), st.integers(1, 12), SEEDS)
+def test_within_reach_of_each_node_there_is_an_eigenvalue(levels, steps, seed):
+    values = torch.tensor(levels, dtype=torch.float64) / 7.0
+    A = DenseMap(symmetric(values, seed))
+    [(alphas, betas)] = tridiagonals(A, [A.space.random("normal", seed, 0)], steps)
+    rule = gauss(alphas, betas)
+    away = (values - rule.nodes[:, None]).abs().min(1).values
+    assert bool((away <= rule.reach + 1e-9).all())
+    if len(alphas) < steps:
+        assert float(rule.reach.max()) == 0.0
+
+
+def rises(heights: Tensor, errors: Tensor) -> int:
+    """How often a curve that should fall rises by more than the luck of the random vectors."""
+    found, valley = 0, math.inf
+    for height, error in zip(heights.tolist(), errors.tolist(), strict=True):
+        if height > valley + 4.0 * error + 1e-3 * float(heights.max()):
+            found, valley = found + 1, height
+        valley = min(valley, height)
+    return found
+
+
+@pytest.mark.parametrize("steps", [10, 20, 40, 80])
+def test_a_wide_spectrum_shows_no_tooth_for_each_node(steps):
+    """The covariance of normal numbers has the density of Marchenko and Pastur, 1967, with one peak."""
+    size, ratio = 800, 0.2
+    numbers = torch.randn(int(size / ratio), size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = density(DenseMap(numbers.T @ numbers / len(numbers)), steps=steps, runs=10)
+    low, high, x = (1.0 - ratio**0.5) ** 2, (1.0 + ratio**0.5) ** 2, found.grid
+    exact = ((high - x) * (x - low)).clamp(min=0.0).sqrt() / (2.0 * math.pi * ratio * x.clamp(min=low / 2.0))
+    assert float(torch.trapezoid((found.density - exact).abs(), x)) < (0.15 if steps == 10 else 0.08)
+    top, errors = int(found.density.argmax()), (found.upper - found.density) / 2.0
+    assert rises(found.density[top:], errors[top:]) == rises(found.density[:top].flip(0), errors[:top].flip(0)) == 0
+    near = (0.03 if steps < 40 else 0.01) * (high - low)
+    assert abs(float(found.nodes.min()) - low) < near and abs(float(found.nodes.max()) - high) < 2.0 * near
+
+
+def test_a_separate_eigenvalue_keeps_its_place_and_a_given_width_is_kept():
+    values = torch.cat([torch.linspace(0.0, 1.0, 200), torch.tensor([3.0, 3.2, 9.0])]).double()
+    found = density(DenseMap(symmetric(values)), steps=30, runs=3)
+    assert found.sigma == pytest.approx(0.09, rel=1e-3)
+    for node, width in zip(found.nodes.flatten().tolist(), found.widths.flatten().tolist(), strict=True):
+        assert width == pytest.approx(found.sigma, rel=1e-6) if node > 2.0 else width >= found.sigma
+    assert bool((density(DenseMap(symmetric(values)), steps=30, sigma=0.01).widths == 0.01).all())
 
 
 def test_print_tells_the_matrix_the_cost_and_each_number_with_its_error():
