@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from partition import Plan, split
+from partition.hardware.sampling import Sampling
 from partition.models.sequential import to_sequential
 from partition.names import sequential
 from partition.splitting import check_module
@@ -439,8 +440,9 @@ class Pipe(Settled, Stateful):
             recorder.join(communicator.exchange.share_events(recorder.events))
 
     def report(
-        self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None
-    ) -> Report:
+        self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None,
+        sampling: Sampling | None = None,
+    ) -> Report:  # fmt: skip
         """Report on traced steps: measured beside planned for each stage, the bottleneck, and what to change.
 
         Over ranks all call it.
@@ -449,6 +451,8 @@ class Pipe(Settled, Stateful):
             steps: what `step(..., trace=True)` returned, or timelines of whole steps. Of several, medians are taken;
                 calls 1, 2, 4, 8, ... compare, so they take longer.
             planned: what the actions of each stage were to cost: Costs, or something with `.costs`. None: as measured.
+            sampling: `partition.devices().sampling(pipe.devices)` that was on while such steps ran: adds the joules of
+                a step and the utilisation of each lane's device. Over ranks each gives its own, or None.
 
         Returns:
             A Report, see `scheduler.report`. It prints as a table.
@@ -467,7 +471,8 @@ class Pipe(Settled, Stateful):
             >>> report.schedule, report.chunks, [stage.stage for stage in report.stages]
             ('1f1b', 2, [0, 1])
         """
-        return reported(self.runtime, [steps] if isinstance(steps, (Step, Timeline)) else list(steps), planned)
+        several = [steps] if isinstance(steps, (Step, Timeline)) else list(steps)
+        return reported(self.runtime, several, planned, sampling)
 
     @property
     def runtime(self) -> Runtime:

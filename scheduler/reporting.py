@@ -11,7 +11,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +51,8 @@ class StageReport:
         held: the most that its lane held of what costs say that chunks hold; None: they say nothing
         planned_held: the same of the planned step
         peak_bytes: the most that was allocated on its lane's device; None: not known
+        joules: that its lane's device drew; None: not known
+        utilisation: the share of the time in which its lane's device computed, 0 to 1; None: not known
     """
 
     stage: int
@@ -62,6 +64,8 @@ class StageReport:
     held: float | None = None
     planned_held: float | None = None
     peak_bytes: float | None = None
+    joules: float | None = None
+    utilisation: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,13 @@ class Report:
 
     def _rows(self) -> Iterator[list[str]]:
         columns = ["stage", "lane", "busy", "planned", "waiting", "idle"]
-        has_held, has_bytes = (any(getattr(row, what) is not None for row in self.stages)
-                               for what in ("held", "peak_bytes"))
-        yield columns + ["held", "planned held"] * has_held + ["peak bytes"] * has_bytes
+        known = [what for what in _MORE if any(getattr(row, what) is not None for row in self.stages)]
+        yield columns + [what.replace("_", " ") for what in known]
         for row in self.stages:
             times = (row.busy, row.planned_busy, row.waiting, row.idle)
-            sizes = [row.held, row.planned_held] * has_held + [row.peak_bytes] * has_bytes
+            more = [(getattr(row, what), _MORE[what]) for what in known]
             yield [str(row.stage), str(row.lane), *map(self._said, times),
-                   *("-" if size is None else _spelt(size) for size in sizes)]
+                   *("-" if value is None else spell(value) for value, spell in more)]
 
     def _said(self, time: float) -> str:
         return duration(time, self.unit)
@@ -138,6 +141,8 @@ def report(
     *,
     balance: Sequence[int] | None = None,
     peak_bytes: Sequence[float | None] | None = None,
+    watts: Sequence[float | None] | None = None,
+    utilisation: Sequence[float | None] | None = None,
 ) -> Report:
     """Reports on traced steps.
 
@@ -147,10 +152,12 @@ def report(
             measured, so that `planned` says what the order of actions alone explains
         balance: the number of layers of each stage: with it, moves of layers are tried
         peak_bytes: the most that was allocated on the device of each lane
+        watts: the mean power of the device of each lane while such steps ran
+        utilisation: the share of that time in which it computed
 
     Raises:
         ScheduleError: the timelines are not of one whole step each, or of different orders, or the costs are for
-            another number of stages.
+            another number of stages; watts with slots, which are no seconds.
 
     >>> from scheduler import by_name, simulate
     >>> costs = Costs(forward=(1, 1, 2), backward=(2, 2, 4))
@@ -176,12 +183,17 @@ def report(
     given = planned if planned is None or isinstance(planned, Costs) else planned.costs
     plan = job if given is None else replace(job, costs=given)
     planned_timeline = plan.timeline
-    rows = _rows(steps, planned_timeline, _held(given, steps[0]), peak_bytes, measurement.placement)
+    step = float(median(step.makespan for step in steps))
+    if watts is not None and measurement.unit != "s":
+        raise ScheduleError(f"watts are given, but the timelines count {measurement.unit}. Trace steps, in seconds.")
+    drawn = watts and [None if power is None else power * step for power in watts]
+    devices = {"peak_bytes": peak_bytes, "joules": drawn, "utilisation": utilisation}
+    rows = _rows(steps, planned_timeline, _held(given, steps[0]), devices, measurement.placement)
     slowest = _bottleneck(rows)
     changes = advice(job, balance, slowest)
     return Report(
         known_name(schedule), schedule.chunks, measurement.unit, len(steps),
-        float(median(step.makespan for step in steps)), plan.step, rows, slowest, changes,
+        step, plan.step, rows, slowest, changes,
         tuple(_notes(steps[0], rows, job, changes)),
     )
 
@@ -208,23 +220,24 @@ def _times(timeline: Timeline, stages: int) -> list[_Times]:
 
 
 def _rows(
-    steps: Sequence[Timeline], planned: Timeline, held: tuple[Held, ...], peak_bytes: Sequence[float | None] | None,
-    placement: Placement,
+    steps: Sequence[Timeline], planned: Timeline, held: tuple[Held, ...],
+    devices: Mapping[str, Sequence[float | None] | None], placement: Placement,
 ) -> tuple[StageReport, ...]:  # fmt: skip
     none: list[float | None] = [None] * placement.lanes
     peaks = [replace(step, held=held).peak_memory for step in (steps[0], planned)] if held else [none, none]
-    allocated = none if peak_bytes is None else list(peak_bytes)
-    if len(allocated) != placement.lanes:
-        raise ScheduleError(
-            f"peak_bytes lists {len(allocated)} numbers but there are {placement.lanes} lanes. Give one for each."
-        )
+    for what, numbers in devices.items():
+        if numbers is not None and len(numbers) != placement.lanes:
+            raise ScheduleError(
+                f"{what} lists {len(numbers)} numbers but there are {placement.lanes} lanes. Give one for each."
+            )
     measured = [_times(step, placement.stages) for step in steps]
     to_be = _times(planned, placement.stages)
     rows = []
     for stage, lane in enumerate(placement.lane_of):
         busy, waiting, idle = (median(column) for column in zip(*(times[stage] for times in measured)))
         rows.append(StageReport(
-            stage, lane, busy, to_be[stage].busy, waiting, idle, peaks[0][lane], peaks[1][lane], allocated[lane]
+            stage, lane, busy, to_be[stage].busy, waiting, idle, peaks[0][lane], peaks[1][lane],
+            **{what: numbers[lane] for what, numbers in devices.items() if numbers is not None},
         ))
     return tuple(rows)
 
@@ -261,6 +274,8 @@ def _notes(step: Timeline, rows: Sequence[StageReport], job: Job, changes: Seque
         yield "held: activations, counted over the order that ran from what costs say that a chunk holds"
     if any(row.peak_bytes is not None for row in rows):
         yield "peak bytes: allocated on a lane's device since its statistics began, see torch.accelerator.memory_stats"
+    if any(row.joules is not None for row in rows):
+        yield "joules: of a lane's device as a whole, its mean power while it was sampled times a step"
     if not job.schedule.split and any(change.splits for change in changes):
         yield "how B splits into I and W was not seen, and is taken as halves: trace a step of schedule='zb-h1'"
 
@@ -268,6 +283,12 @@ def _notes(step: Timeline, rows: Sequence[StageReport], job: Job, changes: Seque
 def _spelt(size: float) -> str:
     """Bytes as a whole number; few chunks, or shares of one, as they are."""
     return f"{float(size):,.0f}" if size >= 1000 else f"{float(size):.6g}"
+
+
+_MORE: dict[str, Callable[[float], str]] = {  # columns for what is not known of every step
+    "held": _spelt, "planned_held": _spelt, "peak_bytes": _spelt,
+    "joules": lambda joules: f"{joules:.4g} J", "utilisation": lambda share: f"{share:.0%}",
+}  # fmt: skip
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

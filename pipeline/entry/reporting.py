@@ -1,14 +1,16 @@
 """The report of a Pipe's traced steps: `scheduler.report`, with what the Pipe knows besides.
 
-    timelines of steps, balance, peak bytes of the device of each lane (over ranks: each tells its own)  -->  Report
+    timelines of steps, balance                                                    ──┐
+    of each lane's device peak bytes, power, utilisation (each rank tells its own) ──┴──►  Report
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from partition.hardware.sampling import Sampling, Usage
 from pipeline.common.accelerators import peak_bytes
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.step import Step
@@ -16,7 +18,9 @@ from scheduler import Costs, Report, Timeline, report
 from scheduler.reporting import HasCosts
 
 
-def reported(runtime: Runtime, steps: Sequence[Step | Timeline], planned: Costs | HasCosts | None) -> Report:
+def reported(
+    runtime: Runtime, steps: Sequence[Step | Timeline], planned: Costs | HasCosts | None, sampling: Sampling | None
+) -> Report:
     """`pipe.report`. Over ranks all call it.
 
     Raises:
@@ -29,23 +33,34 @@ def reported(runtime: Runtime, steps: Sequence[Step | Timeline], planned: Costs 
         if timeline is None:
             raise ValueError(f"step {number} of {len(steps)} has no timeline. Trace it: pipe.step(..., trace=True).")
         timelines.append(timeline)
-    return report(timelines, planned, balance=runtime.settings.balance, peak_bytes=_peak_bytes(runtime))
+    usage = {} if sampling is None else {usage.device.label: usage for usage in sampling.usage}
+    peaks, watts, busy = _of_lanes(runtime, lambda device: _told(device, usage.get(str(device))))
+    return report(
+        timelines, planned, balance=runtime.settings.balance,
+        peak_bytes=[None if peak is None else int(peak) for peak in peaks],
+        watts=watts if any(power is not None for power in watts) else None, utilisation=busy,
+    )  # fmt: skip
 
 
-def _peak_bytes(runtime: Runtime) -> list[int | None]:
-    """Of the device of each lane. None: not counted there."""
+def _told(device: torch.device, usage: Usage | None) -> list[float | None]:
+    """Peak bytes, mean watts and utilisation of a device. None: not known."""
+    if usage is None:
+        return [peak_bytes(device), None, None]
+    watts = None if usage.joules is None or not usage.seconds else usage.joules / usage.seconds
+    return [peak_bytes(device), watts, usage.utilisation]
+
+
+def _of_lanes(runtime: Runtime, tell: Callable[[torch.device], list[float | None]]) -> list[list[float | None]]:
+    """Three numbers of the device of each lane, a list for each. Over ranks each tells of its own."""
     settings = runtime.settings
-    lane_of = settings.schedule.placement.lane_of
-    peaks: dict[int, int] = {}
-    for stage, lane in enumerate(lane_of):
-        is_here = runtime.topology is None or runtime.topology.has(stage)
-        peak = peak_bytes(settings.layout.devices[stage]) if is_here else None
-        if peak is not None:
-            peaks[lane] = peak
-    known = torch.zeros(2, settings.schedule.lanes, dtype=torch.float64, device="cpu")
-    for lane, peak in peaks.items():
-        known[:, lane] = torch.tensor([peak, 1], dtype=torch.float64, device="cpu")
+    known = torch.zeros(settings.schedule.lanes, 3, 2, dtype=torch.float64, device="cpu")
+    for stage, lane in enumerate(settings.schedule.placement.lane_of):
+        if runtime.topology is None or runtime.topology.has(stage):
+            numbers = tell(settings.layout.devices[stage])
+            pairs = [(number or 0, number is not None) for number in numbers]
+            known[lane] = torch.tensor(pairs, dtype=torch.float64, device="cpu")
     with runtime.communicator("report") as communicator:
         communicator.open(lambda values: {}, draws=False)
         known = communicator.exchange.sum_over(known)
-    return [int(peak) if is_known else None for peak, is_known in known.T.tolist()]
+    columns = known.transpose(0, 1).tolist()
+    return [[number if is_known else None for number, is_known in column] for column in columns]

@@ -142,6 +142,10 @@ def test_bytes_of_the_devices_stand_beside_their_lanes():
     told = report(simulate(by_name("1f1b", 2, 2)), peak_bytes=[2**20, None])
     assert [row.peak_bytes for row in told.stages] == [2**20, None]
     assert "1,048,576" in str(told) and "peak bytes: allocated" in str(told)
+    with pytest.raises(ScheduleError, match="watts are given, but the timelines count slots. Trace steps, in seconds."):
+        report(simulate(by_name("1f1b", 2, 2)), watts=[100, 200])
+    with pytest.raises(ScheduleError, match="utilisation lists 3 numbers but there are 2 lanes"):
+        report(simulate(by_name("1f1b", 2, 2)), utilisation=[0, 0, 0])
     with pytest.raises(ScheduleError, match="peak_bytes lists 1 numbers but there are 2 lanes. Give one for each."):
         report(simulate(by_name("1f1b", 2, 2)), peak_bytes=[1])
 
@@ -172,3 +176,15 @@ def test_what_is_no_step_is_refused():
         report([one, simulate(by_name("gpipe", 2, 2))])
     with pytest.raises(ScheduleError, match="forward lists 3 costs but there are 2 stages"):
         report(one, Costs(forward=(1, 2, 3)))
+
+
+def test_joules_of_a_step_are_power_times_its_seconds():
+    timeline = simulate(by_name("interleaved", 2, 2), Costs(forward=0.5, backward=1, unit="s"))
+    told = report(timeline, watts=[None, 300], utilisation=[0.25, None])
+    assert [row.joules for row in told.stages] == [None, 300 * told.step] * 2
+    assert [row.utilisation for row in told.stages] == [0.25, None] * 2
+    shown = str(told)
+    assert re.search(rf"joules  utilisation\n .*    -          25%\n .* {300 * told.step:.4g} J            -\n", shown)
+    assert "note: joules: of a lane's device as a whole, its mean power while it was sampled times a step" in shown
+    assert json.loads(told.to_json())["stages"][1]["joules"] == 300 * told.step
+    assert report(timeline, watts=[None, None]).stages == report(timeline).stages

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from partition import devices
+from partition.hardware.gpus import Device
+from partition.hardware.sampling import Usage
 from pipeline import Pipe, Place, Step
 from pipeline.common import accelerators
 from pipeline.entry import reporting
@@ -54,6 +59,24 @@ def test_bytes_are_those_of_the_device_of_each_lane(monkeypatch: pytest.MonkeyPa
     peaks = iter([2**40 + 1, None, 2**40 + 1, None])  # for each stage in order, as its device says
     monkeypatch.setattr(reporting, "peak_bytes", lambda device: next(peaks))
     assert [stage.peak_bytes for stage in pipe.report(step).stages] == [2**40 + 1, None] * 2
+
+
+def test_joules_are_the_mean_power_of_what_was_sampled_times_the_step() -> None:
+    pipe = pipe_of([1, 1], devices=["cpu", "cpu"])
+    steps = [stepped(pipe) for _ in range(3)]
+    usage = Usage(Device(None, 0), 4.0, 1000.0, 240.0, 300.0, 0.5, 9, "counter")
+    for label, watts, busy in (("cpu", 250.0, 0.5), ("GPU 0", None, None)):
+        device = cast(Any, SimpleNamespace(label=label))
+        told = pipe.report(steps, sampling=cast(Any, SimpleNamespace(usage=[replace(usage, device=device)])))
+        assert [stage.joules for stage in told.stages] == [None if watts is None else watts * told.step] * 2
+        assert [stage.utilisation for stage in told.stages] == [busy] * 2
+    for change in ({"joules": None}, {"seconds": 0.0}):
+        unknown = replace(usage, device=cast(Any, SimpleNamespace(label="cpu")), **change)
+        told = pipe.report(steps, sampling=cast(Any, SimpleNamespace(usage=[unknown])))
+        assert [(stage.joules, stage.utilisation) for stage in told.stages] == [(None, 0.5)] * 2
+    with devices().sampling(pipe.devices) as sampling:  # the host has no power that NVML tells
+        steps = [stepped(pipe) for _ in range(3)]
+    assert pipe.report(steps, sampling=sampling) == pipe.report(steps)
 
 
 def test_peak_bytes_are_what_the_allocators_statistics_say(monkeypatch: pytest.MonkeyPatch) -> None:
