@@ -427,7 +427,7 @@ class Pipe(Settled, Stateful):
             >>> with pipe.trace() as trace:
             ...     pipe(torch.ones(4, 2)).sum().backward()
             >>> " ".join(str(event.action) for event in trace.timeline.events)
-            '0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1'
+            '0F0 1F0 0F1 1F1 1B0 0R0 0B0 1R1 1B1 0R1 0B1'
         """
         recorder = self.runtime.recorder()
         self._history.traces.append(recorder)
