@@ -1,7 +1,8 @@
-"""The command line, `penstock`, also as `python -m pipeline`: schedules, devices, and curvature.
+"""The command line, `penstock`, also as `python -m pipeline`: schedules, devices, reports, and curvature.
 
     $ penstock schedules draw 1f1b --lanes 4 --chunks 8
     $ penstock devices --choose 4
+    $ penstock report step.json
     $ penstock curvature train.py:build --check --top 5 --trace
     $ torchrun --nproc-per-node 4 -m pipeline curvature train.py:build --top 5
     $ penstock --help
@@ -53,16 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from partition.hardware.command import devices
         from pipeline.curvature.command_line.command import curvature
         from scheduler.command_line.commands import schedules
+        from scheduler.command_line.report import report
         from scheduler.command_line.running import run
     except ImportError as error:
         print(f'the command line needs {error.name}: pip install "penstock-torch[cli]"', file=sys.stderr)
         return 2
     words = (
-        "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, and the "
-        "curvature of a model's loss."
+        "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, reports on "
+        "traced steps, and the curvature of a model's loss."
     )
-    commands: dict[str, click.Command] = {"schedules": schedules, "devices": devices, "curvature": curvature}
-    return run(click.Group("penstock", commands, help=words), "penstock", argv,
+    commands: list[click.Command] = [schedules, devices, report, curvature]
+    named = {command.name or "": command for command in commands}
+    return run(click.Group("penstock", named, help=words), "penstock", argv,
                lambda error: isinstance(error, _TOLD) and _is_ours(error.__traceback__))
 
 

@@ -20,7 +20,7 @@ from scheduler.action import COMPUTE
 from scheduler.advice import Change, Job, advice, known_name
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
-from scheduler.errors import ScheduleError
+from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.measurement import measure
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
@@ -156,8 +156,8 @@ def report(
         utilisation: the share of that time in which it computed
 
     Raises:
-        ScheduleError: the timelines are not of one whole step each, or of different orders, or the costs are for
-            another number of stages; watts with slots, which are no seconds.
+        ScheduleError: the timelines are not of one whole step each, or of different orders, or the costs, the balance
+            or the numbers of devices are for another number of stages or lanes; watts with slots, which are no seconds.
 
     >>> from scheduler import by_name, simulate
     >>> costs = Costs(forward=(1, 1, 2), backward=(2, 2, 4))
@@ -178,6 +178,7 @@ def report(
     """
     steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     measurement = measure(steps)
+    _check_balance(balance, measurement.placement.stages)
     schedule = _schedule(steps, measurement.placement)
     job = Job(schedule, Costs.measured(steps), steps[0].recomputed, steps[0].turns)
     given = planned if planned is None or isinstance(planned, Costs) else planned.costs
@@ -253,6 +254,15 @@ def _schedule(steps: Sequence[Timeline], placement: Placement) -> Schedule:
         raise ScheduleError("the steps ran in different orders. Report on steps of one schedule and number of chunks.")
     chunks = 1 + max(action.chunk for order in ran[0] for action in order)
     return Schedule("measured", placement, chunks, ran[0])
+
+
+def _check_balance(balance: Sequence[int] | None, stages: int) -> None:
+    if balance is not None and len(balance) != stages:
+        raise ScheduleError(
+            f"balance lists {len(balance)} stages but {stages} ran (balance: {list(balance)}). List the layers of each."
+        )
+    for stage, layers in enumerate(balance or ()):
+        refuse_unless_whole(f"balance[{stage}]", layers, least=1)
 
 
 def _held(given: Costs | None, step: Timeline) -> tuple[Held, ...]:

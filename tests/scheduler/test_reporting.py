@@ -3,13 +3,28 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cover import examples
 from hypothesis import given, settings
 from scheduler_strategies import NAMED_RUNS
 
-from scheduler import Action, Costs, Event, Kind, Report, ScheduleError, Timeline, by_name, names, report, simulate
+from pipeline.__main__ import main
+from scheduler import (
+    Action,
+    Costs,
+    Event,
+    Kind,
+    Report,
+    ScheduleError,
+    Timeline,
+    by_name,
+    chrome_trace,
+    names,
+    report,
+    simulate,
+)
 
 LAWS = settings(derandomize=True, deadline=None, max_examples=examples(40))
 
@@ -174,6 +189,10 @@ def test_what_is_no_step_is_refused():
         report(Timeline(tuple(events), 2))
     with pytest.raises(ScheduleError, match="different orders. Report on steps of one schedule"):
         report([one, simulate(by_name("gpipe", 2, 2))])
+    with pytest.raises(ScheduleError, match=r"balance lists 1 stages but 2 ran \(balance: \[4\]\). List the layers"):
+        report(one, balance=[4])
+    with pytest.raises(ScheduleError, match=r"balance\[1\] is 0, but must be a whole number of at least 1"):
+        report(one, balance=[4, 0])
     with pytest.raises(ScheduleError, match="forward lists 3 costs but there are 2 stages"):
         report(one, Costs(forward=(1, 2, 3)))
 
@@ -188,3 +207,31 @@ def test_joules_of_a_step_are_power_times_its_seconds():
     assert "note: joules: of a lane's device as a whole, its mean power while it was sampled times a step" in shown
     assert json.loads(told.to_json())["stages"][1]["joules"] == 300 * told.step
     assert report(timeline, watts=[None, None]).stages == report(timeline).stages
+
+
+def test_the_command_prints_the_report_of_saved_traces(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    timelines = [simulate(by_name("1f1b", 2, 4), Costs(forward=(1, size), unit="s")) for size in (2, 3, 9)]
+    for number, timeline in enumerate(timelines):
+        Path(f"{number}.json").write_text(chrome_trace(timeline))
+    assert main("report 0.json 1.json 2.json --balance 3,4".split()) == 0
+    assert capsys.readouterr().out == f"{report(timelines, balance=[3, 4])}\n"
+    assert main("report 1.json --json".split()) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(report(timelines[1]).to_json())
+
+
+@pytest.mark.parametrize("words, said", [
+    ("report none.json", "cannot read none.json: No such file"),
+    ("report wrong.json", "cannot read wrong.json: this is not the trace of a timeline"),
+    ("report bytes.json", "cannot read bytes.json: 'utf-8' codec can't decode"),
+    ("report right.json --balance 3", "balance lists 1 stages but 2 ran"),
+    ("report right.json --balance 3,1.5", "balance\\[1\\] is 1.5, but must be a whole number"),
+    ("report", "Missing argument 'FILE...'"),
+])
+def test_the_command_refuses_in_words(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.json").write_text("{}")
+    Path("bytes.json").write_bytes(b"\xff")
+    Path("right.json").write_text(chrome_trace(simulate(by_name("1f1b", 2, 4))))
+    assert main(words.split()) == 2
+    assert re.search(said, capsys.readouterr().err)
