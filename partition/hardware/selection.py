@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import combinations, permutations
 
+import scheduler
 from partition.errors import PartitionError
 from partition.hardware.gpus import Device
 from partition.hardware.links import Link, Links
@@ -27,13 +29,13 @@ class Choice:
 
     Attributes:
         devices: the first has the first stage.
-        links: of each to the next.
+        pairs: the link of each two, by their places in `devices`.
         warnings: sentences about devices that others use and links that are slow.
         is_exact: whether no other choice or order is better.
 
     Example:
         >>> device = Device(0, 0, "NVIDIA L4", "GPU-1", total_bytes=24 << 30, free_bytes=20 << 30)
-        >>> choice = Choice((device,), (), (), True)
+        >>> choice = Choice((device,), {}, (), True)
         >>> choice.names, choice.caps(margin=0.5), choice.environment
         (['cuda:0'], [10737418240], {'CUDA_VISIBLE_DEVICES': 'GPU-1'})
         >>> print(choice)
@@ -41,7 +43,7 @@ class Choice:
     """
 
     devices: tuple[Device, ...]
-    links: tuple[Link, ...]
+    pairs: Links = field(repr=False)
     warnings: tuple[str, ...]
     is_exact: bool
 
@@ -50,6 +52,22 @@ class Choice:
         line = "".join(device.label + way for device, way in zip(self.devices, ways, strict=True))
         how = "no order is better" if self.is_exact else "the best that was found; a better order may exist"
         return "\n".join([f"stages on {line} ({how})", *(f"warning: {warning}" for warning in self.warnings)])
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The link of each device to the next."""
+        return tuple(self.pairs[frozenset((place, place + 1))] for place in range(len(self.devices) - 1))
+
+    @property
+    def messages(self) -> dict[tuple[int, int], scheduler.Link] | None:
+        """The time of a message of so many bytes from lane to lane, in seconds: `plan(..., link=choice.messages)`.
+
+        By bandwidths, so it takes no less. None: NVML did not tell the bandwidth of each pair.
+        """
+        if any(link.bandwidth is None for link in self.pairs.values()):
+            return None
+        ways = {pair: scheduler.Link(0, link.bandwidth or 0) for pair, link in self.pairs.items()}
+        return {lanes: ways[frozenset(lanes)] for lanes in permutations(range(len(self.devices)), 2)}
 
     @property
     def names(self) -> list[str]:
@@ -148,16 +166,15 @@ def choose(devices: Sequence[Device], links: Links, count: int) -> Choice:
     most_free = max((device.free_bytes or 0 for device in devices), default=0)
     poor = [why_poor(device, most_free) for device in devices]
     line, is_exact = best_line([bool(why) for why in poor], {pair: link.rank for pair, link in links.items()}, count)
-    neighbours = [(one, other, links[frozenset((one, other))]) for one, other in zip(line, line[1:])]
+    pairs = {frozenset((a, b)): links[frozenset((line[a], line[b]))] for a, b in combinations(range(count), 2)}
     warnings = [f"{devices[place].label} {poor[place]}." for place in line if poor[place]]
     has_nvlink = any(link.nvlinks for link in links.values())
-    for one, other, link in neighbours:
+    choice = Choice(tuple(devices[place] for place in line), pairs, (), is_exact)
+    for one, other, link in zip(choice.devices, choice.devices[1:], choice.links):
         why = _why_slow(link, has_nvlink)
         if why:
-            warnings.append(f"{devices[one].label} to {devices[other].label} ({link}) {why}.")
-    return Choice(
-        tuple(devices[place] for place in line), tuple(link for *_, link in neighbours), tuple(warnings), is_exact
-    )
+            warnings.append(f"{one.label} to {other.label} ({link}) {why}.")
+    return replace(choice, warnings=tuple(warnings))
 
 
 def best_line(

@@ -45,7 +45,7 @@ def plan(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     speed: float | Sequence[float] = 1.0,
-    link: Links = 0.0,
+    link: Links | None = None,
     flops: float | None = None,
     overhead: float = 1e-4,
     device: Device = None,
@@ -68,7 +68,8 @@ def plan(
         loss_fn, target: as for `profile`. Without them the plan counts neither the loss's time nor its memory.
         speed: of each device relative to the one that is profiled: a number, or one for each.
         link: the time of a message, as in `scheduler.Costs`: seconds, a `scheduler.Link(latency, bandwidth)`, or a dict
-            {(device, device): ...} by numbers. A Choice's bandwidths by default.
+            {(device, device): ...} by numbers. None: a Choice's bandwidths, where NVML tells them all; else messages
+            take no time.
         flops: FLOPs that a device does in a second, for a profile on "meta". None: times are in FLOPs.
         overhead: seconds that an action takes beside its layers; of times in seconds.
         device: where to profile; "meta" runs nothing.
@@ -110,7 +111,10 @@ def plan(
             failed[number] = error
     if not profiles:
         raise next(iter(failed.values()))
-    machine = _with_unit(machine, next(iter(profiles.values())).unit, flops, overhead)
+    unit = next(iter(profiles.values())).unit
+    if link is None and unit != "s" and flops is None:
+        machine = machine._replace(link=0.0)  # a Choice's are in seconds
+    machine = _with_unit(machine, unit, flops, overhead)
     trials = [
         trial for number in profiles for schedule in _schedules(known, len(machine.speeds), number, len(module))
         for trial in tried(profiles[number], machine, *schedule)
@@ -125,7 +129,8 @@ def plan(
         best = _searched(best, machine, effort)
     if not best.fits:
         raise PartitionError(_nearest(best, labels, machine))
-    notes = [*_notes(best, trials, machine), *(_failure(number, error) for number, error in failed.items())]
+    free = [_FREE] if link is None and not machine.link and isinstance(devices, Choice) else []
+    notes = [*_notes(best, trials, machine), *free, *(_failure(number, error) for number, error in failed.items())]
     return Plan(
         best.balance, best.schedule.chunks, best.given, best.schedule.placement.lane_of, best.checkpoint, count, labels,
         machine.caps if max(machine.caps) < math.inf else (), _expected(best, machine), tuple(notes),
@@ -135,11 +140,15 @@ def plan(
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
+_FREE = "messages between devices count as free: NVML did not tell all bandwidths, or times are no seconds. Give link="
+
+
 def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[str, ...], Machine]:
     labels: tuple[str, ...] = ()
     if isinstance(devices, Choice):
         labels, count = tuple(devices.names), len(devices.devices)
         memory = devices.caps() if memory is None else memory
+        link = devices.messages if link is None else link
     elif whole(devices) is not None:
         count = int(devices)
     else:
@@ -148,7 +157,7 @@ def _machine(devices: Any, memory: Any, speed: Any, link: Any) -> tuple[tuple[st
     if count < 1:
         raise PartitionError(f"devices is {devices!r}, but there must be one or more. Give a number, or their names.")
     caps = _each("memory", math.inf if memory is None else memory, count)
-    return labels, Machine(_each("speed", speed, count), caps, link, 1.0, 0.0, "s")
+    return labels, Machine(_each("speed", speed, count), caps, link or 0.0, 1.0, 0.0, "s")
 
 
 def _each(what: str, given: Any, count: int) -> tuple[float, ...]:

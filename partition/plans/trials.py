@@ -202,9 +202,9 @@ def _trial(
     ]  # fmt: skip
     layers = layers_of(profile)
     messages = [
-        [2 * machine.rate * between(machine.link, stage, stage + 1, (lane_of[stage], lane_of[stage + 1]), size)
+        [0 if lane == after else 2 * machine.rate * between(machine.link, stage, stage + 1, (lane, after), size)
          for size in layers.message]
-        for stage in range(last) if machine.link
+        for stage, (lane, after) in enumerate(zip(lane_of, lane_of[1:])) if machine.link
     ]  # fmt: skip
     balance = cut_layers(layers, specs, messages)
     return replayed(profile, machine, label, given, schedule, checkpoint, balance)

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from recorded_hosts import HOSTS, bus, cube, hgx, mig, pairs, pcie, sockets, unlike, uuid
 from recorded_nvml import GIB, GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, SWITCH, Error, Gpu, Host, playing
 
-from partition import PartitionError, devices
+import scheduler
+from partition import PartitionError, Plan, devices, plan
 from partition.hardware import links as link_module
 from partition.hardware import nvml as nvml_module
 from partition.hardware.gpus import Device
 from partition.hardware.inventory import Devices
 from partition.hardware.links import Link
-from partition.hardware.selection import best_line, why_poor
+from partition.hardware.selection import Choice, best_line, why_poor
 from pipeline.__main__ import main
 
 BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -489,6 +490,31 @@ def test_memory_for_a_plan_is_what_is_free_less_a_margin() -> None:
     host.gpus[1].total = Error(NOT_SUPPORTED)
     with pytest.raises(PartitionError, match=r"the free memory of cuda:1 is not known \(not supported\)"):
         found_on(host, **BY_BUS).caps()
+
+
+def test_a_plan_for_a_choice_has_its_names_its_free_memory_and_its_bandwidths() -> None:
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)]), torch.rand(64, 256)
+
+    def planned(choice: Choice, **given: Any) -> Plan:
+        return plan(model, x, devices=choice, device="meta", schedules=["1f1b", "zb-v"], chunks=[4], **given)
+
+    choice = found_on(pairs(), **BY_BUS).best(4)
+    ways = {(a, b): scheduler.Link(0, 4 * 14_062e6 if {a, b} in ({0, 1}, {2, 3}) else 31.5e9)
+            for a, b in itertools.permutations(range(4), 2)}
+    assert {pair: round(link.bandwidth, -8) for pair, link in (choice.messages or {}).items()} == {
+        pair: round(link.bandwidth, -8) for pair, link in ways.items()
+    }
+    seconds = planned(choice, flops=1e9)
+    assert seconds.devices == ("cuda:0", "cuda:2", "cuda:3", "cuda:1") and seconds.memory == tuple(choice.caps())
+    same = planned(choice, flops=1e9, link=choice.messages)
+    assert same.expected == seconds.expected and not any("free: NVML" in note for note in seconds.notes)
+    assert seconds.expected.step > planned(choice, flops=1e9, link=0.0).expected.step
+    assert any("messages between devices count as free: NVML" in note for note in planned(choice).notes)
+    host = pairs()
+    host.gpus[0].speed = Error(NOT_SUPPORTED)
+    untold = found_on(host, **BY_BUS).best(4)
+    assert untold.messages is None
+    assert any("count as free" in note for note in planned(untold, flops=1e9).notes)
 
 
 # ------------------------------------------------------------------------------------------------------ without devices
