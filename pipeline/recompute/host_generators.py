@@ -7,10 +7,12 @@ other bit generators and subclasses, their own methods do it.
 
 from __future__ import annotations
 
+import _random  # the part of random that is written in C: what random.Random.seed comes to
 import random
 import struct
 import sys
 from ctypes import c_char, string_at
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -37,10 +39,13 @@ class PythonGenerator:
 
     def __init__(self, own: Any) -> None:
         self._own: Any = own.random.__self__ if own is random else own
-        self._address = id(self._own) + _PYTHONS if _PYTHONS and type(self._own) is random.Random else None
+        is_plain = type(self._own) is random.Random
+        self._address = id(self._own) + _PYTHONS if _PYTHONS and is_plain else None
+        self._seed: Any = partial(_random.Random.seed, self._own) if is_plain else self._own.seed
 
     def manual_seed(self, seed: int) -> None:
-        self._own.seed(seed)
+        self._seed(seed)
+        self._own.gauss_next = None
 
     def get_state(self) -> Any:
         if self._address is None:
@@ -61,9 +66,10 @@ class NumpyGenerator:
     def __init__(self, own: Any) -> None:
         self._own: Any = own.mtrand._rand if own is numpy.random else own
         self._address = id(self._own) + _NUMPYS if _NUMPYS and type(self._own) is numpy.random.RandomState else None
+        self._seed = self._own.seed
 
     def manual_seed(self, seed: int) -> None:
-        self._own.seed(seed & _MASK32)
+        self._seed(seed & _MASK32)
 
     def get_state(self) -> Any:
         bits = self._own._bit_generator  # numpy.random.set_bit_generator may have changed that of the global one

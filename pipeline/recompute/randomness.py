@@ -193,12 +193,12 @@ class Seeder:
         kept: puts the generators back at the end.
     """
 
-    __slots__ = ("_made_of", "_keys", "_generators", "_kept", "drew")
+    __slots__ = ("_made_of", "_keys", "_seeds", "_kept", "drew")
 
     def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
         self._made_of = seed, devices, kept
         self._keys = _keys(seed)
-        self._generators = default_generators(devices)
+        self._seeds = [generator.manual_seed for generator in default_generators(devices)]
         self._kept = kept
         self.drew = False  # from a generator of the host: see LearningSeeder
 
@@ -212,8 +212,8 @@ class Seeder:
     def seed(self, chunk: int, layer: int) -> None:
         self._kept.keep_all()
         number = _combine(*self._keys, chunk, layer)
-        for generator in self._generators:
-            generator.manual_seed(number)
+        for seed in self._seeds:
+            seed(number)
 
 
 class LearningSeeder(Seeder):
@@ -243,8 +243,8 @@ class AcceleratorSeeder(Seeder):
 
     def seed(self, chunk: int, layer: int) -> None:
         number = _combine(*self._keys, chunk, layer)
-        for generator in self._generators[len(_OF_HOST) :]:
-            generator.manual_seed(number)
+        for seed in self._seeds[len(_OF_HOST) :]:
+            seed(number)
 
 
 def default_generators(devices: Iterable[torch.device]) -> tuple[Generator, ...]:
