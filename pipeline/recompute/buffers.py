@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,24 @@ class _Slot(NamedTuple):
     memory: int  # its address as the call began
     version: int
     initial: Tensor
+
+
+class _Group(NamedTuple):
+    """Some buffers, with their tensors and versions as the call began."""
+
+    slots: list[_Slot]
+    tensors: list[Tensor]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, slots: list[_Slot]) -> _Group:
+        return cls(slots, [slot.tensor for slot in slots], tuple([slot.version for slot in slots]))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the same tensors are in their places, at the same versions."""
+        now = [slot.place.get(slot.name) for slot in self.slots]
+        return all(map(is_, now, self.tensors)) and versions(self.tensors) == self.versions
 
 
 class Buffers:
@@ -63,8 +82,8 @@ class Buffers:
             )
         ]
         self._spare: list[tuple[_Slot, Tensor]] | None = None
-        self._read = self._slots  # those that no forward has written so far
-        self._written: list[_Slot] = []  # the others
+        self._written: list[_Slot] = []
+        self._read = _Group.of(self._slots)  # those that no forward has written so far
         self._mutated: set[int] = set()  # owners of these
         self._before: dict[int, tuple[list[_Slot], list[Tensor]]] = {}  # chunk -> the slots, and their values
         self._seen_first = False
@@ -79,10 +98,8 @@ class Buffers:
 
     def hand_over(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Detach outputs; copy those that share memory with a buffer, which the next chunk may write."""
-        places = {storage_of(_now(slot)) for slot in self._slots}
-        return tuple([
-            out.clone() if storage_of(out) in places else out for out in detached(list(tensors))
-        ])
+        places = {storage_of(now) for slot in self._slots if (now := slot.place.get(slot.name)) is not None}
+        return tuple([out.clone() if storage_of(out) in places else out for out in detached(list(tensors))])
 
     def before_forward(self, chunk: int) -> None:
         """Clone the buffers that change, for a recomputation of this chunk."""
@@ -91,16 +108,17 @@ class Buffers:
 
     def after_forward(self) -> None:
         """Observe which modules change their buffers."""
-        self._note([slot.owner for slot in self._read if _touched(slot)])
+        if not self._read.is_untouched:
+            self._note([slot.owner for slot in self._read.slots if _touched(slot)])
         if not self._seen_first:
-            self._note([slot.owner for slot in self._read if self._is_written(slot)])
+            self._note([slot.owner for slot in self._read.slots if self._is_written(slot)])
         self._seen_first = True
 
     def _note(self, owners: Collection[int]) -> None:
         """Note who writes buffers."""
         if owners:
             self._mutated.update(owners)
-            self._read = [slot for slot in self._slots if slot.owner not in self._mutated]
+            self._read = _Group.of([slot for slot in self._slots if slot.owner not in self._mutated])
             self._written = [slot for slot in self._slots if slot.owner in self._mutated]
 
     @property
@@ -128,7 +146,7 @@ class Buffers:
 
     def check_unseen(self, what: str) -> None:
         """Raise if a buffer changed after chunk 0 without its version counter."""
-        for slot in self._read:
+        for slot in self._read.slots:
             if self._is_written(slot):
                 raise CheckpointError(
                     f"buffer '{slot.name}' of {what} changed after chunk 0, without its version counter. Change it "
@@ -146,7 +164,7 @@ class Buffers:
         kept = set(map(id, written))
         others = [slot for slot in self._written if id(slot) not in kept]
         if self._spare is None:  # a write past the counters must not reach `initial`
-            self._spare = list(zip(self._read, _copies(self._read)))
+            self._spare = list(zip(self._read.slots, _copies(self._read.slots)))
         fresh = [*(copies(values) if again else values), *_copies(others)]
         found = [slot.place.get(slot.name) for slot in self._slots]
         held = [tensor for tensor in found if tensor is not None]
@@ -172,7 +190,7 @@ class Buffers:
         A kept graph may have saved it, and autograd would not notice: BatchNorm writes without version counters. On a
         GPU there is no check: the host would have to wait.
         """
-        read = [slot for slot in self._read if slot.tensor.device.type == "cpu"]
+        read = [slot for slot in self._read.slots if slot.tensor.device.type == "cpu"]
         return any(not same_values(slot.tensor, slot.initial) for slot in read)
 
     def memory(self) -> Iterator[tuple[int, str]]:
