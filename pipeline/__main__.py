@@ -1,7 +1,8 @@
-"""The command line, `penstock`, also as `python -m pipeline`: schedules, devices, reports, and curvature.
+"""The command line, `penstock`, also as `python -m pipeline`: schedules, devices, plans, reports, and curvature.
 
     $ penstock schedules draw 1f1b --lanes 4 --chunks 8
     $ penstock devices --choose 4
+    $ penstock plan train.py:build --devices 4 --memory 24GiB
     $ penstock report step.json
     $ penstock curvature train.py:build --check --top 5 --trace
     $ torchrun --nproc-per-node 4 -m pipeline curvature train.py:build --top 5
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import click
 
         from partition.hardware.command import devices
+        from partition.plans.command import plan, profile
         from pipeline.curvature.command_line.command import curvature
         from scheduler.command_line.commands import schedules
         from scheduler.command_line.report import report
@@ -60,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'the command line needs {error.name}: pip install "penstock-torch[cli]"', file=sys.stderr)
         return 2
     words = (
-        "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, reports on "
-        "traced steps, and the curvature of a model's loss."
+        "Pipeline parallelism for PyTorch: schedules to look at and compare, the devices of this host, profiles and "
+        "plans of models, reports on traced steps, and the curvature of a model's loss."
     )
-    commands: list[click.Command] = [schedules, devices, report, curvature]
+    commands: list[click.Command] = [schedules, devices, profile, plan, report, curvature]
     named = {command.name or "": command for command in commands}
     return run(click.Group("penstock", named, help=words), "penstock", argv,
                lambda error: isinstance(error, _TOLD) and _is_ours(error.__traceback__))

@@ -13,7 +13,7 @@ from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak
 from partition.profiles.amounts import spelt_bytes, spelt_count, spelt_seconds
 from partition.profiles.profile import aligned
-from scheduler import Schedule
+from scheduler import Costs, Link, Schedule
 
 __all__ = ["Expected", "Plan", "RecomputedStages", "spelt"]
 
@@ -68,6 +68,8 @@ class Plan:
         devices: their names; empty: as many ranks, or whatever devices `Pipe` finds.
         memory: bytes that each device may hold; empty: any amount.
         expected: what a step takes and holds.
+        costs: what actions take and chunks hold: `pipe.report(steps, plan)` compares. A stage that recomputes some
+            chunks has a share of a recomputation for each.
         notes: sentences: the runner-up and why it lost, what is faster but does not fit, what could not be tried.
     """
 
@@ -80,6 +82,7 @@ class Plan:
     devices: tuple[str, ...]
     memory: tuple[float, ...]
     expected: Expected
+    costs: Costs
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,6 +100,8 @@ class Plan:
             given["schedule"] = {"text": str(self.schedule)}
         if isinstance(self.checkpoint, RecomputedStages):
             given["checkpoint"] = {"stages": self.checkpoint.stages}
+        given["costs"] = {name: value for name, value in vars(self.costs).items() if value is not None}
+        given["costs"]["link"] = _link_text(self.costs.link)
         given["expected"] = {**self.expected._asdict(), "peaks": [peak._asdict() for peak in self.expected.peaks]}
         return json.dumps(given, indent=1)
 
@@ -112,6 +117,10 @@ class Plan:
             expected = given.pop("expected")
             peaks = tuple([DevicePeak(**peak) for peak in expected.pop("peaks")])
             busy = tuple(expected.pop("busy"))
+            costs: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in given.pop("costs").items()
+            }
+            costs["link"] = _link_of(costs["link"])
             schedule, checkpoint = given.pop("schedule"), given.pop("checkpoint")
             rest: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
@@ -122,6 +131,7 @@ class Plan:
                 checkpoint=RecomputedStages(tuple(checkpoint["stages"])) if isinstance(checkpoint, Mapping)
                 else checkpoint,
                 expected=Expected(**expected, busy=busy, peaks=peaks),
+                costs=Costs(**costs),
             )  # fmt: skip
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PartitionError(
@@ -134,7 +144,7 @@ class Plan:
         again = {"never": "nothing", "except_last": "what another backward interrupts"}
         recomputed = (
             again[self.checkpoint] if isinstance(self.checkpoint, str)
-            else "stages " + ", ".join(map(str, self.checkpoint.stages))
+            else f"stage{'s' * (len(self.checkpoint.stages) > 1)} " + ", ".join(map(str, self.checkpoint.stages))
         )  # fmt: skip
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
         rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
@@ -154,6 +164,19 @@ class Plan:
             *aligned(rows, left=1),
             *self.notes,
         ])
+
+
+def _link_text(link: Any) -> Any:
+    """A link as JSON: a number, [latency, bandwidth], or a list of (lane, lane, one of these)."""
+    if isinstance(link, Mapping):
+        return {"lanes": [[*lanes, _link_text(way)] for lanes, way in link.items()]}
+    return {"latency": link.latency, "bandwidth": link.bandwidth} if isinstance(link, Link) else link
+
+
+def _link_of(text: Any) -> Any:
+    if isinstance(text, Mapping) and "lanes" in text:
+        return {(one, other): _link_of(way) for one, other, way in text["lanes"]}
+    return Link(**text) if isinstance(text, Mapping) else text
 
 
 def spelt(work: float, unit: str) -> str:

@@ -25,7 +25,7 @@ from partition.profiles.profile import Profile
 from partition.profiles.profiling import profile, rows_of, with_rows
 from partition.profiles.sandbox import Device
 from partition.splitting import check_module
-from scheduler import Schedule, ScheduleError, by_name, names, search
+from scheduler import Costs, Schedule, ScheduleError, by_name, names, search
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.formulation import pose
 
@@ -133,7 +133,8 @@ def plan(
     notes = [*_notes(best, trials, machine), *free, *(_failure(number, error) for number, error in failed.items())]
     return Plan(
         best.balance, best.schedule.chunks, best.given, best.schedule.placement.lane_of, best.checkpoint, count, labels,
-        machine.caps if max(machine.caps) < math.inf else (), _expected(best, machine), tuple(notes),
+        machine.caps if max(machine.caps) < math.inf else (), _expected(best, machine), _costs(best, machine),
+        tuple(notes),
     )  # fmt: skip
 
 
@@ -224,6 +225,24 @@ _APART = 1.4
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
+def _costs(best: Trial, machine: Machine) -> Costs:
+    """The costs of a trial in numbers for each stage, also what a chunk holds."""
+    stages = stages_of(best.profile, best.balance)
+    again = recomputed(best.checkpoint, best.schedule)
+    costs = costs_of(best.profile, stages, machine, best.balance, frozenset())
+    shares = [sum(s == stage for s, _ in again) / best.schedule.chunks for stage in range(len(stages))]
+    assert isinstance(costs.forward, tuple)  # a number for each stage
+    return replace(
+        costs,
+        recompute=tuple([share * forward for share, forward in zip(shares, costs.forward)]),
+        activation=tuple([max(stage.saved, 1) for stage in stages]),
+        checkpoint=tuple([
+            min(stage.read, max(stage.saved, 1)) if share else max(stage.saved, 1)
+            for stage, share in zip(stages, shares)
+        ]),
+    )  # fmt: skip
+
+
 def _expected(best: Trial, machine: Machine) -> Expected:
     timeline = best.timeline
     stages = stages_of(best.profile, best.balance)
@@ -236,20 +255,13 @@ def _expected(best: Trial, machine: Machine) -> Expected:
 def _searched(best: Trial, machine: Machine, effort: float) -> Trial:
     """A schedule that is searched for, for the same stages, if it is shorter and fits."""
     stages = stages_of(best.profile, best.balance)
-    again = recomputed(best.checkpoint, best.schedule)
-    costs = costs_of(best.profile, stages, machine, best.balance, again)
-    saved = tuple([max(stage.saved, 1) for stage in stages])
-    low = tuple([
-        min(stage.read, size) if any(s == number for s, _ in again) else size
-        for number, (stage, size) in enumerate(zip(stages, saved))
-    ])  # fmt: skip
     room = [
         cap - sum(stages[stage].state for stage in best.schedule.placement.stages_of(lane))
         for lane, cap in enumerate(machine.caps)
     ]  # fmt: skip
     try:
         found = search(
-            replace(costs, activation=saved, checkpoint=low), best.schedule.lanes, best.schedule.chunks,
+            _costs(best, machine), best.schedule.lanes, best.schedule.chunks,
             None if math.inf in room else room, placement=best.schedule.placement, effort=effort,
         )  # fmt: skip
     except ScheduleError:  # none fits the room, as the search counts it

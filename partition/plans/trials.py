@@ -258,5 +258,5 @@ def costs_of(
     return Costs(
         forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate for stage in stages]),
         recompute=recompute if again else 0, link=machine.link, message=tuple([profile.message(cut) for cut in cuts]),
-        speed=machine.speeds,
+        speed=machine.speeds, unit="s" if machine.unit == "s" else "slots",
     )  # fmt: skip

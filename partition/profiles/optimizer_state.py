@@ -47,8 +47,15 @@ def state_bytes(optimizer: StateOf, parameters: Sequence[Tensor]) -> list[int]:
                 "of parameter. Use 0 for SGD, 1 with momentum, 2 for Adam, or give the optimizer's class."
             )
         return [math.ceil(parameter.nbytes * optimizer) for parameter in parameters]
+    kinds = [(each.shape, each.dtype) for each in parameters]
+    sizes = dict(zip(dict.fromkeys(kinds), _stepped(optimizer, list(dict.fromkeys(kinds)))))
+    return [sizes[kind] for kind in kinds]
+
+
+def _stepped(optimizer: Any, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:
+    """The bytes of state for a parameter of each shape and type, after a step."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(False):
-        fakes = [nn.Parameter(torch.empty(each.shape, dtype=each.dtype, device="cpu")) for each in parameters]
+        fakes = [nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu")) for shape, dtype in kinds]
         for fake in fakes:
             fake.grad = torch.empty_like(fake)
         if not fakes:

@@ -1,0 +1,175 @@
+"""The commands `penstock profile` and `penstock plan`: a model that a script names, in tables or as JSON.
+
+    penstock profile train.py:build --chunks 8                       ──►  Profile on stdout
+    penstock plan train.py:build --devices 4 --memory 24GiB          ──►  Plan on stdout
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from partition.errors import PartitionError
+from partition.models.sequential import to_sequential
+from partition.plans import planning
+from partition.profiles import profiling
+from scheduler.command_line.options import NUMBER, write
+from scheduler.command_line.running import CommandError
+from scheduler.command_line.targets import value_at
+from scheduler.links import Link
+
+__all__ = ["plan", "profile"]
+
+_GIVEN = "TARGET"
+_OPTIMIZERS: dict[str, Any] = {"sgd": 0, "momentum": 1, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_ABOUT = """TARGET is FILE.py:NAME or MODULE:NAME: a function without arguments, in a script or a module. It returns
+(model, sample), or (model, sample, loss_fn, target). The sample is what the model is called with; a model that is no
+nn.Sequential is cut by `partition.to_sequential`. The script is imported: put what trains behind
+`if __name__ == "__main__"`."""
+
+
+class _Sizes(click.ParamType[Any]):
+    """A number of bytes such as 24GiB, or a list of them."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        sizes = []
+        for text in value.split(","):
+            match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+            if match is None or match[2].upper() not in _UNITS:
+                self.fail(f"{value!r} is no size such as 24GiB, nor a list such as 24GiB,16GiB.", param, ctx)
+            sizes.append(float(match[1]) * _UNITS[match[2].upper()])
+        return sizes
+
+
+class _Optimizer(click.ParamType[Any]):
+    """A name, or bytes of state for a byte of parameter."""
+
+    name = "optimizer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in _OPTIMIZERS:
+            return _OPTIMIZERS[value]
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is none of {', '.join(_OPTIMIZERS)}, and no number.", param, ctx)
+
+
+def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
+    """The options that both commands have."""
+    for option in (
+        click.option("--save", "path", metavar="FILE", help="Write JSON to a file as well."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
+        click.option("--optimizer", type=_Optimizer(), default="adam", show_default=True, metavar="NAME|FACTOR",
+                     help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
+        click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
+        click.argument("target", metavar=_GIVEN),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command(context_settings={"max_content_width": 120}, short_help="What each layer of a model takes and holds.")
+@_of_layers
+@click.option("--chunks", type=int, default=1, show_default=True, metavar="N", help="Of the mini-batch.")
+def profile(target: str, as_json: bool, path: str | None, timeout: float | None, **given: Any) -> int:
+    """Measures a copy of each layer: F, I and W, parameters, gradients, optimizer state, saved activations, output.
+
+    TARGETS
+
+    \b
+    examples:
+      penstock profile train.py:build --chunks 8
+      penstock profile train.py:build --device meta --optimizer sgd --json
+    """
+    if timeout is not None:
+        given["timeout"] = timeout
+    return _answered(profiling.profile, target, given, as_json, path)
+
+
+@click.command(context_settings={"max_content_width": 120}, short_help="Where to cut, with which schedule.")
+@_of_layers
+@click.option("--devices", required=True, metavar="N|NAMES", help="How many (ranks), or names: cuda:0,cuda:1.")
+@click.option("--memory", type=_Sizes(), metavar="BYTES", help="That each may hold: 24GiB, or one for each.")
+@click.option("--rows", type=int, metavar="N", help="Of the mini-batch to plan for; default: the sample's.")
+@click.option("--chunks", metavar="N[,N...]", help="The numbers to choose from; default: divisors of the rows.")
+@click.option("--schedules", metavar="NAMES", help="To choose from: gpipe,1f1b; default: all.")
+@click.option("--speed", metavar="X[,X...]", help="Of each device, relative to the one that is measured.")
+@click.option("--latency", type=NUMBER, default=0.0, metavar="SECONDS", help="Of a message between devices.")
+@click.option("--bandwidth", type=NUMBER, metavar="BYTES", help="Of a link, in a second.")
+@click.option("--flops", type=NUMBER, metavar="X", help="That a device does in a second, with --device meta.")
+@click.option("--effort", type=NUMBER, default=0.0, metavar="X", help="Search for a better order than the named ones.")
+def plan(
+    target: str, as_json: bool, path: str | None, devices: str, memory: list[float] | None, chunks: str | None,
+    schedules: str | None, speed: str | None, latency: float, bandwidth: float | None, timeout: float | None,
+    **given: Any,
+) -> int:  # fmt: skip
+    """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
+
+    TARGETS
+
+    \b
+    examples:
+      penstock plan train.py:build --devices 4 --memory 24GiB
+      penstock plan train.py:build --devices cuda:0,cuda:1 --memory 24GiB,16GiB --rows 512 --schedules 1f1b,zb-h1
+      penstock plan train.py:build --devices 8 --memory 80GB --device meta --flops 4e14 --save plan.json
+    """
+    given["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
+    if memory is not None:
+        given["memory"] = memory[0] if len(memory) == 1 else memory
+    if chunks is not None:
+        given["chunks"] = [_number(text, int, "--chunks") for text in chunks.split(",")]
+    if schedules is not None:
+        given["schedules"] = schedules.split(",")
+    if speed is not None:
+        speeds = [_number(text, float, "--speed") for text in speed.split(",")]
+        given["speed"] = speeds[0] if len(speeds) == 1 else speeds
+    if latency or bandwidth is not None:
+        given["link"] = Link(latency, inf if bandwidth is None else bandwidth)
+    if timeout is not None:
+        given["timeout"] = timeout
+    return _answered(planning.plan, target, given, as_json, path)
+
+
+for _command in (profile, plan):
+    assert _command.help is not None
+    _command.help = _command.help.replace("TARGETS", _ABOUT)
+
+
+def _number(text: str, kind: Callable[[str], Any], option: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise CommandError(f"{option} has {text!r}, which is no number. Give numbers with commas between.") from None
+
+
+def _answered(ask: Callable[..., Any], target: str, given: dict[str, Any], as_json: bool, path: str | None) -> int:
+    """Ask of the model that a target names, and print the answer."""
+    value = value_at(target)
+    if not isinstance(value, tuple) or len(value) not in (2, 4) or not isinstance(value[0], nn.Module):
+        raise CommandError(
+            f"{target} gives a {type(value).__name__}, and not (model, sample), nor (model, sample, loss_fn, target)."
+        )
+    model, sample, *loss = value
+    if loss:
+        given["loss_fn"], given["target"] = loss
+    try:
+        layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
+        answer = ask(layers, sample, **given)
+    except PartitionError as error:
+        raise CommandError("\n".join([str(error), *getattr(error, "__notes__", [])])) from None
+    if path is not None:
+        write(path, answer.to_json())
+    print(answer.to_json() if as_json else answer)
+    return 0
