@@ -417,7 +417,7 @@ class Pipe(Settled, Stateful):
     def trace(self) -> Iterator[TraceRecorder]:
         """Record when each action of the calls within runs; their backward too, if it runs within.
 
-        Over ranks all enter and leave together, and each gets the actions of all; clocks of machines may differ.
+        Over ranks all enter and leave together, and each gets the actions of all, on one clock (scheduler/clocks.py).
 
         Example:
             >>> import torch

@@ -13,15 +13,15 @@ shortest such time is then an upper bound, and no action of the step would have 
 Lanes that take turns in one thread hand over in memory: there a message takes no time.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from scheduler.action import Action, Kind
+from scheduler.action import Kind
 from scheduler.errors import ScheduleError
-from scheduler.event import Event
+from scheduler.exchanges import exchanges
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.timeline import Timeline
@@ -194,33 +194,10 @@ def _check_whole(actions: Sequence[Mapping[Kind, Sample]]) -> None:
 def _messages(step: Timeline) -> Iterator[tuple[int, float, bool]]:
     """The messages between lanes: (boundary, time, whether the reader's lane was free when it was sent)."""
     groups = [set(group) for group in step.turns]
-    givers: dict[tuple[int, bool, int], list[Event]] = defaultdict(list)  # one for each step
-    for event in step.events:
-        stage, kind, chunk = event.action
-        if kind is Kind.F or kind.is_backward:
-            givers[stage, kind is Kind.F, chunk].append(event)
-    for row in step.by_lane:
-        read: Counter[tuple[int, bool, int]] = Counter()
-        free: float = 0
-        for event in row:
-            stage, kind, chunk = event.action
-            key = (stage - 1 if kind is Kind.F else stage + 1), kind is Kind.F, chunk
-            if _reads(event.action, step.recomputed) and key in givers:
-                giver = givers[key][read[key]]
-                read[key] += 1
-                if giver.lane != event.lane:
-                    in_turns = any({giver.lane, event.lane} <= group for group in groups)
-                    time = 0 if in_turns else max(0, event.start - giver.end)
-                    yield min(stage, key[0]), time, giver.end >= free
-            free = event.end
-
-
-def _reads(action: Action, recomputed: Set[tuple[int, int]]) -> bool:
-    """Whether this is the first action that reads a message: an R comes before its B or I."""
-    stage, kind, chunk = action
-    if kind.is_backward:
-        return (stage, chunk) not in recomputed
-    return kind is Kind.F or kind is Kind.R
+    for giver, reader, free in exchanges(step.by_lane):
+        in_turns = any({giver.lane, reader.lane} <= group for group in groups)
+        time = 0 if in_turns else max(0, reader.start - giver.end)
+        yield min(giver.action.stage, reader.action.stage), time, giver.end >= free
 
 
 def _sample(ways: Sequence[tuple[float, bool]]) -> Sample:

@@ -24,10 +24,12 @@ from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Exchange
 from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.trace import clock_name
 from pipeline.gradients.clip import joined_norm, norm_of, values_of
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
+from scheduler.clocks import on_one_clock
 
 
 class CallMessages:
@@ -166,6 +168,10 @@ class RankExchange(Exchange):
         return joined_norm(whole, norm_type).to(self._ranks.device)
 
     def share_events(self, events: Sequence[Event]) -> list[Event]:
-        text = json.dumps([[str(event.action), event.lane, event.start, event.end] for event in events])
-        rows = [row for text in self._ranks.exchange_texts(text) for row in json.loads(text)]
-        return [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
+        mine = [[str(event.action), event.lane, event.start, event.end] for event in events]
+        by_clock: dict[str, list[Event]] = {}
+        for text in self._ranks.exchange_texts(json.dumps([clock_name(), mine])):
+            name, rows = json.loads(text)
+            told = [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
+            by_clock.setdefault(name, []).extend(told)
+        return on_one_clock(list(by_clock.values()))

@@ -5,14 +5,25 @@
     print(draw(trace.timeline))
 
 An action begins when its inputs are there: a rank's wait for them is a gap. A recomputation is an event of its own, R,
-right before its B or I. On an accelerator the times are those of the host, which launches.
+right before its B or I. Over machines, whose clocks have different zeros, the messages of the trace bring the events to
+one clock (scheduler/clocks.py). On an accelerator the times are those of the host, which launches.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from scheduler import Event, Timeline
+
+
+def clock_name() -> str:
+    """The name of the clock of `perf_counter`: all processes of a machine have the same one, since it started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 class TraceRecorder:

@@ -14,8 +14,10 @@ from pipeline_probes import labelled, probes, run, sum_of
 from torch import Tensor, nn
 
 from pipeline import Pipe
+from pipeline.distributed import exchange
 from pipeline.execution import execution
 from scheduler import Costs, Schedule
+from scheduler.exchanges import exchanges
 
 
 def logs(stages: int, cases: list[tuple[str, int, str, str]]) -> list[list[str]]:
@@ -134,3 +136,16 @@ def slept(schedule: str, forward: list[float], backward: list[float], chunks: in
         timeline = trace.timeline
     assert timeline is not None
     return [(str(action), *rest) for action, *rest in timeline.events], timeline.turns
+
+
+def on_clocks(schedule: str, ahead: float) -> Any:
+    """A traced step of ranks whose clocks are so far apart: the makespan, and how long each message took."""
+    pipe = Pipe(nn.Sequential(*[nn.Linear(3, 3) for _ in range(2)]), [1, 1], 4, schedule=schedule)
+    rank = pipe.runtime.rank
+    with (
+        mock.patch.object(execution, "perf_counter", lambda: time.perf_counter() + ahead * rank),
+        mock.patch.object(exchange, "clock_name", lambda: f"machine {rank}"),
+    ):
+        timeline = pipe.step(torch.ones(4, 3), loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
+    assert timeline is not None
+    return timeline.makespan, [reader.start - giver.start for giver, reader, _ in exchanges(timeline.by_lane)]

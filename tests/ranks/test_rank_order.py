@@ -194,3 +194,10 @@ def test_the_costs_of_a_traced_step_are_what_its_layers_took_on_every_rank(
         for found in crew.run("rank_order:measured", schedule, forward, backward, checkpoint):
             works = [5 * sum(times) for times in zip(forward, backward, again)]
             assert found == (forward, backward, again, works)
+
+
+@pytest.mark.parametrize("ahead", [-1e6, 1e6])
+def test_the_timeline_of_machines_is_on_one_clock(ahead: float, request: pytest.FixtureRequest) -> None:
+    for makespan, messages in request.getfixturevalue("crew2").run("rank_order:on_clocks", "1f1b", ahead):
+        assert makespan < 1e3 and len(messages) == 8
+        assert all(0 <= time < 1e3 for time in messages)

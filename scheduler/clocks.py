@@ -1,0 +1,75 @@
+"""Events of several clocks, brought to one: machines count from different zeros.
+
+    clock 0:  0F0 sent at 5     0B0 read at 30      nothing is read before it is sent, so by 1F0 clock 1 is at most
+    clock 1:  1F0 read at 103   1B0 sent at 110     98 ahead, by 0B0 at least 80. As fast there as back: it is 89
+
+The fastest message each way bounds how far one clock is ahead of another; the middle is taken, as the Network Time
+Protocol does (Mills, RFC 5905, section 8). It errs by half of what the two differ in. With messages one way only, the
+fastest takes no time. A clock that exchanges none, not even through others, is left as it is.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from operator import attrgetter
+
+from scheduler.event import Event
+from scheduler.exchanges import exchanges
+
+__all__ = ["on_one_clock"]
+
+
+def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
+    """The events of several clocks, in the time of the first.
+
+    Args:
+        clocks: for each clock the events whose times it told, of all lanes that it serves
+
+    >>> from scheduler import Action
+    >>> first = [Event(Action.parse("0F0"), 0, 0, 5), Event(Action.parse("0B0"), 0, 30, 40)]
+    >>> other = [Event(Action.parse("1F0"), 1, 103, 108), Event(Action.parse("1B0"), 1, 108, 110)]
+    >>> for event in on_one_clock([first, other]):
+    ...     print(event.action, event.start, event.end)
+    0F0 0 5
+    0B0 30 40
+    1F0 14.0 19.0
+    1B0 19.0 21.0
+    """
+    fastest = _fastest(clocks)
+    ahead: dict[int, float] = {}
+    for root in range(len(clocks)):
+        ahead.setdefault(root, 0)
+        reached = deque([root])
+        while reached:
+            here = reached.popleft()
+            for other in range(len(clocks)):
+                there, back = fastest.get((here, other), inf), fastest.get((other, here), inf)
+                if other not in ahead and min(there, back) < inf:
+                    ahead[other] = ahead[here] + _middle(there, back)
+                    reached.append(other)
+    return [
+        Event(action, lane, start - ahead[clock], end - ahead[clock])
+        for clock, events in enumerate(clocks) for action, lane, start, end in events
+    ]
+
+
+def _middle(there: float, back: float) -> float:
+    """By how far the other clock is ahead, where the fastest messages take so long by the difference of the two."""
+    if there == inf:
+        return -back
+    return there if back == inf else (there - back) / 2
+
+
+def _fastest(clocks: Sequence[Sequence[Event]]) -> dict[tuple[int, int], float]:
+    """The shortest time from the end of a giver to the start of its reader, from clock to clock."""
+    lanes = sorted({event.lane for events in clocks for event in events})
+    clock_of = {event.lane: clock for clock, events in enumerate(clocks) for event in events}
+    rows = [sorted((event for event in clocks[clock_of[lane]] if event.lane == lane), key=_START) for lane in lanes]
+    fastest: dict[tuple[int, int], float] = {}
+    for giver, reader, _ in exchanges(rows):
+        pair = clock_of[giver.lane], clock_of[reader.lane]
+        fastest[pair] = min(fastest.get(pair, inf), reader.start - giver.end)
+    return fastest
+
+
+_START = attrgetter("start", "end")
