@@ -285,7 +285,7 @@ def places_of(model: nn.Module) -> dict[str, int]:
     """
     order: dict[str, int] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name in [prefix, *[_dotted(prefix) + key for key in [*module._parameters, *module._buffers]]]:
+        for name in [prefix, *[_dotted(prefix) + key for key in [*module._parameters.keys(), *module._buffers.keys()]]]:
             order.setdefault(name, len(order))
     return order
 

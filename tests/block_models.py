@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -355,6 +356,41 @@ class OnTheHost(Chain):
         return x * scale
 
 
+def compiled(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module)
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() / 2
+
+
+class Neighbours(nn.Module):
+    """A block with a module that torch.jit has compiled, called with a sparse buffer of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.halved = nn.Linear(4, 4), compiled(Halved())
+
+    def forward(self, x: Tensor, adjacent: Tensor) -> Tensor:
+        return x + self.halved(torch.stack([adjacent @ self.linear(row) for row in x]))
+
+
+class Graph(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Neighbours() for _ in range(3))
+        self.register_buffer("adjacent", (torch.eye(6) + torch.eye(6).roll(1, 0)).to_sparse())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, self.adjacent)
+        return x
+
+
 def ids(rows: int, length: int = 6) -> Tensor:
     return torch.randint(0, 11, (rows, length))
 
@@ -529,6 +565,15 @@ class Counts(Chain):
         return x
 
 
+class Compiled(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = compiled(nn.Linear(4, 4))
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.last(x)
+
+
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -543,5 +588,6 @@ REFUSED = {
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",
     WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
+    Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

@@ -50,7 +50,8 @@ def training(*modules: nn.Module) -> Iterator[None]:
             module.eval()
         with torch.no_grad():
             for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # a write is counted, and BatchNorm's own are not
+                is_same = torch.equal(buffer.to_dense(), value.to_dense())
+                if not is_same:  # a write is counted, and BatchNorm's own are not
                     buffer.copy_(value)
 
 
@@ -193,7 +194,7 @@ def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if name:
+            if name and not isinstance(module, torch.jit.ScriptModule):  # these have no such hooks
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
         yield

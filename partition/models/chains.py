@@ -29,7 +29,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     once = _once(calls)
     runs = []
     for name, module in model.named_modules():
-        children = [f"{name}.{key}" if name else key for key in module._modules]
+        children = [f"{name}.{key}" if name else key for key, _ in module.named_children()]
         run = [once[child] for child in children if child in once]
         is_alike = len({type(model.get_submodule(call.name)) for call in run}) == 1
         if is_alike and len(run) == len(children) > 1 and run == sorted(run, key=_begin) and _follow(run):

@@ -94,6 +94,12 @@ def to_sequential(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and module.state_dict():
+            raise PartitionError(
+                f"module {name!r} is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. "
+                "Cut the model before it is compiled."
+            )
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     twin = twin_of(model, sample)
     if twin is not None:

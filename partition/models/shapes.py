@@ -33,6 +33,8 @@ class MadeUp(Tensor):
 
 def is_without_memory(tensor: Tensor) -> bool:
     """Whether one number stands for all."""
+    if tensor.layout != torch.strided:
+        return False
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

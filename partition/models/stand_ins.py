@@ -106,6 +106,8 @@ def rebuilt(
     module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = frozenset()
 ) -> nn.Module:
     """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
+    if isinstance(module, torch.jit.ScriptModule):  # without parameters: see `to_sequential`
+        return module
     made = shallow(module, volatile)
     for table in ("_parameters", "_buffers"):
         tensors = vars(module)[table].items()

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from block_models import MODELS, REFUSED, Chain, Gpt, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
+from block_models import MODELS, REFUSED, Chain, Gpt, Graph, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
 from families import of_family
 from hypothesis import given
 from hypothesis import strategies as st
@@ -193,6 +193,14 @@ def test_whole_numbers_pass_by_though_the_sample_does_not_use_them():
     layers = to_sequential(model, -torch.rand(4, 4))
     for x in (-torch.rand(3, 4), torch.rand(3, 4), torch.randn(9, 4)):
         assert torch.equal(layers(x), model(x))
+
+
+def test_compiled_modules_within_blocks_and_sparse_buffers_are_the_models():
+    model = Graph().eval()
+    layers = to_sequential(model, ids(4))
+    for rows in (1, 5):
+        assert torch.equal(layers(x := ids(rows)), model(x))
+    assert len(layers) == 5
 
 
 def test_what_passes_by_travels_as_long_as_it_is_read():
