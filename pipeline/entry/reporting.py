@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from partition.hardware.sampling import Sampling, Usage
-from pipeline.common.accelerators import peak_bytes
+from pipeline.common.accelerators import is_accelerator, peak_bytes
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.step import Step
 from scheduler import Costs, Report, Timeline, report
@@ -35,11 +36,13 @@ def reported(
         timelines.append(timeline)
     usage = {} if sampling is None else {usage.device.label: usage for usage in sampling.usage}
     peaks, watts, busy = _of_lanes(runtime, lambda device: _told(device, usage.get(str(device))))
-    return report(
+    told = report(
         timelines, planned, balance=runtime.settings.balance,
         peak_bytes=[None if peak is None else int(peak) for peak in peaks],
         watts=watts if any(power is not None for power in watts) else None, utilisation=busy,
     )  # fmt: skip
+    kinds = {device.type for device in runtime.settings.layout.devices if is_accelerator(device)}
+    return replace(told, notes=(*told.notes, *map(_LAUNCHES.format, sorted(kinds))))
 
 
 def _told(device: torch.device, usage: Usage | None) -> list[float | None]:
@@ -64,3 +67,9 @@ def _of_lanes(runtime: Runtime, tell: Callable[[torch.device], list[float | None
         known = communicator.exchange.sum_over(known)
     columns = known.transpose(0, 1).tolist()
     return [[number if is_known else None for number, is_known in column] for column in columns]
+
+
+_LAUNCHES = (
+    "times are those of the host, which launches work on {} and does not wait for it: they are those of the device "
+    "only where each launch blocks (CUDA_LAUNCH_BLOCKING=1)"
+)

@@ -92,3 +92,12 @@ def test_peak_bytes_are_what_the_allocators_statistics_say(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
     assert accelerators.peak_bytes(device) is None
+
+
+def test_times_of_a_host_that_only_launches_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipe_of([1, 1])
+    step = stepped(pipe)
+    assert not any("launches" in note for note in pipe.report(step).notes)
+    monkeypatch.setattr(reporting, "is_accelerator", lambda device: True)
+    notes = [note for note in pipe.report(step).notes if "launches work on cpu and does not wait for it" in note]
+    assert len(notes) == 1
