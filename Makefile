@@ -51,6 +51,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/cuts.py
+	$(BIN)/python benchmarks/predicted.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/curvature.py
