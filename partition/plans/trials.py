@@ -94,8 +94,8 @@ class Trial:
 def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule) -> list[Trial]:
     """Choices of balance and recomputation; the best of them has the least `rank`.
 
-    First nothing is recomputed. Where that does not fit at once, all is; and the stages of devices that hold too much,
-    one device more at a time.
+    First nothing is recomputed. Where that does not fit at once, all is; and the stages of the devices that hold too
+    much, more of them each time.
 
     Raises:
         PartitionError: there are fewer layers than stages.
@@ -109,10 +109,13 @@ def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule,
         checkpoint: Checkpoint = RecomputedStages(tuple(sorted(stages))) if stages else "never"
         last = _fitted(profile, machine, label, given, schedule, checkpoint)
         trials.append(last)
-        lanes = [lane for lane in range(schedule.lanes) if not stages.issuperset(schedule.placement.stages_of(lane))]
         if last.fits:
             break
-        stages |= set(schedule.placement.stages_of(max(lanes, key=last.over.__getitem__)))
+        lanes = [lane for lane in range(schedule.lanes) if not stages.issuperset(schedule.placement.stages_of(lane))]
+        fullest = max(lanes, key=last.over.__getitem__)
+        for lane in lanes:
+            if lane == fullest or last.over[lane] > 0:
+                stages.update(schedule.placement.stages_of(lane))
     return [*trials, _fitted(profile, machine, label, given, schedule, "except_last")]
 
 
@@ -131,17 +134,21 @@ def polished(trial: Trial, machine: Machine) -> Trial:
 
 def _neighbours(trial: Trial, machine: Machine) -> Iterator[Trial]:
     fixed = (trial.profile, machine, trial.label, trial.given, trial.schedule)
-    for checkpoint in (trial.checkpoint, *_toggled(trial)):
-        if checkpoint != trial.checkpoint:
-            yield _fitted(*fixed, checkpoint)
-            yield replayed(*fixed, checkpoint, trial.balance)
-        for before, after in ((0, 1), (1, 0)):
-            for cut in range(len(trial.balance) - 1):
-                balance = list(trial.balance)
-                balance[cut + before] -= 1
-                balance[cut + after] += 1
-                if min(balance) > 0:
-                    yield replayed(*fixed, checkpoint, balance)
+    moved = [trial.balance, *_moved(trial.balance)]
+    for checkpoint in _toggled(trial):
+        yield _fitted(*fixed, checkpoint)
+        for balance in moved if len(moved) <= _FEW else moved[:1]:
+            yield replayed(*fixed, checkpoint, balance)
+    for balance in moved[1:]:
+        yield replayed(*fixed, trial.checkpoint, balance)
+
+
+def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Balances with one layer on the other side of a cut."""
+    for cut in range(len(balance) - 1):
+        for move in (-1, 1):
+            if balance[cut] + move and balance[cut + 1] - move:
+                yield (*balance[:cut], balance[cut] + move, balance[cut + 1] - move, *balance[cut + 2:])
 
 
 def _toggled(trial: Trial) -> Iterator[Checkpoint]:
@@ -178,6 +185,7 @@ def _fitted(
 
 
 _ROUNDS = 3
+_FEW = 16  # moves of cuts that are tried with every other choice of stages to recompute
 
 
 def _trial(
