@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipeline import Pipe
-from scheduler import by_name
+from scheduler import Kind, by_name
 
 ROWS, WIDE, CHUNKS = 7, 4, 3
 F64 = torch.float64
@@ -407,7 +407,8 @@ def test_a_copy_runs_the_schedule_it_is_given_later():
             twin.schedule = schedule
             timeline = twin.step(x, y, loss_fn=mse, trace=True).timeline
             for lane, order in enumerate(by_name(name, 2, CHUNKS).orders):
-                assert tuple(event.action for event in timeline.events if event.lane == lane) == order
+                ran = [event.action for event in timeline.events if event.lane == lane]
+                assert tuple(action for action in ran if action.kind is not Kind.R) == order
 
 
 # ------------------------------------------------------------------------------------------------------------- training
