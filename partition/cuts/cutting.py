@@ -12,8 +12,9 @@ Dynamic programming over stages and ends of stages:
     slowest[s][j] = min over i of max(slowest[s - 1][i], time(s, i, j) where bytes(s, i, j) fit)
 
 which is exact whatever the times and bytes are; messages make them neither convex nor monotone. Only windows that can
-be in a cut as good as the one found need be looked at: no longer ones, since work only grows with length. A second
-pass, over those that were looked at and are no slower, takes the smallest sum of squared times.
+be in a cut as good as one that is known need be looked at: no longer ones, since work only grows with length, and none
+that ends where the layers before or behind it have more work than their stages can do in that time. A second pass, over
+those that were looked at and are no slower, takes the smallest sum of squared times.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import numpy
 
-from partition.contiguous import check_stages
+from partition.contiguous import balance_costs, check_stages
 from partition.cuts.windows import Amounts, Table, amounts_of, shifted, table_of
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes
@@ -148,22 +149,42 @@ def cut_layers(layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Se
     Raises:
         PartitionError: there are fewer layers than stages, or no balance fits.
     """
-    count = check_stages(len(specs), len(layers.work))
-    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.asarray(layers.work, dtype=float))])
-    total, longest, fastest = len(layers.work), 0, max(spec.speed for spec in specs)
-    bound = max(sums[-1] / sum(spec.speed for spec in specs), max(layers.work) / fastest)
-    wanted = min(total, 2 * -(-total // count) + 2)
+    count, total = check_stages(len(specs), len(layers.work)), len(layers.work)
+    work = numpy.asarray(layers.work, dtype=float)
+    fastest = max(spec.speed for spec in specs)
+    bound = float(numpy.diff(numpy.concatenate([[0.0], numpy.cumsum(work)])).max()) / fastest  # one layer alone
+    value = slowest(layers, specs, messages, balance_costs(work, count))
+    longest, wanted = 0, min(total, 2 * -(-total // count) + 2) if value == inf else _longest(work, specs, value)
     while longest < wanted:
         longest = wanted
         times = _Times(layers, specs, messages, longest)
-        value = _slowest(times)
-        if value <= bound:
-            break  # the slowest stage is one layer alone, say
-        lengths = numpy.arange(total + 1) - numpy.searchsorted(sums, sums - value * fastest)
-        wanted = min(total, 2 * longest) if value == inf else min(total, int(lengths.max()) + 1)
+        if value > bound:
+            value = min(value, _slowest(times, _ends(work, specs, value)))
+        wanted = min(total, 2 * longest) if value == inf else _longest(work, specs, value)
     if value == inf:
         raise PartitionError(_unfit(layers, specs))
-    return _evenest(times, value)
+    return _evenest(times, _ends(work, specs, value), value)
+
+
+def _longest(work: Table, specs: Sequence[StageSpec], value: float) -> int:
+    """The most layers that a stage can do in a time."""
+    sums = numpy.concatenate([[0.0], numpy.cumsum(work)])
+    most = value * max(spec.speed for spec in specs) * _ROOM
+    return int((numpy.arange(len(sums)) - numpy.searchsorted(sums, sums - most)).max())
+
+
+def _ends(work: Table, specs: Sequence[StageSpec], value: float) -> list[slice]:
+    """For each stage where it may end, if none takes longer than this time."""
+    total = len(work)
+    sums = numpy.concatenate([[0.0], numpy.cumsum(work)])
+    most = [value * spec.speed * _ROOM for spec in specs]
+    first, last = [total], [0]
+    for stage in range(len(specs) - 1, 0, -1):
+        first.append(max(stage, int(numpy.searchsorted(sums, sums[first[-1]] - most[stage]))))
+    for stage, spent in enumerate(most):
+        behind = len(specs) - 1 - stage
+        last.append(min(total - behind, int(numpy.searchsorted(sums, sums[last[-1]] + spent, "right")) - 1))
+    return [slice(low, high + 1) for low, high in zip(reversed(first), last[1:], strict=True)]
 
 
 def slowest(
@@ -199,13 +220,13 @@ class _Times:
             self._bytes = [*tables, shifted(entry, longest, 0)]
         self._timed: Callable[[StageSpec], Table] = lru_cache(maxsize=4)(self._of_spec)
 
-    def of(self, stage: int) -> Table:
-        """The times in a stage."""
-        table = self._timed(self.specs[stage])
+    def of(self, stage: int, ends: slice = slice(None)) -> Table:
+        """The times in a stage, of windows that end in some places."""
+        table = self._timed(self.specs[stage])[ends]
         before, behind = self._messages[stage], self._messages[stage + 1]
         if before.any():
-            table = table + shifted(before, self.longest, 0)
-        return table + behind[:, None] if behind.any() else table
+            table = table + shifted(before, self.longest, 0)[ends]
+        return table + behind[ends, None] if behind.any() else table
 
     def _of_spec(self, spec: StageSpec) -> Table:
         table = self._work
@@ -222,29 +243,31 @@ class _Times:
         return numpy.where(held <= spec.memory - spec.state, table, inf)
 
 
-def _slowest(times: _Times) -> float:
-    """The time of the slowest stage, as small as can be; inf where nothing fits."""
+def _slowest(times: _Times, ends: Sequence[slice]) -> float:
+    """The time of the slowest stage, as small as can be with stages that end there; inf where nothing fits."""
     best = numpy.full(times.layers + 1, inf)
     best[0] = 0
-    for stage in range(len(times.specs)):
-        best = numpy.maximum(shifted(best, times.longest, inf), times.of(stage)).min(axis=1)
+    for stage, there in enumerate(ends):
+        before, best = best, numpy.full(times.layers + 1, inf)
+        best[there] = numpy.maximum(shifted(before, times.longest, inf)[there], times.of(stage, there)).min(axis=1)
     return float(best[-1])
 
 
-def _evenest(times: _Times, value: float) -> list[int]:
+def _evenest(times: _Times, ends: Sequence[slice], value: float) -> list[int]:
     """Of the cuts into stages no slower than `value` the one with the smallest sum of squared times."""
     best = numpy.full(times.layers + 1, inf)
     best[0] = 0
     lengths = []
-    for stage in range(len(times.specs)):
-        table = times.of(stage)
-        sums = shifted(best, times.longest, inf) + numpy.where(table <= value, table, inf) ** 2
+    for stage, there in enumerate(ends):
+        table = times.of(stage, there)
+        sums = shifted(best, times.longest, inf)[there] + numpy.where(table <= value, table, inf) ** 2
         lengths.append(sums.argmin(axis=1))
-        best = sums.min(axis=1)
+        best = numpy.full(times.layers + 1, inf)
+        best[there] = sums.min(axis=1)
     balance: list[int] = []
     stop = times.layers
-    for chosen in reversed(lengths):
-        balance.append(int(chosen[stop]) + 1)
+    for chosen, there in zip(reversed(lengths), reversed(ends), strict=True):
+        balance.append(int(chosen[stop - there.start]) + 1)
         stop -= balance[-1]
     return balance[::-1]
 
@@ -273,4 +296,5 @@ def _memory(spec: StageSpec) -> float:
     return spec.memory
 
 
+_ROOM = 1 + 1e-12  # sums of floats that are equal but for rounding
 _REMEDY = "Recompute activations, take more chunks or more devices, or an optimizer that keeps less."
