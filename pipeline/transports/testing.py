@@ -303,7 +303,7 @@ def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: P
     for name, use in (
         ("gives what was expected", second.take),
         ("expects payloads", lambda: into.post(8).take()),
-        ("sends payloads", lambda: _send(out, _bytes(8, 0))),
+        ("sends payloads", lambda: _send_on(out)),
     ):
         _assert_raises_channel_error(use, f"a channel that was given up still {name}")
 
@@ -388,6 +388,13 @@ def _wait(receives: list[Handle], sends: list[Handle]) -> None:
 
 def _send(out: PayloadsOut, buffer: Tensor) -> None:
     out.send(buffer.to(out.device, copy=True))
+
+
+def _send_on(out: PayloadsOut) -> None:
+    """Send until it is refused: the end that has not given up itself sees it as soon as its host tells."""
+    while True:
+        _send(out, _bytes(8, 0))
+        time.sleep(0.001)
 
 
 def _taken(expected: list[Expected]) -> list[Tensor]:
