@@ -690,7 +690,7 @@ def test_if_the_process_that_hosts_the_store_is_stopped_the_others_know_and_then
     ranks[0].post("receive", 2)
     ranks[1].post("receive", 0)
     ranks[2].post("receive", 1)
-    time.sleep(0.5)
+    time.sleep(1.5)  # several looks at the store: by then they know what each is in
     since = ranks[0].kill(signal.SIGSTOP)
     answers = [remote.answer() for remote in ranks[1:]]
     for rank, (found, when) in enumerate(answers, start=1):
