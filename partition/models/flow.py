@@ -75,7 +75,7 @@ class Flow:
         """The node that a tensor's numbers are."""
         storage = storage_of(tensor)
         if storage not in self._now:
-            self.roots[self._put(tensor, Node(self._time))] = storage
+            self.roots[self._put(tensor, Node(-1 if self._time < 0 else self.tick()))] = storage
         return self._now[storage][0]
 
     def leave(self, call: int, leaves: Iterable[Any]) -> None:
@@ -143,7 +143,7 @@ class _Tellings(TorchFunctionMode):
         self._flow = flow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
             self._flow.tell(args[:1])
         return func(*args, **(kwargs or {}))
 

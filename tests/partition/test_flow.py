@@ -32,6 +32,7 @@ STEPS: dict[str, Callable[[list[Tensor], int, int], object]] = {
     "branch": lambda values, i, j: values.append(values[i] * 1 if values[j].sum() > 0 else values[i] + 1),
     "list": lambda values, i, j: values.append(torch.tensor([values[i].tolist()[0]] * 4)),
     "numpy": lambda values, i, j: values.append(torch.from_numpy(values[i].numpy().copy())),
+    "dlpack": lambda values, i, j: values.append(torch.from_dlpack(values[i] * 2)),
     "chosen": lambda values, i, j: values.append(values[i] * len(values[j][values[j] > 0])),
     "choose": lambda values, i, j: values.append(values[i][values[j].argsort()]),
     "equal": lambda values, i, j: values.append(values[i] * torch.equal(values[j], values[j - 1])),
@@ -90,7 +91,8 @@ def check_roots(steps, seed):
                 assert torch.equal(computed(steps, others), outcome)
 
 
-TELLS = {"item", "branch", "list", "numpy", "chosen", "equal", "close"}  # numbers to Python: all later depends on them
+# Numbers to Python: all later depends on them.
+TELLS = {"item", "branch", "list", "numpy", "dlpack", "chosen", "equal", "close"}
 
 
 @pytest.mark.parametrize("step", sorted({*STEPS} - TELLS))
@@ -146,6 +148,16 @@ class Lists(Branch):
         return max(hidden.sum(-1).tolist()) > 3
 
 
+class Exchanges(Linears):
+    """The mask lies in memory that another library might have."""
+
+    def tell(self, hidden):
+        return torch.from_dlpack((hidden.detach() > 3).to(torch.uint8))
+
+    def use(self, hidden, told):
+        return hidden.masked_fill(told.bool(), 1.0)
+
+
 class Rounded(Linears):
     def tell(self, hidden):
         return (hidden / 4).long()
@@ -196,7 +208,7 @@ class UsesMoreInEval(Linears):
         return hidden
 
 
-@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Rounded, Skips, Called, UsesMoreInEval])
+@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Exchanges, Rounded, Skips, Called, UsesMoreInEval])
 def test_numbers_that_the_sample_makes_no_use_of_are_right_later(kind):
     torch.manual_seed(0)
     model = kind().eval()
