@@ -4,7 +4,6 @@
     within       fused attention --> the math kernel; weight_norm, hardsigmoid --> written out; fast path of
                  transformers, cuDNN's RNNs --> off
     first chunk  what the graph of each stage shows: refused
-    an error     of torch's that says that there is no second derivative: said again, with what helps
 
 Found by comparing second derivatives with finite differences, torch 2.13: fused weight_norm is wrong by 19 per cent
 without an error, and so is every autograd.Function whose backward forgets what it depends on.
@@ -19,7 +18,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
@@ -29,26 +27,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from pipeline.common.graph import nodes_of
-
-_REMEDIES = {
-    "scaled_dot_product": "Use torch.nn.attention.SDPBackend.MATH, or eager attention (attn_implementation='eager').",
-    "embedding_bag": "Use nn.Embedding and sum or average its rows yourself.",
-    "hardsigmoid": "Write it out: torch.clamp(x / 6 + 0.5, 0, 1).",
-    "cdist": "Write it out: (x[:, None] - y[None]).square().sum(-1).sqrt().",
-    "pdist": "Write it out: (x[:, None] - x[None]).square().sum(-1).sqrt(), of the pairs that you need.",
-    "ctc_loss": "torch has none, and GaussNewton wants one too. Use EmpiricalFisher, or write the loss out.",
-    "cudnn": "Set torch.backends.cudnn.enabled = False for the analysis.",
-    "flex_attention": "Use torch.nn.functional.scaled_dot_product_attention.",
-    "out=": "Write it out in operations that return new tensors (nn.LocalResponseNorm for nn.CrossMapLRN2d).",
-    "torch.compile": "Analyse the module as it was before torch.compile.",
-}
-_NO_SECOND = (
-    ("erivative", "not implemented"),
-    ("double backward",),
-    ("Double backward",),
-    ("don't support automatic differentiation",),
-    ("@once_differentiable",),
-)
+from pipeline.common.twice import is_foreign, with_graphs
 
 
 def refuse_modules(modules: Iterable[tuple[str, nn.Module]], chunks: int) -> None:
@@ -207,10 +186,6 @@ def _old_weight_norms(module: nn.Module) -> Iterator[Any]:
     return (hook for hook in _hooks(module) if isinstance(hook, WeightNorm) and "compute_weight" not in vars(hook))
 
 
-def _with_graphs(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None and tensor.grad_fn is not None]
-
-
 def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
     """Look at a stage's graph before it is differentiated twice.
 
@@ -220,7 +195,7 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
     Raises:
         ValueError: an operation has a wrong second derivative, or looks at other rows.
     """
-    nodes = nodes_of(_with_graphs(roots))
+    nodes = nodes_of(with_graphs(roots))
     for node in nodes:
         if node.name() == "WeightNormInterfaceBackward0":
             raise ValueError(
@@ -244,38 +219,3 @@ def _is_instance_norm(node: Any) -> bool:
         return bool(first * second == columns and others == rest)
     weight, _ = node.next_functions[1]
     return bool(rows == 1 and before is None and weight is not None and weight.name() == "RepeatBackward0")
-
-
-def is_foreign(node: Any) -> bool:
-    """Whether a node is an autograd.Function not known to be right: a user's, an extension's, a backward hook's."""
-    if isinstance(node, BackwardCFunction):
-        written_in: str = getattr(type(node)._forward_cls, "__module__", "")  # type: ignore[attr-defined]
-        return written_in.partition(".")[0] != "pipeline"
-    return "CppNode" in node.name()
-
-
-def refuse_once_differentiable(stage: str, grads: Iterable[Tensor | None]) -> None:
-    """Raise where a gradient has come through a backward that is marked as not differentiable.
-
-    torch would say so too, if it were asked for everything; asked for some derivatives, it takes these for zero.
-    """
-    if any([node.name() in ("torch::autograd::Error", "DelayedError") for node in nodes_of(_with_graphs(grads))]):
-        raise ValueError(
-            f"{stage} has an autograd.Function whose backward is marked @once_differentiable. Write its backward with "
-            "differentiable torch operations and take the mark away; GaussNewton and EmpiricalFisher need that too."
-        )
-
-
-def explained(error: BaseException, stage: str) -> BaseException:
-    """An error of torch's that says what is not implemented, with what helps; another error as it is."""
-    text = str(error)
-    says_so = any([all([words in text for words in each]) for each in _NO_SECOND])
-    if isinstance(error, (RuntimeError, NotImplementedError)) and says_so:
-        remedy = next((words for name, words in _REMEDIES.items() if name in text), "Write it out in other operations.")
-        return RuntimeError(f"{stage} has an operation without a second derivative: {text.rstrip('.')}. {remedy}")
-    if isinstance(error, RuntimeError) and "use_reentrant=True" in text:
-        return RuntimeError(
-            f"{stage} has a torch.utils.checkpoint with use_reentrant=True, which autograd cannot differentiate twice. "
-            "Use use_reentrant=False, or none: the Pipe checkpoints by itself."
-        )
-    return error

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
-from pipeline.curvature.products.messages import Back, Inbox
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.stage_check import of_gradient, of_output
-from pipeline.curvature.products.stage_rule import ProductGraph, StageRule, gradients_of
 from pipeline.data.pytrees import Grads, Tree
+from pipeline.data.tangents import Back, Inbox
+from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
 
 class HessianProduct(ProductCall):
@@ -33,7 +33,7 @@ class HessianProduct(ProductCall):
     def sends_gradient(self) -> bool:
         return True
 
-    def at_loss(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
         (tree,) = graph.made.trees
         # Through views, so that the gradient at an output from which another is made is its own part.
         ends = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tree.tensors]
@@ -74,7 +74,7 @@ class FirstOrderProduct(ProductCall):
 
     is_linear = False  # whether A needs no second derivative of the loss
 
-    def at_loss(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
         (tree,) = graph.made.trees
         cut = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         leaves = [leaf for leaf in cut if leaf.requires_grad]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.known_bad import refuse_nodes
-from pipeline.curvature.products.messages import Inbox
-from pipeline.curvature.products.stage_rule import ProductGraph, StageRule, gradients_of
 from pipeline.curvature.products.task import Task
 from pipeline.data.pytrees import Bundle, Grads, Tree
+from pipeline.data.tangents import Inbox
+from pipeline.stage.layers import StageLayers
+from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
 At: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
 LIMITS = {torch.float64: 1e-4}
@@ -39,7 +40,7 @@ class RuleCheck:
         self._task, self._compares, self._chunks = task, compares, chunks
         self._doubtful: dict[int, int] = {}  # stages that must be checked, and for which chunk
 
-    def inspect(self, stage: StageRule, chunk: int, graph: ProductGraph) -> bool:
+    def inspect(self, layers: StageLayers, chunk: int, graph: ProductGraph) -> bool:
         """Look at a chunk's graph, and note the first chunk of a stage that must be checked.
 
         Returns:
@@ -48,10 +49,10 @@ class RuleCheck:
         Raises:
             ValueError: an operation has a wrong second derivative, or looks at other rows.
         """
-        is_doubtful = refuse_nodes(stage.layers.name, graph.roots, self._chunks)
-        is_confirmed = (self._task.rule, stage.layers.index) in self._task.confirmed
+        is_doubtful = refuse_nodes(layers.name, graph.roots, self._chunks)
+        is_confirmed = (self._task.rule, layers.index) in self._task.confirmed
         if is_doubtful and self._task.verify and (self._compares or not is_confirmed):
-            self._doubtful.setdefault(stage.layers.index, chunk)
+            self._doubtful.setdefault(layers.index, chunk)
         return is_doubtful
 
     def is_asked(self, stage: int, chunk: int) -> bool:
@@ -111,7 +112,7 @@ def error_along(
     def values_at(step: float) -> list[Tensor | None]:
         views = {id(owner): (alias + step * part).detach().requires_grad_() for owner, alias, part in owners}
         moved = _moved(inbox, tangents, step)
-        with stage.snapshot.as_at_forward(chunk), aliases.stand_back(views):
+        with stage.forwards.as_at_forward(chunk), aliases.stand_back(views):
             graph = stage.computed(chunk, moved)
             each = at(graph, [*graph.leaves, *views.values()], step)
         return [None if value is None else value.detach() for value in each]

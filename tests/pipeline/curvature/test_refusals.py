@@ -17,8 +17,9 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from pipeline import Pipe
+from pipeline.common.twice import explained
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
-from pipeline.curvature.known_bad import explained, refuse_modules, twice_differentiable
+from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
 
 KINDS = [Hessian, GaussNewton, EmpiricalFisher]
 CUTS = [(1, 2), (2, 1), (1, 1, 1)]

@@ -14,23 +14,23 @@ layer norm in torch 2.13 (pytorch/pytorch#196700).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.common.graph import explore, gradients, mark, refuse_marked, refuse_tangents
+from pipeline.common.graph import gradients, mark, refuse_tangents
 from pipeline.common.torch_modes import without_autocast
-from pipeline.curvature.known_bad import RowsApart, refuse_once_differentiable
-from pipeline.curvature.products.messages import Back, Inbox, outbox
-from pipeline.curvature.products.stage_parameters import StageParameters
-from pipeline.data.pytrees import Activations, Bundle, Grads, memory_of, storage_of, versions
+from pipeline.common.twice import refuse_once_differentiable
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, memory_of, storage_of, versions
+from pipeline.data.tangents import Back, Inbox, outbox
 from pipeline.recompute.policy import checkpointing
-from pipeline.recompute.randomness import Seeder
 from pipeline.recompute.snapshot import ForwardSnapshot
 from pipeline.stage.layers import StageLayers
+from pipeline.stage.stage_parameters import StageParameters
 
 
 class ProductGraph(NamedTuple):
@@ -65,40 +65,58 @@ class ProductRecord(NamedTuple):
     lives: tuple[int, ...] = ()
 
 
+class Forwards(ABC):
+    """The forwards of one stage during one product: new ones, or those of an earlier call once more.
+
+    Attributes:
+        snapshot: the state that recomputations must find as it was.
+    """
+
+    snapshot: ForwardSnapshot
+
+    @property
+    @abstractmethod
+    def is_doubtful(self) -> bool:
+        """Whether a layer has an autograd.Function of the user's, as far as is known."""
+
+    @abstractmethod
+    def standing(self) -> AbstractContextManager[None]:
+        """Within: the leaves by which the stage is differentiated stand in its modules."""
+
+    @abstractmethod
+    def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+        """Run the layers."""
+
+    @abstractmethod
+    def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
+        """The first graph of a chunk. `compute`: makes it, by `run`."""
+
+    @abstractmethod
+    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
+        """Within: what F of a chunk found is as it was."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop what was kept for recomputations of this product."""
+
+
 class StageRule:
     """The layers of one stage during one product.
 
     Args:
         layers: its layers.
         parameters: those that it computes with, and the directions.
-        snapshot: what its recomputations must find as it was.
-        seeder: seeds its layers.
-        inspect: gets a chunk and its graph before anything is computed with it, and may refuse it. Returns whether a
-            layer has an autograd.Function of the user's.
-        is_cut: whether the mini-batch has several chunks.
+        forwards: run the layers.
 
     Attributes:
         writes_input: whether it writes its input, as far as is known.
     """
 
-    def __init__(
-        self,
-        layers: StageLayers,
-        parameters: StageParameters,
-        snapshot: ForwardSnapshot,
-        seeder: Seeder,
-        inspect: Callable[[StageRule, int, ProductGraph], bool],
-        is_cut: bool,
-    ) -> None:
+    def __init__(self, layers: StageLayers, parameters: StageParameters, forwards: Forwards) -> None:
         self.layers = layers
         self.parameters = parameters
-        self.snapshot = snapshot
+        self.forwards = forwards
         self.writes_input = False
-        self._seeder = seeder
-        self._inspect = inspect
-        self._is_cut = is_cut
-        self._is_inspected = False
-        self._is_doubtful = False  # see `inspect`
         self._records: dict[int, ProductRecord] = {}
 
     # ------------------------------------------------------------------------------------------------------- F
@@ -110,11 +128,11 @@ class StageRule:
     def forward(self, chunk: int, inbox: Inbox, recompute: bool) -> list[Activations]:
         """F: compute a chunk, and the tangents of what comes out."""
         then = versions(inbox.values.tensors)
-        with self.parameters.aliases.stand_in():
+        with self.forwards.standing():
             with checkpointing(recompute):
                 graph = self.run(chunk, inbox)
             tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in inbox.tangents]
-        tensors = self.snapshot.buffers.hand_over(graph.made.tensors)
+        tensors = self.forwards.snapshot.buffers.hand_over(graph.made.tensors)
         if graph.roots:
             self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
         known = dict(zip(graph.storages, inbox.memory, strict=bool(inbox.memory)))
@@ -122,14 +140,8 @@ class StageRule:
         return outbox(graph.made, tensors, tangents, memory)
 
     def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
-        """The first forward of a chunk, whose graph is inspected."""
-        self.snapshot.before_forward(chunk)
-        looks = chunk == 0 and self._is_cut and not self.layers.is_quiet
-        with RowsApart(self.layers.name) if looks else nullcontext():
-            graph = self.computed(chunk, inbox)
-        self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
-        self._learn(chunk, graph)
-        return graph
+        """The first graph of a chunk."""
+        return self.forwards.first(chunk, lambda: self.computed(chunk, inbox))
 
     def computed(self, chunk: int, inbox: Inbox) -> ProductGraph:
         """Run the layers, on the parameters and buffers that are in the modules now."""
@@ -140,26 +152,11 @@ class StageRule:
                 leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.layers.name}"))
             given.append(leaves[-1].clone() if needs else tensor.clone())  # layers may write their input
         before = versions(given)
-        made = self.layers.run(chunk, inbox.values.build(given), self._seeder.seed)
-        self._seeder.settle()
+        made = self.forwards.run(chunk, inbox.values.build(given))
         refuse_tangents(made.tensors)
         self.writes_input = self.writes_input or versions(given) != before
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         return ProductGraph(leaves, made, roots, tuple(map(storage_of, given)))
-
-    def _learn(self, chunk: int, graph: ProductGraph) -> None:
-        """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
-        if self._is_inspected and self.layers.is_quiet:
-            return
-        self._is_inspected = True
-        own = {id(leaf) for leaf in graph.leaves}
-        if graph.roots:
-            for key, leaf in explore(graph.roots).items():
-                if key in own or key in self.parameters.aliases or key in self.parameters.captured:
-                    continue
-                refuse_marked(leaf, self.layers.name, "part of the product")
-                self.parameters.learn(leaf)
-            self._is_doubtful = self._inspect(self, chunk, graph)
 
     # ---------------------------------------------------------------------------------------------- what it rests on
 
@@ -186,7 +183,7 @@ class StageRule:
         return pushed
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
-        if self._is_doubtful:
+        if self.forwards.is_doubtful:
             refuse_once_differentiable(self.layers.name, grads)
 
     def _paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -222,7 +219,7 @@ class StageRule:
                 "with it. Let layers write copies."
             )
         graph = self.computed(chunk, record.inbox)
-        self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
+        self.forwards.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
         if live_of(graph.made) != record.lives:
             raise RuntimeError(
                 f"{self.layers.name}, chunk {chunk}, took another path when it was computed again: other outputs "
@@ -307,10 +304,9 @@ class StageRule:
         )
 
     def release(self) -> None:
-        """Drop all records, and restore the buffers."""
+        """Drop all records."""
         self._records.clear()
-        self.snapshot.roll_back()
-        self.snapshot.release()
+        self.forwards.release()
         self.parameters.release()
 
 

@@ -79,6 +79,5 @@ class StageParameters:
             self._add(owner, [parts[place] for parts in products], None if gradient is None else gradient[place])
 
     def release(self) -> None:
-        """Drop the aliases and the parts of the directions."""
+        """Drop the parts of the directions."""
         self._parts.clear()
-        self.aliases.release()

@@ -1,0 +1,91 @@
+"""The forwards of one stage that a product runs first, and looks at before it differentiates them twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from pipeline.common.graph import explore, refuse_marked
+from pipeline.curvature.known_bad import RowsApart
+from pipeline.data.pytrees import Bundle, Tree
+from pipeline.recompute.randomness import Seeder
+from pipeline.recompute.snapshot import ForwardSnapshot
+from pipeline.stage.layers import StageLayers
+from pipeline.stage.stage_parameters import StageParameters
+from pipeline.stage.stage_rule import Forwards, ProductGraph
+
+
+class NewForwards(Forwards):
+    """The forwards of one stage during one product.
+
+    Args:
+        layers: its layers.
+        parameters: those that it computes with.
+        snapshot: the state that its recomputations must find as it was.
+        seeder: seeds its layers.
+        inspect: gets a chunk and its graph before anything is computed with it, and may refuse it. Returns whether a
+            layer has an autograd.Function of the user's.
+        is_cut: whether the mini-batch has several chunks.
+    """
+
+    def __init__(
+        self,
+        layers: StageLayers,
+        parameters: StageParameters,
+        snapshot: ForwardSnapshot,
+        seeder: Seeder,
+        inspect: Callable[[StageLayers, int, ProductGraph], bool],
+        is_cut: bool,
+    ) -> None:
+        self.snapshot = snapshot
+        self._layers = layers
+        self._parameters = parameters
+        self._seeder = seeder
+        self._inspect = inspect
+        self._is_cut = is_cut
+        self._is_inspected = False
+        self._is_doubtful = False
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self._is_doubtful
+
+    def standing(self) -> AbstractContextManager[None]:
+        return self._parameters.aliases.stand_in()
+
+    def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+        made = self._layers.run(chunk, values, self._seeder.seed)
+        self._seeder.settle()
+        return made
+
+    def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
+        self.snapshot.before_forward(chunk)
+        looks = chunk == 0 and self._is_cut and not self._layers.is_quiet
+        with RowsApart(self._layers.name) if looks else nullcontext():
+            graph = compute()
+        self.snapshot.after_forward(chunk, True, [tensor.detach() for tensor in graph.made.tensors])
+        self._learn(chunk, graph)
+        return graph
+
+    def _learn(self, chunk: int, graph: ProductGraph) -> None:
+        """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
+        if self._is_inspected and self._layers.is_quiet:
+            return
+        self._is_inspected = True
+        parameters, own = self._parameters, {id(leaf) for leaf in graph.leaves}
+        if graph.roots:
+            for key, leaf in explore(graph.roots).items():
+                if key in own or key in parameters.aliases or key in parameters.captured:
+                    continue
+                refuse_marked(leaf, self._layers.name, "part of the product")
+                parameters.learn(leaf)
+            self._is_doubtful = self._inspect(self._layers, chunk, graph)
+
+    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
+        return self.snapshot.as_at_forward(chunk)
+
+    def release(self) -> None:
+        """Drop the snapshot, and restore the buffers."""
+        self.snapshot.roll_back()
+        self.snapshot.release()
+        self._parameters.aliases.release()

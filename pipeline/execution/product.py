@@ -1,0 +1,117 @@
+"""The table of work of a product: a step through the schedule whose messages carry tangents.
+
+    F(s, i)  takes (h, h'[k])      StageRule.forward   puts (y, y'[k])          last stage: waits for B
+    B(s, i)  takes (l, l'[k])      `pull`              puts those of its input
+    I = B, W = nothing: of a backward cut in two, the first part does all
+
+What B does is different for each matrix (pipeline/curvature/products/matrices.py) and for the backward of gradients
+(gradient_product.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from pipeline.common.twice import explained
+from pipeline.data.pytrees import Activations, Grads
+from pipeline.data.tangents import Back, Inbox, groups_of
+from pipeline.execution.execution import Execution, Work
+from pipeline.stage.stage_rule import ProductGraph, ProductRecord, StageRule
+from scheduler import Kind
+
+
+class Product(ABC):
+    """One pass of tangents through the stages.
+
+    Args:
+        execution: runs it.
+        stages: those in this process, by index.
+        number: of directions.
+    """
+
+    def __init__(self, execution: Execution, stages: Mapping[int, StageRule], number: int) -> None:
+        self._execution = execution
+        self._run = stages
+        self._number = number
+
+    def work(self) -> Work:
+        """The work of each kind of action; errors of torch that second derivatives explain are explained."""
+        table = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._weights}
+        return {kind: partial(self._explaining, work) for kind, work in table.items()}
+
+    def _explaining(self, work: Callable[[int, int], None], stage: int, chunk: int) -> None:
+        try:
+            work(stage, chunk)
+        except BaseException as error:
+            said = explained(error, self._run[stage].layers.name)
+            if said is error:
+                raise
+            raise said from error
+
+    def _forward(self, stage: int, chunk: int) -> None:
+        execution, run = self._execution, self._run[stage]
+        messages = execution.take(stage, chunk)
+        inbox = Inbox.of(messages, self._number)
+        if stage == execution.last:
+            run.wait(chunk, inbox)
+            return
+        made = run.forward(chunk, inbox, (stage, chunk) in execution.setup.recompute)
+        self.look(run, chunk, inbox, made)
+        if run.writes_input:
+            execution.check_alone(stage, chunk, messages)
+        execution.mailbox.put(stage, chunk, made)
+
+    def _backward(self, stage: int, chunk: int) -> None:
+        execution, run = self._execution, self._run[stage]
+        record = run.taken(chunk)
+        if stage == execution.last:
+            assert record is not None  # wait
+            grads = self._last_backward(run, chunk, record.inbox)
+        else:
+            given = execution.take_grads(stage, chunk)
+            grads = [()] * (1 + run.layers.pops)
+            if record is not None and any([grad is not None for each in given for grad in each]):
+                grads = self._middle_backward(run, chunk, record, given)
+        execution.mailbox.put_grads(stage, chunk, grads)
+
+    def _weights(self, stage: int, chunk: int) -> None:
+        pass
+
+    def _last_backward(self, run: StageRule, chunk: int, inbox: Inbox) -> list[Grads]:
+        with run.forwards.standing():
+            graph = run.run(chunk, inbox)
+            if run.writes_input:
+                self._execution.check_alone(
+                    run.layers.index, chunk, [Activations(inbox.values.trees[0], (), inbox.memory)]
+                )
+            return self.at_end(run, chunk, graph, inbox).messages(inbox)
+
+    def _middle_backward(
+        self, run: StageRule, chunk: int, record: ProductRecord, given: Sequence[Grads]
+    ) -> list[Grads]:
+        again = record.graph is None
+        with run.forwards.as_at_forward(chunk) if again else nullcontext(), run.forwards.standing():
+            graph = run.again(chunk, record)
+            groups = groups_of(given, record.lives, self._number + self.sends_gradient)
+            return self.pull(run, chunk, graph, record.inbox, groups).messages(record.inbox)
+
+    # --------------------------------------------------------------------------------------------- what a matrix says
+
+    def look(self, run: StageRule, chunk: int, inbox: Inbox, made: Sequence[Activations]) -> None:
+        """Look at what F made, tangents among it."""
+
+    @property
+    @abstractmethod
+    def sends_gradient(self) -> bool:
+        """Whether a gradient goes back with the products."""
+
+    @abstractmethod
+    def at_end(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox) -> Back:
+        """B of the last stage: from its outputs to what goes back."""
+
+    @abstractmethod
+    def pull(self, run: StageRule, chunk: int, graph: ProductGraph, inbox: Inbox, groups: list[Grads]) -> Back:
+        """B of another stage. `groups`: what came back, for each root: l where it is sent, then each direction's."""
