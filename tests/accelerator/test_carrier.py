@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,14 +24,9 @@ Made = TypeVar("Made")
 
 
 def at_once(make: Callable[[int], Made]) -> list[Made]:
-    """What a function makes of 0 and of 1, each in a thread."""
-    found = dict[int, Made]()
-    threads = [threading.Thread(target=lambda rank=rank: found.update({rank: make(rank)})) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[0], found[1]]
+    """What a function makes of 0 and of 1, each in a thread. Raises what one of them raises."""
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(make, range(2)))
 
 
 def carriers(kind: type[Simulated] = Simulated, **how: Any) -> list[Simulated]:
@@ -168,13 +163,14 @@ def test_a_missing_wait_is_a_race(name: str) -> None:
 
 
 def test_a_payload_that_is_not_kept_until_it_has_gone_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program() -> None:
-        with ends() as ((out, into),):
-            out.send(payload(3))
+    def program(keep: Callable[..., None]) -> None:
+        with ends() as ((out, into),):  # which send something, too, as they connect
+            with monkeypatch.context() as patch:
+                patch.setattr(Payloads, "_keep", keep)
+                out.send(payload(3))
             torch.sim.check()
             into.post(100).take()
 
-    program()
-    monkeypatch.setattr(Payloads, "_keep", lambda *_: None)
+    program(Payloads._keep)
     with pytest.raises(RuntimeError, match="race"):
-        program()
+        program(lambda *_: None)
