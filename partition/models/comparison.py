@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 from partition.errors import PartitionError
 from partition.models.calls import run_model, training
 from partition.models.inputs import Leaves
+from partition.randomness import generators_left
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
 
@@ -96,7 +97,7 @@ def _compare_grads(
 def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """The gradients, shrunk as they come, by the id of the parameter: those of all would take the model's memory."""
     roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with torch.random.fork_rng():
+    with generators_left({root.device for root in roots}):
         torch.manual_seed(0)
         weights = [torch.randn_like(root) for root in roots]
     shrunk: dict[int, Tensor] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_iter
 
 from partition.errors import PartitionError
 from partition.models.calls import Called, Watched, in_eval_mode, watched
@@ -33,6 +33,7 @@ from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
 from partition.names import ModelLayers
+from partition.randomness import generators_left
 
 
 def to_sequential(
@@ -105,7 +106,8 @@ def to_sequential(
     if twin is not None:
         cut = to_sequential(twin.model, sample, blocks=blocks, output=output)
         return _in_mode(twin.returned(cut), model.training)
-    with in_eval_mode(model), torch.random.fork_rng():
+    leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
+    with in_eval_mode(model), generators_left({leaf.device for leaf in leaves if isinstance(leaf, Tensor)}):
         layers = _first_cut(model, sample, blocks, output or _plain)
     return _in_mode(layers, model.training)
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from partition.errors import PartitionError
 from partition.models.outline import Outline
 from partition.models.parts import Part
+from partition.randomness import generators_left
 
 __all__ = ["Device", "Sandbox", "device_of"]
 
@@ -54,19 +55,14 @@ class Sandbox:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Within: gradients are on, and random generators are forked."""
-        with torch.inference_mode(False), torch.enable_grad(), self._forked():
+        """Within: gradients are on, and the default random generators are left as they were."""
+        devices = [] if self.fake else [self.device]
+        with torch.inference_mode(False), torch.enable_grad(), generators_left(devices):
             yield
 
     def running(self) -> AbstractContextManager[object]:
         """Within: of fakes fakes are made."""
         return self._mode if self.fake else nullcontext()
-
-    def _forked(self) -> AbstractContextManager[None]:
-        """Leave the CPU's random generator, and that of the device, as they are now."""
-        if self.fake or self.device.type == "cpu":
-            return torch.random.fork_rng([])
-        return torch.random.fork_rng([self.device], device_type=self.device.type)
 
     def __str__(self) -> str:
         return "meta" if self.fake else str(self.device)
@@ -87,6 +83,9 @@ class Sandbox:
             if isinstance(part, Part):
                 outline = part.outline
                 memo[id(outline)] = self._outlines.setdefault(id(outline), outline.alone())
+        for tensor in pytree.tree_iter([vars(module) for module in layer.modules()]):
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:  # an activation that a forward has left
+                memo[id(tensor)] = self._moved(tensor.detach())
         if self.fake:
             for tensor in (*layer.parameters(), *layer.buffers()):
                 if not is_lazy(tensor):

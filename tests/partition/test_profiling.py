@@ -1,11 +1,14 @@
 """Laws of partition.profiles: what is measured of layers, and that nothing of the caller's is changed by it."""
 
 import gc
+import pickle
+import random
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,14 @@ class WritesIntoItsInput(nn.Module):
         return x.mul_(2)
 
 
+class Draws(nn.Module):
+    """Draws from all default generators of the host, and keeps what it has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made = {"last": [x * random.random() + numpy.random.rand() * torch.rand(())]}
+        return self.made["last"][0]
+
+
 class Counter(nn.Module):
     """A buffer that every forward changes."""
 
@@ -68,17 +79,24 @@ class Counter(nn.Module):
 # ------------------------------------------------------------------------------------- what is left as it was
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Of the default generators of the host."""
+    return torch.get_rng_state().tolist(), random.getstate(), pickle.dumps(numpy.random.get_state())
+
+
 @profilers
 @pytest.mark.parametrize("training", [True, False])
 def test_module_sample_and_generator_are_left_as_they_were(profile: Profile, training: bool) -> None:
-    module = nn.Sequential(WritesIntoItsInput(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Counter())
-    module[1](torch.ones(1, 4)).sum().backward()
+    layers = WritesIntoItsInput(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Counter(), Draws()
+    module = nn.Sequential(*layers)
+    module[5](module[1](torch.ones(1, 4))).sum().backward()
+    activation = module[5].made["last"][0]
     module.train(training)
     module[2].train(not training)
     sample = torch.rand(3, 4, requires_grad=True)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     grads = [None if p.grad is None else (p.grad, p.grad.clone()) for p in module.parameters()]
-    values, generator = sample.detach().clone(), torch.get_rng_state()
+    values, generators = sample.detach().clone(), generator_states()
     modes = [layer.training for layer in module.modules()]
 
     profile(module, sample)
@@ -88,7 +106,8 @@ def test_module_sample_and_generator_are_left_as_they_were(profile: Profile, tra
         assert parameter.grad is None if before is None else parameter.grad is before[0]
         assert before is None or torch.equal(before[0], before[1])
     assert torch.equal(sample, values) and sample.grad is None and sample.requires_grad and sample._version == 0
-    assert torch.equal(torch.get_rng_state(), generator)
+    assert generator_states() == generators
+    assert module[5].made["last"][0] is activation and activation.grad_fn is not None
     assert [layer.training for layer in module.modules()] == modes
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import random
 import re
 import weakref
 
+import numpy
 import pytest
 import torch
 from block_models import MODELS, REFUSED, Chain, Gpt, Graph, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
@@ -109,6 +112,19 @@ def test_the_model_is_left_as_it_was(name):
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_pythons_and_numpys_generators_are_left_as_they_were():
+    """Only torch's was."""
+
+    class Draws(Chain):
+        def finish(self, x, ids):
+            draws.append(random.random() + numpy.random.rand())
+            return x
+
+    draws, before = [], (random.getstate(), pickle.dumps(numpy.random.get_state()))
+    to_sequential(Draws(), ids(4))
+    assert draws and before == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

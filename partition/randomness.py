@@ -1,0 +1,28 @@
+"""The default random generators, left as they were found: torch's, Python's and numpy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+
+@contextmanager
+def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Leave the default generators as they are now, whatever is drawn within.
+
+    Args:
+        devices: the accelerators whose generators are left so, besides those of the host. No other is initialised.
+    """
+    accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
+    kind = next((device.type for device in accelerators), None)
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(sorted(accelerators, key=str), device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
