@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge
 from pipeline.common.graph import constants, edge, nodes_of
 from pipeline.data.pytrees import Bundle
 from pipeline.stage.inputs import StageInputs
-from pipeline.stage.split_backward import Site
 
 
 class OutputEdges(NamedTuple):
@@ -50,12 +49,12 @@ class ChunkGraph(NamedTuple):
     Attributes:
         inputs: where its gradients come out.
         edges: where they come in.
-        sites: if the backward is split: uses of weights whose gradients can wait.
+        nodes: if the backward is split: all of it, for I to find the uses of weights whose gradients can wait.
     """
 
     inputs: StageInputs
     edges: OutputEdges
-    sites: Sequence[Site]
+    nodes: Sequence[Any]
 
 
 class Path(NamedTuple):

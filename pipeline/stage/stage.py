@@ -225,8 +225,8 @@ class StageRun:
         if recompute:
             path = Path.of(roots) if self._settings.compares else None
             return ChunkRecord(None, read, needs_grad, before, path)
-        sites = survey(roots, nodes, self.aliases.may_wait) if chunk in self._split else ()
-        return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), sites))
+        nodes = nodes if chunk in self._split else []
+        return ChunkRecord(ChunkGraph(inputs, OutputEdges.of(made, self.ends_in_loss), nodes))
 
     @property
     def may_draw(self) -> bool:
@@ -274,7 +274,7 @@ class StageRun:
         if record is None or not wanted:
             return [()] * (1 + self.layers.pops)
         graph = record.graph or self._recompute(chunk, record, retain)
-        roots, inputs, sites = begin(graph.edges), graph.inputs, graph.sites
+        roots, inputs, sites = begin(graph.edges), graph.inputs, self._sites(graph)
         del record, graph  # and with them outputs that no root needs
         if roots.tensors:
             self._seed_backward(chunk)
@@ -296,6 +296,12 @@ class StageRun:
             with self._cut.guard, self._modes_of_backward():
                 self._split.second_half(chunk, retain)
             self.seeder.settle()
+
+    def _sites(self, graph: ChunkGraph) -> Sequence[Site]:
+        """The uses of weights whose gradients W can compute. In I and not in F, which others wait for."""
+        if not graph.nodes:
+            return ()
+        return survey([root for root in graph.edges.edges if root is not None], graph.nodes, self.aliases.may_wait)
 
     def _seed_backward(self, chunk: int) -> None:
         if self.ends_in_loss or not self.layers.is_quiet or not unobserved():
@@ -339,8 +345,7 @@ class StageRun:
         if record.path is not None:
             self._check_path(chunk, roots, record.path)
         self.snapshot.check_same(chunk, made.tensors)
-        sites = survey(roots, nodes_of(roots), self.aliases.may_wait) if chunk in self._split else ()
-        return ChunkGraph(inputs, OutputEdges.of(made, whole=True), sites)
+        return ChunkGraph(inputs, OutputEdges.of(made, whole=True), nodes_of(roots) if chunk in self._split else ())
 
     def _around_recomputation(self, chunk: int, again: bool = True) -> AbstractContextManager[None]:
         as_before = self.snapshot.as_at_forward(chunk, again)
