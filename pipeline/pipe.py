@@ -437,7 +437,7 @@ class Pipe(Settled, Stateful):
             self._history.traces.remove(recorder)
         with self.runtime.communicator("trace") as communicator:
             communicator.open(lambda values: {}, draws=False)
-            recorder.join(communicator.exchange.share_events(recorder.events))
+            recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
 
     def report(
         self, steps: Step | Timeline | Iterable[Step | Timeline], planned: Costs | HasCosts | None = None,

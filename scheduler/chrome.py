@@ -53,7 +53,8 @@ def chrome_trace(timeline: Timeline, *, name: str = "pipeline", memory: bool = T
     events += _arrows(timeline) if arrows else ()
     held = [[_plain(height) for height in of_stage] for of_stage in timeline.held]
     about = {"unit": timeline.unit, "clocked": timeline.clocked, "lanes": timeline.lanes, "held": held}
-    head = json.dumps(about | ({"turns": timeline.turns} if timeline.turns else {}))
+    more: dict[str, Any] = {"turns": timeline.turns, "outside": _written(timeline.outside, timeline.unit)}
+    head = json.dumps(about | {what: value for what, value in more.items() if value})
     lines = ",\n".join(map(json.dumps, events))
     return f'{{"otherData": {head}, "displayTimeUnit": "ns", "traceEvents": [\n{lines}\n]}}'
 
@@ -79,7 +80,8 @@ def timeline_from_chrome(text: str) -> Timeline:
         held = tuple(Held(*heights) for heights in about["held"])
         turns = tuple(map(tuple, about.get("turns", ())))
         ordered = tuple(sorted(events, key=itemgetter(2)))
-        return Timeline(ordered, about["lanes"], about["unit"], held, turns, bool(about["clocked"]))
+        outside = _told(about.get("outside", 0), about["unit"])
+        return Timeline(ordered, about["lanes"], about["unit"], held, turns, bool(about["clocked"]), outside)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             f"this is not the trace of a timeline ({type(error).__name__}: {error}). Give what chrome_trace wrote."
@@ -128,8 +130,11 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _read(event: Mapping[str, Any], unit: str) -> Event:
     first, last = event["ts"], _rounded(event["ts"] + event["dur"])
-    start, end = (time / 1e6 if unit == "s" else time for time in (first, last))
-    return Event(Action.parse(event["name"]), event["tid"], start, end)
+    return Event(Action.parse(event["name"]), event["tid"], _told(first, unit), _told(last, unit))
+
+
+def _told(time: float, unit: str) -> float:
+    return time / 1e6 if unit == "s" else time
 
 
 def _written(time: float, unit: str) -> float:

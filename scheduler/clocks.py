@@ -16,7 +16,7 @@ from operator import attrgetter
 from scheduler.event import Event
 from scheduler.exchanges import exchanges
 
-__all__ = ["on_one_clock"]
+__all__ = ["ahead_of_first", "on_one_clock"]
 
 
 def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
@@ -35,6 +35,19 @@ def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
     1F0 14.0 19.0
     1B0 19.0 21.0
     """
+    ahead = ahead_of_first(clocks)
+    return [
+        Event(action, lane, start - ahead[clock], end - ahead[clock])
+        for clock, events in enumerate(clocks) for action, lane, start, end in events
+    ]
+
+
+def ahead_of_first(clocks: Sequence[Sequence[Event]]) -> list[float]:
+    """By how much each clock is ahead of the first.
+
+    Args:
+        clocks: as for `on_one_clock`
+    """
     fastest = _fastest(clocks)
     ahead: dict[int, float] = {}
     for root in range(len(clocks)):
@@ -47,10 +60,7 @@ def on_one_clock(clocks: Sequence[Sequence[Event]]) -> list[Event]:
                 if other not in ahead and min(there, back) < inf:
                     ahead[other] = ahead[here] + _middle(there, back)
                     reached.append(other)
-    return [
-        Event(action, lane, start - ahead[clock], end - ahead[clock])
-        for clock, events in enumerate(clocks) for action, lane, start, end in events
-    ]
+    return [ahead[clock] for clock in range(len(clocks))]
 
 
 def _middle(there: float, back: float) -> float:

@@ -1,11 +1,12 @@
-"""Measured times: what actions and messages took in traced steps, their medians and how far they vary.
+"""Measured times: what actions and messages took in traced steps, their means and how far they vary.
 
     Timeline of a step, or several  --measure-->  Measurement: a Sample for each stage and kind, and for each boundary
 
-An action's time is from when it had its inputs to its end, so no wait counts as work. A message's time is from the
-end of the action that sent it to the start of the one that reads it, where that lane was free when it was sent: then
-nothing else held the reader up. Where a lane was never free in time, no message is known to have been waited for; the
-shortest such time is then an upper bound, and no action of the step would have started earlier with less.
+An action's time is from when it had its inputs to its end, so no wait counts as work. Costs are means of a step,
+medians over steps, so that lanes are as busy as they were. A message's time is from the end of the action that sent it
+to the start of the one that reads it, where that lane was free when it was sent: then nothing else held the reader up.
+Where a lane was never free in time, no message is known to have been waited for; the shortest such time is then an
+upper bound, and no action of the step would have started earlier with less.
 
     lane 0 |F0 F1 .  .  B0 ==           F1 of lane 1 was sent when lane 1 was busy, F0 when it was free:
     lane 1 |.  F0 B0 == F1 B1 ==        so the way takes what lies between F0 of lane 0 and F0 of lane 1
@@ -16,7 +17,8 @@ Lanes that take turns in one thread hand over in memory: there a message takes n
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import chain
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
 from scheduler.action import Kind
@@ -36,24 +38,29 @@ class Sample(NamedTuple):
         median: of them
         spread: between their quartiles: half of them lie within so much
         size: how many there are
+        mean: of those of a step, the median over the steps: so many actions take so many times this. The first chunk of
+            a step, which finds nothing in the caches, is in it, and one step that was disturbed is not.
     """
 
     median: float = 0
     spread: float = 0
     size: int = 0
+    mean: float = 0
 
     @classmethod
-    def of(cls, times: Iterable[float]) -> "Sample":
-        """The sample of these times.
+    def of(cls, steps: Iterable[Sequence[float]]) -> "Sample":
+        """The sample of these times, those of each step together.
 
-        >>> Sample.of([4, 1, 2, 2, 3])
-        Sample(median=2, spread=1, size=5)
+        >>> Sample.of([[4, 1, 4], [2, 2], []])
+        Sample(median=2, spread=2, size=5, mean=2.5)
         """
-        ordered = sorted(times)
+        timed = [times for times in steps if times]
+        ordered = sorted(chain.from_iterable(timed))
         if not ordered:
             return cls()
         quarter = (len(ordered) - 1) // 4
-        return cls(median(ordered), ordered[-1 - quarter] - ordered[quarter], len(ordered))
+        spread = ordered[-1 - quarter] - ordered[quarter]
+        return cls(median(ordered), spread, len(ordered), median(map(mean, timed)))
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Measurement:
         actions: for each stage, by kind: F, B, I, W, R (recomputation) and U (update), as far as they ran
         messages: for each boundary between stages, either way
         held: what a chunk holds in each stage, where the timelines say it
+        outside: what a step took before its first action and after its last, the median over the steps
     """
 
     placement: Placement
@@ -73,6 +81,7 @@ class Measurement:
     actions: tuple[Mapping[Kind, Sample], ...]
     messages: tuple[Sample, ...]
     held: tuple[Held, ...]
+    outside: float = 0
 
     def median(self, stage: int, kind: Kind) -> float | None:
         """The median of a stage's actions of this kind; None: none ran."""
@@ -93,17 +102,17 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=3), Costs(forward=(2, 3), backward=5, link=1))
     >>> measured = measure(timeline)
     >>> measured.median(1, Kind.F), measured.median(1, Kind.I), measured.messages
-    (3, None, (Sample(median=1, spread=0, size=5),))
+    (3, None, (Sample(median=1, spread=0, size=5, mean=1),))
     """
     steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     lanes = {(event.action.stage, event.lane) for step in steps for event in step.events}
     lane_of = dict(sorted(lanes))
     _check(steps, lanes, lane_of)
-    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    durations: dict[tuple[int, Kind], list[list[float]]] = defaultdict(lambda: [[] for _ in steps])
     ways: dict[int, list[tuple[float, bool]]] = defaultdict(list)
-    for step in steps:
+    for number, step in enumerate(steps):
         for event in step.events:
-            durations[event.action.stage, event.action.kind].append(event.duration)
+            durations[event.action.stage, event.action.kind][number].append(event.duration)
         for boundary, time, was_free in _messages(step):
             ways[boundary].append((time, was_free))
     stages = range(len(lane_of))
@@ -112,7 +121,8 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     _check_whole(actions)
     messages = tuple(_sample(ways[boundary]) for boundary in stages[:-1])
     held = next((step.held for step in steps if step.held), ())
-    return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held)
+    outside = median(step.outside for step in steps)
+    return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held, outside)
 
 
 def costs_of(measurement: Measurement, of_lanes: bool, input_share: float) -> dict[str, Any]:
@@ -160,7 +170,7 @@ def links_of(measurement: Measurement, of_lanes: bool) -> tuple[float, ...]:
 
 def _times(kinds: Mapping[Kind, Sample], input_share: float) -> tuple[float, ...]:
     """F, I, W, B and R of one stage. What did not run follows from what did: B = I + W."""
-    time = {kind: sample.median for kind, sample in kinds.items()}
+    time = {kind: sample.mean for kind, sample in kinds.items()}
     if Kind.I in time:
         first, second = time[Kind.I], time[Kind.W]
         backward = time.get(Kind.B, first + second)
@@ -203,5 +213,5 @@ def _messages(step: Timeline) -> Iterator[tuple[int, float, bool]]:
 def _sample(ways: Sequence[tuple[float, bool]]) -> Sample:
     waited = [time for time, was_free in ways if was_free]
     if waited or not ways:
-        return Sample.of(waited)
-    return Sample.of([min(time for time, _ in ways)])
+        return Sample.of([waited])
+    return Sample.of([[min(time for time, _ in ways)]])

@@ -77,12 +77,13 @@ class Report:
         chunks: of a step
         unit: of all times, "s" or "slots"
         steps: how many were measured
-        step: how long one took, the median
-        planned: how long it takes by `simulate`, with the planned costs, or else with those that were measured
+        step: how long its actions took, from the start of the first to the end of the last, the median
+        planned: how long these take by `simulate`, with the planned costs, or else with those that were measured
         stages: a row for each
         bottleneck: the stage with the most work on the lane with the most work
         changes: what would shorten the step, the best first, by `simulate` with the measured costs
         notes: what is to be known of these numbers
+        outside: how long a step took outside its actions, the median; 0: not known
     """
 
     schedule: str
@@ -95,6 +96,7 @@ class Report:
     bottleneck: int
     changes: tuple[Change, ...]
     notes: tuple[str, ...] = ()
+    outside: float = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, numbers and strings."""
@@ -108,7 +110,10 @@ class Report:
         more = "s" if self.steps > 1 else ""
         name = self.schedule or "a schedule of one's own"
         head = f"{name}, {self.chunks} chunks: a step took {self._said(self.step)} ({self.steps} step{more} measured)"
-        lines = [f"{head}, planned {self._said(self.planned)} ({self._share(self.planned)} of it)", ""]
+        lines = [f"{head}, planned {self._said(self.planned)} ({self._share(self.planned)} of it)"]
+        if self.outside:
+            lines.append(f"and outside its actions {self._said(self.outside)}, before the first and after the last")
+        lines.append("")
         lines += _aligned(list(self._rows()))
         worst = self.stages[self.bottleneck]
         share = self._share(worst.busy)
@@ -195,7 +200,7 @@ def report(
     return Report(
         known_name(schedule), schedule.chunks, measurement.unit, len(steps),
         step, plan.step, rows, slowest, changes,
-        tuple(_notes(steps[0], rows, job, changes)),
+        tuple(_notes(steps[0], rows, job, changes)), measurement.outside,
     )
 
 

@@ -27,7 +27,7 @@ from operator import attrgetter
 from typing import Literal
 
 from scheduler.action import Action, Kind
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
 from scheduler.event import Event
 from scheduler.explanation import critical_path, why_idle
 from scheduler.memory_model import Held, steps
@@ -48,6 +48,8 @@ class Timeline:
         held: what a chunk holds in each stage; empty: every chunk holds 1, so that `memory` counts chunks
         turns: groups of lanes of which one runs at a time, since they share a thread or a device: their makespan and
             bubble are not those of lanes that run at once
+        outside: what the step took before its first action and after its last: to cut the mini-batch, to agree with
+            other ranks, to hand out gradients, to step an optimizer; 0 where that is not known, and of a simulation
 
     Raises:
         ScheduleError: an event ends before it starts, is on no lane, or is not in its place.
@@ -59,9 +61,11 @@ class Timeline:
     held: tuple[Held, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     clocked: bool = False
+    outside: float = 0
 
     def __post_init__(self) -> None:
         refuse_unless_whole("lanes", self.lanes, least=1)
+        refuse_unless_cost("outside", self.outside)
         latest: float = 0
         free: list[float] = [0] * self.lanes
         for action, lane, start, end in self.events:
@@ -85,13 +89,17 @@ class Timeline:
             latest = start
 
     @classmethod
-    def measured(cls, events: Iterable[Event], lanes: int, turns: Iterable[Iterable[int]] = ()) -> "Timeline":
+    def measured(
+        cls, events: Iterable[Event], lanes: int, turns: Iterable[Iterable[int]] = (),
+        call: tuple[float, float] | None = None,
+    ) -> "Timeline":
         """A timeline from clocks: sorts the events, and counts time from the first start.
 
         Args:
             events: in any order; start and end in seconds of one clock, such as `time.perf_counter`
             lanes: how many lanes there are
             turns: groups of lanes that take turns; one lane alone is none
+            call: when the step began and ended, by the same clock; None: not known
 
         Raises:
             ScheduleError: as the class does.
@@ -100,7 +108,10 @@ class Timeline:
         zero = ordered[0].start if ordered else 0
         shifted = (Event(action, lane, start - zero, end - zero) for action, lane, start, end in ordered)
         groups = tuple(group for group in map(tuple, turns) if len(group) > 1)
-        return cls(tuple(shifted), lanes, unit="s", turns=groups, clocked=True)
+        outside = 0.0
+        if call is not None and ordered:
+            outside = max(0.0, call[1] - call[0] - (max(event.end for event in ordered) - zero))
+        return cls(tuple(shifted), lanes, unit="s", turns=groups, clocked=True, outside=outside)
 
     @cached_property
     def by_lane(self) -> tuple[tuple[Event, ...], ...]:
@@ -114,6 +125,11 @@ class Timeline:
     def makespan(self) -> float:
         """The time at which the last action ends."""
         return max((event.end for event in self.events), default=0)
+
+    @property
+    def step(self) -> float:
+        """The time of the whole step: the makespan, and what is outside of its actions."""
+        return self.makespan + self.outside
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

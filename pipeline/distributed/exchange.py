@@ -24,12 +24,12 @@ from pipeline.distributed.mailbox import RankMailbox
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Exchange
 from pipeline.execution.mailbox import Mailbox
-from pipeline.execution.trace import clock_name
+from pipeline.execution.trace import Span, clock_name
 from pipeline.gradients.clip import joined_norm, norm_of, values_of
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
-from scheduler.clocks import on_one_clock
+from scheduler.clocks import ahead_of_first, on_one_clock
 
 
 class CallMessages:
@@ -167,11 +167,19 @@ class RankExchange(Exchange):
         ]
         return joined_norm(whole, norm_type).to(self._ranks.device)
 
-    def share_events(self, events: Sequence[Event]) -> list[Event]:
+    def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
         mine = [[str(event.action), event.lane, event.start, event.end] for event in events]
         by_clock: dict[str, list[Event]] = {}
-        for text in self._ranks.exchange_texts(json.dumps([clock_name(), mine])):
-            name, rows = json.loads(text)
+        spans: list[tuple[str, list[Span]]] = []
+        for text in self._ranks.exchange_texts(json.dumps([clock_name(), mine, list(steps)])):
+            name, rows, of_rank = json.loads(text)
             told = [Event(Action.parse(action), lane, start, end) for action, lane, start, end in rows]
             by_clock.setdefault(name, []).extend(told)
-        return on_one_clock(list(by_clock.values()))
+            spans.append((name, of_rank))
+        ahead = dict(zip(by_clock, ahead_of_first(list(by_clock.values())), strict=True))
+        rebased = [[(begun - ahead[name], ended - ahead[name]) for begun, ended in of_rank] for name, of_rank in spans]
+        whole = len({len(of_rank) for of_rank in rebased}) == 1  # unless a step failed on some ranks alone
+        return on_one_clock(list(by_clock.values())), [
+            (min(begun for begun, _ in of_step), max(ended for _, ended in of_step))
+            for of_step in (zip(*rebased, strict=True) if whole else ())
+        ]

@@ -133,6 +133,7 @@ class RankMailbox(Mailbox):
         monitor.at = (*action, "for", name + ", from rank", source)
         receiver = self._ranks.connections.receiver(source)
         message = receiver.receive(name)
+        self.arrived = max(self.arrived, receiver.arrived)
         monitor.at = action
         if (here, source) in messages.channels:
             self._ranks.connections.sender(source).reap(messages.delivered(channel, receiver.position))

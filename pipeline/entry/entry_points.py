@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _run(
     modes: AbstractContextManager[None] = nullcontext(),
 ) -> Step:
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
+    begun = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
     batch = scatter(arguments.x, runtime.settings.chunks, "x", runtime.settings.batch_dim)
     if sink.optimizer is not None:
@@ -109,6 +111,9 @@ def _run(
     with modes:
         execution = runtime.execution(request, batch, communicator, target, recorder)
         made = sink.run(RunWithLoss(runtime, execution, arguments, target, sink.scaler))
+    ended = perf_counter()
+    for trace in execution.setup.traces:
+        trace.record_step(begun, ended)
     return replace(made, timeline=runtime.timeline(recorder, communicator))
 
 

@@ -279,7 +279,7 @@ class Runtime:
         """The timeline of all processes. None: nothing was recorded."""
         if recorder is None:
             return None
-        recorder.join(communicator.exchange.share_events(recorder.events))
+        recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
         return recorder.timeline
 
     def joined(self, call: Call) -> Any:

@@ -30,6 +30,7 @@ from pipeline.common.places import Place
 from pipeline.data.pytrees import Grads, Tree, add_grads
 from pipeline.data.values import Values
 from pipeline.execution.mailbox import Mailbox
+from pipeline.execution.trace import Span
 from pipeline.transports.local import Local
 from pipeline.transports.message import Message
 from scheduler import Action, Event
@@ -153,8 +154,8 @@ class Exchange(ABC):
         """The same, from the norm of each gradient."""
 
     @abstractmethod
-    def share_events(self, events: Sequence[Event]) -> list[Event]:
-        """The events that all processes recorded."""
+    def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
+        """The events that all processes recorded, and the span of each step over all of them, by one clock."""
 
 
 class Gradients(ABC):

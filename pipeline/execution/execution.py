@@ -129,18 +129,20 @@ class Execution:
                 self.mailbox.put(CALLER, chunk, [self.batch.message(chunk, grad)])
 
     def take(self, stage: int, chunk: int) -> list[Activations]:
-        """Take the values that a stage reads. Only then the action begins: a wait for another rank is no work."""
+        """Take the values that a stage reads. The action begins when they have arrived: a wait is no work."""
         inbox = self.mailbox.take(stage, chunk)
-        if self.setup.traces:
-            self._ready[stage] = perf_counter()
+        self._begin_when_arrived(stage)
         return inbox
 
     def take_grads(self, stage: int, chunk: int) -> list[Grads]:
         """The same for the gradients of the values that a stage made."""
         grads = self.mailbox.take_grads(stage, chunk)
-        if self.setup.traces:
-            self._ready[stage] = perf_counter()
+        self._begin_when_arrived(stage)
         return grads
+
+    def _begin_when_arrived(self, stage: int) -> None:
+        if self.setup.traces:
+            self._ready[stage] = max(self._ready[stage], self.mailbox.arrived)
 
     def check_alone(self, stage: int, chunk: int, inbox: Sequence[Activations]) -> None:
         """Raise if a stage that writes its input shares the memory with another reader."""

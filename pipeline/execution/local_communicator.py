@@ -23,6 +23,7 @@ from pipeline.execution.communicator import (
     joined,
 )
 from pipeline.execution.mailbox import LocalMailbox
+from pipeline.execution.trace import Span
 from pipeline.gradients.clip import joined_norm, total_norm
 from pipeline.recompute.randomness import draw_seed
 from pipeline.transports.local import Local
@@ -68,8 +69,8 @@ class LocalExchange(Exchange):
     def joined_norm(self, norms: Sequence[tuple[str, Tensor]], norm_type: float) -> Tensor:
         return joined_norm([norm for _, norm in norms], norm_type)
 
-    def share_events(self, events: Sequence[Event]) -> list[Event]:
-        return list(events)
+    def share_events(self, events: Sequence[Event], steps: Sequence[Span]) -> tuple[list[Event], list[Span]]:
+        return list(events), list(steps)
 
 
 class LocalGradients(Gradients):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from pipeline.common.places import Place
 from pipeline.data.pytrees import Activations, Grads, MemoryId, Tree
@@ -20,7 +21,13 @@ from pipeline.transports.local import Local, Parcel
 
 
 class Mailbox(ABC):
-    """The interface of mailboxes: the values under way in one call, put and taken in the order of the table."""
+    """The interface of mailboxes: the values under way in one call, put and taken in the order of the table.
+
+    Attributes:
+        arrived: when the last value that came from another process was there, of `perf_counter`; -inf: none came.
+    """
+
+    arrived: float = -inf
 
     def begin(self, phase: int, messages: P2PPlan | None) -> None:
         """Begin a phase, before its first action.

@@ -4,9 +4,11 @@
         f(pipe(x), y).backward()           step.timeline
     print(draw(trace.timeline))
 
-An action begins when its inputs are there: a rank's wait for them is a gap. A recomputation is an event of its own, R,
-right before its B or I. Over machines, whose clocks have different zeros, the messages of the trace bring the events to
-one clock (scheduler/clocks.py). On an accelerator the times are those of the host, which launches.
+An action begins when its inputs are there: a rank's wait for them is a gap, to unpack them is work. A recomputation is
+an event of its own, R, right before its B or I. What a step takes outside its actions is known as well: from when the
+first process begins it to when the last one ends it. Over machines, whose clocks have different zeros, the messages of
+the trace bring the events to one clock (scheduler/clocks.py). On an accelerator the times are those of the host, which
+launches.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from scheduler import Event, Timeline
+
+Span: TypeAlias = tuple[float, float]  # begun, ended
 
 
 def clock_name() -> str:
@@ -38,10 +43,15 @@ class TraceRecorder:
         self.lanes = lanes
         self._turns = turns
         self._events: list[Event] = []
+        self._calls: list[Span] = []
 
     def record(self, event: Event) -> None:
         """Note what ran, in seconds of `perf_counter`."""
         self._events.append(event)
+
+    def record_step(self, begun: float, ended: float) -> None:
+        """Note when a step began and ended in this process."""
+        self._calls.append((begun, ended))
 
     def __len__(self) -> int:
         """The number of recorded actions."""
@@ -56,11 +66,18 @@ class TraceRecorder:
         """All actions so far."""
         return self._events
 
-    def join(self, events: Sequence[Event]) -> None:
-        """Replace the events by those of all processes."""
+    @property
+    def steps(self) -> Sequence[Span]:
+        """The span of each step so far, over the processes that `join` has brought together."""
+        return self._calls
+
+    def join(self, events: Sequence[Event], steps: Sequence[Span]) -> None:
+        """Replace the events, and the spans of steps, by those of all processes."""
         self._events = list(events)
+        self._calls = list(steps)
 
     @property
     def timeline(self) -> Timeline:
         """All actions so far, in seconds since the first began."""
-        return Timeline.measured(self._events, self.lanes, self._turns)
+        step = self._calls[0] if len(self._calls) == 1 else None  # what is outside several nobody asks
+        return Timeline.measured(self._events, self.lanes, self._turns, step)

@@ -31,6 +31,8 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -185,6 +187,9 @@ class Receiver:
         what: how errors name it: "rank 0 to rank 1".
         window: how many receives are posted when it waits for a message.
         device: where tensors shall be; None: on the host. Those of a payload are where payloads come.
+
+    Attributes:
+        arrived: when the last message that was received was there, of `perf_counter`.
     """
 
     def __init__(
@@ -202,6 +207,7 @@ class Receiver:
         self._posted: deque[tuple[Tensor, Handle]] = deque()
         self._arrived: dict[int, _Arrival] = {}
         self._position = 0
+        self.arrived = -inf
 
     @property
     def position(self) -> int:
@@ -268,6 +274,7 @@ class Receiver:
         self._post_ahead(series)  # now, when this rank would wait anyway, not when it has just got what it waited for
         buffer, handle = self._posted.popleft()
         handle.wait()
+        self.arrived = perf_counter()
         index = self._position
         header = ctypes.string_at(buffer.data_ptr(), HEADER.size)
         if header == series.header(index):
@@ -282,6 +289,7 @@ class Receiver:
     def _receive_announced(self, series: MessageSeries, index: int, length: int, nbytes: int) -> _Arrival:
         extra = self._buffer(nbytes)
         self._incoming.post(extra, extra=True).wait()
+        self.arrived = perf_counter()
         try:
             spec = series.learn(index, ctypes.string_at(extra.data_ptr(), length))
         except LookupError as error:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from pipeline import Pipe
 from pipeline.distributed import exchange
+from pipeline.entry import entry_points
 from pipeline.execution import execution
+from pipeline.transports import link
 from scheduler import Costs, Schedule
 from scheduler.exchanges import exchanges
 
@@ -112,7 +114,9 @@ def measured(schedule: str, forward: list[float], backward: list[float], checkpo
     """The costs that a traced step tells, as every rank has them: of F, B (I and W), recomputation."""
     model = nn.Sequential(*map(_Works, forward, backward))
     pipe = Pipe(model, [1] * len(model), 5, schedule=schedule, checkpoint=checkpoint)
-    with mock.patch.object(execution, "perf_counter", lambda: _Work.now):
+    with mock.patch.object(execution, "perf_counter", lambda: _Work.now), mock.patch.object(
+        link, "perf_counter", lambda: _Work.now
+    ):
         for _ in range(2):  # these compare more
             pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum")
         step = pipe.step(torch.ones(5, 3), loss_fn=sum_of, loss_reduction="sum", trace=True)
@@ -139,13 +143,19 @@ def slept(schedule: str, forward: list[float], backward: list[float], chunks: in
 
 
 def on_clocks(schedule: str, ahead: float) -> Any:
-    """A traced step of ranks whose clocks are so far apart: the makespan, and how long each message took."""
+    """A traced step of ranks whose clocks are so far apart: the makespan, what is outside, the times of messages."""
     pipe = Pipe(nn.Sequential(*[nn.Linear(3, 3) for _ in range(2)]), [1, 1], 4, schedule=schedule)
     rank = pipe.runtime.rank
+
+    def clock() -> float:
+        return time.perf_counter() + ahead * rank
+
     with (
-        mock.patch.object(execution, "perf_counter", lambda: time.perf_counter() + ahead * rank),
+        mock.patch.object(execution, "perf_counter", clock), mock.patch.object(link, "perf_counter", clock),
+        mock.patch.object(entry_points, "perf_counter", clock),
         mock.patch.object(exchange, "clock_name", lambda: f"machine {rank}"),
     ):
         timeline = pipe.step(torch.ones(4, 3), loss_fn=sum_of, loss_reduction="sum", trace=True).timeline
     assert timeline is not None
-    return timeline.makespan, [reader.start - giver.start for giver, reader, _ in exchanges(timeline.by_lane)]
+    ways = [reader.start - giver.start for giver, reader, _ in exchanges(timeline.by_lane)]
+    return timeline.makespan, timeline.outside, ways

@@ -31,9 +31,10 @@ def test_a_simulated_timeline_is_read_back_as_it_was(schedule, forward):
 def test_a_measured_timeline_is_read_back_to_the_nanosecond(schedule, scale):
     slots = simulate(schedule, Costs(forward=1 / 3, link=0.1)).events
     timeline = Timeline.measured([Event(a, lane, start * scale, end * scale) for a, lane, start, end in slots],
-                                 schedule.lanes, [range(schedule.lanes)])
+                                 schedule.lanes, [range(schedule.lanes)], (-scale, 100 * scale))
     again = timeline_from_chrome(chrome_trace(timeline))
     assert (again.lanes, again.unit, again.turns, again.clocked) == (timeline.lanes, "s", timeline.turns, True)
+    assert again.outside == pytest.approx(101 * scale - timeline.makespan, rel=0, abs=0.6e-9)
     for before, after in zip(timeline.by_lane, again.by_lane):
         assert [event.action for event in before] == [event.action for event in after]
         times = [time for event in before for time in event[2:]]

@@ -1,15 +1,15 @@
 """Laws of measured costs: a timeline made from costs gives these costs back."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
-from statistics import median
+from statistics import mean, median
 
 import pytest
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_strategies import NAMED_RUNS, RUNS
+from scheduler_strategies import NAMED_RUNS, RUNS, TIMES
 
 from scheduler import (
     Action,
@@ -85,13 +85,24 @@ def test_costs_of_a_lane_are_the_sums_of_its_stages(run):
 
 
 @LAWS
-@given(st.lists(st.integers(0, 99), min_size=1))
-def test_a_sample_is_a_median_and_the_range_of_its_middle_half(times):
-    sample = Sample.of(times)
+@given(st.lists(st.lists(st.integers(0, 99)), min_size=1).filter(any))
+def test_a_sample_is_a_median_and_the_range_of_its_middle_half(steps):
+    sample, times = Sample.of(steps), list(chain(*steps))
     assert (sample.median, sample.size) == (median(times), len(times))
+    assert sample.mean == median(mean(step) for step in steps if step)
     near = [time for time in times if abs(time - sample.median) <= sample.spread]
     assert len(near) >= ceil(len(times) / 2) and sample.spread <= max(times) - min(times)
-    assert Sample.of([time + 7 for time in times]).spread == sample.spread == Sample.of(sorted(times)).spread
+    assert Sample.of([[time + 7 for time in times]]).spread == sample.spread == Sample.of([sorted(times)]).spread
+
+
+@LAWS
+@given(NAMED_RUNS, st.lists(TIMES, min_size=8, max_size=8))
+def test_measured_costs_keep_lanes_as_busy_where_the_times_of_chunks_differ(run, more):
+    schedule, costs = run
+    uneven = {what: (lambda stage, chunk, what=what: getattr(costs, what)[stage] + more[chunk])
+              for what in ("forward", "input", "weight")}
+    timeline = simulate(schedule, replace(costs, **uneven, backward=None, recompute=0))
+    assert simulate(schedule, Costs.measured(timeline)).busy == timeline.busy
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 2.0**20])
@@ -108,6 +119,14 @@ def test_a_search_in_seconds_is_the_one_in_slots(scale):
     assert seconds.timeline.unit == "s" and str(seconds).splitlines()[0].endswith("s")
 
 
+def test_outside_of_steps_is_the_median_of_the_rest_of_their_times():
+    events = [Event(Action.parse(name), 0, at, at + 1) for at, name in ((3, "0F0"), (5, "0B0"))]
+    steps = [Timeline.measured(events, 1, (), call) for call in ((2, 9), (0, 6), (3, 6), None)]
+    assert [step.outside for step in steps] == [4, 3, 0, 0]
+    assert [step.step for step in steps] == [7, 6, 3, 3]
+    assert measure(steps).outside == 1.5
+
+
 def clocked(text, lanes=2, turns=()):
     """A measured timeline: for each lane a line of actions, each with its start and its end."""
     events = []
@@ -119,13 +138,13 @@ def clocked(text, lanes=2, turns=()):
 
 def test_a_message_to_a_lane_that_was_busy_says_nothing_of_its_way():
     timeline = clocked("0F0 0 1    0F1 1 2  0B0 8 9  0B1 14 15\n1F0 1.5 4  1F1 4 6  1B0 6 7  1B1 9 13.5")
-    assert measure(timeline).messages == (Sample(0.5, 0.5, 3),)  # not that of 1F1, which lay there for 2
+    assert measure(timeline).messages == (Sample(0.5, 0.5, 3, 2 / 3),)  # not that of 1F1, which lay there for 2
 
 
 def test_where_no_lane_was_free_in_time_the_shortest_way_is_an_upper_bound():
     timeline = clocked("0F0 0 1  0F1 1 5  3F0 5 6   3B0 6 9    0B0 12 13\n"
                        "1F0 1 2  2F0 2 3  1F1 5 10  2B0 10 11  1B0 11 12")
-    assert measure(timeline).messages == (Sample(0, 0, 3), Sample(), Sample(1, 0, 1))
+    assert measure(timeline).messages == (Sample(0, 0, 3, 0), Sample(), Sample(1, 0, 1, 1))
 
 
 def test_lanes_that_take_turns_hand_over_in_memory():

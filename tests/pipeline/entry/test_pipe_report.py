@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,9 +39,28 @@ def test_a_pipe_reports_on_steps_and_on_timelines(schedule: str, checkpoint: str
     assert pipe.report(steps[0]) == report(timelines[0], balance=[1, 3])
     assert (told.schedule, told.chunks, told.steps, told.unit) == (schedule, 4, 3, "s")
     assert told.step == sorted(timeline.makespan for timeline in timelines)[1]
+    assert told.outside == sorted(timeline.outside for timeline in timelines)[1] > 0
+    assert "and outside its actions " in str(told)
     assert any("checkpoint='never'" in change.what for change in told.changes) is (checkpoint == "always")
     planned = pipe.report(steps, Costs(forward=1, input=1, weight=1, unit="s"))
     assert [stage.planned_busy for stage in planned.stages] == [12, 12]
+
+
+def test_what_is_outside_of_the_actions_of_a_step_is_the_rest_of_its_time() -> None:
+    pipe = pipe_of([1, 1])
+    with pipe.trace() as one:
+        begun = perf_counter()
+        step = stepped(pipe)
+        time = perf_counter() - begun
+    assert step.timeline is not None
+    assert 0 < step.timeline.outside <= time - step.timeline.makespan
+    assert one.timeline.outside == step.timeline.outside
+    with pipe.trace() as two:
+        for _ in range(2):
+            stepped(pipe, trace=False)
+    with pipe.trace() as none:
+        pipe(torch.ones(8, 8)).sum().backward()
+    assert two.timeline.outside == none.timeline.outside == 0  # of several nobody can say, and of a backward
 
 
 def test_a_step_without_a_timeline_is_refused() -> None:
