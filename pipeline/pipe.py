@@ -387,7 +387,7 @@ class Pipe(Settled, Stateful):
     ) -> torch.Tensor:
         """Scale the gradients of all parameters down to a norm of at most `max_norm`; return the norm before.
 
-        As torch.nn.utils.clip_grad_norm_ on the plain module's parameters. Over ranks that function would see one
+        As `torch.nn.utils.clip_grad_norm_` on the plain module's parameters. Over ranks that function would see one
         rank's; this one sees all, a tied parameter once, and is called on every rank.
 
         Args:

@@ -40,26 +40,7 @@ Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
 class Operator(Analysis):
-    """A matrix of second derivatives as its products with vectors. Use one of the classes below.
-
-    Args:
-        model: a Pipe, in one process or over ranks; or a module, which becomes one stage.
-        data: one mini-batch, a tuple (x, target); or several, a list or a DataLoader of such pairs. The matrix is that
-            of the loss over all of them.
-        loss_fn: (output, target) -> loss, or (sum, count); as in `Pipe.step`.
-        params: by which parameters: all that require a gradient, or names of layers or parameters, or a
-            predicate(name, parameter).
-        loss_reduction: "mean" or "sum", as in `Pipe.step`.
-        training: False: eval mode; True: train mode; None: the modes of the modules. Each product restores the modes.
-        seed: of random numbers (dropout in train mode), which are the same in every product. Chunk i of mini-batch b
-            runs as in a call with seed `seed + b`, see `pipeline.layer_seed`. None: drawn once, now.
-        block: the number of products that are computed at a time.
-        verify: whether the first products compare stages that have an autograd.Function of your own with finite
-            differences. A stage that differs is an error.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message says why, and what is valid.
-    """
+    """A matrix of second derivatives as its products with vectors. Use one of the classes below."""
 
     rule: Rule
 
@@ -76,6 +57,27 @@ class Operator(Analysis):
         block: int = 4,
         verify: bool = True,
     ) -> None:
+        """Take the matrix of a model, data and a loss. Nothing is computed yet.
+
+        Args:
+            model: a Pipe, in one process or over ranks; or a module, which becomes one stage.
+            data: one mini-batch, a tuple (x, target); or several, a list or a DataLoader of such pairs. The matrix is
+                that of the loss over all of them.
+            loss_fn: (output, target) -> loss, or (sum, count); as in `Pipe.step`.
+            params: by which parameters: all that require a gradient, or names of layers or parameters, or a
+                predicate(name, parameter).
+            loss_reduction: "mean" or "sum", as in `Pipe.step`.
+            training: False: eval mode; True: train mode; None: the modes of the modules. Each product restores the
+                modes.
+            seed: of random numbers (dropout in train mode), which are the same in every product. Chunk i of
+                mini-batch b runs as in a call with seed `seed + b`, see `pipeline.layer_seed`. None: drawn once, now.
+            block: the number of products that are computed at a time.
+            verify: whether the first products compare stages that have an autograd.Function of your own with finite
+                differences. A stage that differs is an error.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid; the message says why, and what is valid.
+        """
         if block < 1:
             raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
         self._pipe, self._prefix = as_pipe(model)

@@ -46,7 +46,7 @@ class EagerUpdate:
         update: an optimizer that treats each parameter by itself, or a rule(param, grad), called once for each
             parameter without gradients; it writes the parameter in place.
         clip: None; "value": each entry to at most clip_value; "per_parameter": each gradient to a norm of at most
-            max_norm; "two_pass": all gradients to a norm of max_norm, as torch.nn.utils.clip_grad_norm_, at the price
+            max_norm; "two_pass": all gradients to a norm of max_norm, as `torch.nn.utils.clip_grad_norm_`, at the price
             of a second run of forward and backward.
         clip_value: for "value".
         max_norm: for the others.

@@ -231,7 +231,7 @@ class GradStore:
     def clip_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm of at most `max_norm`; return the norm before.
 
-        As torch.nn.utils.clip_grad_norm_, which divides by norm + 1e-6.
+        As `torch.nn.utils.clip_grad_norm_`, which divides by norm + 1e-6.
         """
         check_limit("max_norm", max_norm)
         total = self.norm(norm_type)

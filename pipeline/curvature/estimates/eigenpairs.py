@@ -36,7 +36,7 @@ class Eigenpairs(Result):
         values: [k], the most wanted first; for "BE" the largest first. Each is x'Ax of its vector.
         vectors: for each value this process's entries by the parameters' names, in their shapes, on the CPU. Of norm 1
             and at right angles, over all processes.
-        residuals: |A x - value x| / scale, [k], of products that were made for this and for nothing else. There is an
+        residuals: `|A x - value x| / scale`, [k], of products that were made for this and for nothing else. There is an
             eigenvalue of A within `residuals * scale` of each value, whatever else is true.
         scale: the largest magnitude of an eigenvalue that was seen: the norm of A, or little less for "LA" and "SA".
         products: how many were spent, those for the residuals among them.
@@ -99,7 +99,7 @@ def top_eigenpairs(
         k: how many.
         which: "LM" largest magnitude, "LA" largest, "SA" smallest (most negative), "BE" both ends (of an odd k one
             more from the upper end).
-        tol: for the residuals |A x - value x|, relative to the largest magnitude of an eigenvalue. An eigenvalue's
+        tol: for the residuals `|A x - value x|`, relative to the largest magnitude of an eigenvalue. An eigenvalue's
             error is about the square of it over its distance to the others.
         max_products: end there, converged or not; at least 2 k. None: as many as are needed.
         seed: of the random starts.

@@ -70,8 +70,8 @@ def frobenius_squared(
 ) -> Norm:
     """The squared Frobenius norm of A, estimated without bias.
 
-    The variance of one draw is 2 (|B|^2 - the sum of the squares of B's diagonal), B = A A, for Rademacher vectors, and
-    2 |B|^2 for normal ones. With `samples` at least the size of A the result is exact.
+    With B = A A the variance of one draw is `2 (|B|^2 - sum of B_ii^2)` for Rademacher vectors, and `2 |B|^2` for
+    normal ones. With `samples` at least the size of A the result is exact.
 
     Args:
         A: the matrix; over ranks every process makes the same call.

@@ -67,7 +67,7 @@ def solve(
         A: a symmetric matrix.
         b: the right-hand side, a vector of A's space or its entries by name.
         damping: added to all eigenvalues of A.
-        tol: of |b - (A + damping I) x| / |b|. In float32 hardly below 1e-6.
+        tol: of `|b - (A + damping I) x| / |b|`. In float32 hardly below 1e-6.
         max_products: with A, at least 2; 1000 if None.
         preconditioner: A's diagonal, about (damping is added to it here): one entry for each of b, such that
             entry + damping is above 0. Helps where the diagonal's entries differ much in size.

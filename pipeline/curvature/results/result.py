@@ -73,7 +73,7 @@ class Result(ABC):
         """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
 
         Args:
-            path: *.npz, where numpy.load finds each tensor under its field's name; or *.json, which people and other
+            path: `*.npz`, where numpy.load finds each tensor under its field's name; or `*.json`, which people and other
                 languages read, for small results: 20 bytes a number.
 
         Raises:
@@ -88,7 +88,7 @@ class Result(ABC):
         """Reads what `save` wrote. No code in a file is run: a file from anywhere may be opened.
 
         Args:
-            path: *.npz or *.json. `Result.load` gives whatever result it holds; `Trace.load` a Trace or an error.
+            path: `*.npz` or `*.json`. `Result.load` gives whatever result it holds; `Trace.load` a Trace or an error.
 
         Raises:
             ResultError: it is no such file, holds another class, or was written by a newer version.
@@ -105,7 +105,7 @@ class Result(ABC):
         """Draws the result with matplotlib.
 
         Args:
-            path: a *.png, *.svg or *.pdf to write. Without it, `matplotlib.pyplot.show()` shows the figure.
+            path: a `.png`, `.svg` or `.pdf` file to write. Without it, `matplotlib.pyplot.show()` shows the figure.
             ax: axes to draw on; new ones if None.
 
         Returns:
