@@ -7,14 +7,14 @@ READY := .venv/ready
 # these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Four processes for two cores: tests over ranks, which one of them runs first (tests/conftest.py), wait half of the time.
-DOCUMENTS := tests/test_docs.py tests/test_architecture.py
+DOCUMENTS := tests/test_docs.py tests/test_site.py tests/test_architecture.py
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(DOCUMENTS))
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,
 # and beside torch's CPU build one breaks what imports it.
 PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: demo test test-accelerator check soak bench test-gpu test-gpu-sanitize clean
+.PHONY: demo test test-accelerator check docs soak bench test-gpu test-gpu-sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -36,6 +36,11 @@ check: $(READY)
 	$(BIN)/isort --check-only pipeline partition scheduler tests examples benchmarks docs
 	$(BIN)/mypy
 	$(ONE) $(BIN)/python -m pytest -q --doctest-modules pipeline partition scheduler $(DOCUMENTS)
+
+# The documentation as a site in build/docs. A warning (a link or a docstring that cannot be read) is an error.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+	@echo open build/docs/index.html
 
 soak: $(READY)
 	$(ONE) $(TESTS) --whole -m "soak or not soak"
@@ -69,7 +74,7 @@ test-gpu-sanitize: $(READY)
 $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[examples,test,check]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[examples,test,check,docs]"
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps $(PEERS)
 	touch $(READY)
 

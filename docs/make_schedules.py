@@ -1,27 +1,30 @@
-"""What in docs/schedules.md is made, and how? Everything that a computer can know.
+"""The maker of what a computer can know in docs/schedules.md and docs/glossary.md.
 
-    python docs/make_schedules.py        writes docs/schedules.md and docs/schedules/*.svg anew
+    python docs/make_schedules.py        writes both pages and docs/schedules/*.svg anew
 
-    docs/schedules.md  --markers-->  what is to be made, as words  --MAKERS-->  text between the markers
-                                                                   --figure-->  docs/schedules/<name>.svg
+    a page  --markers-->  what is to be made, as words  --MAKERS-->  text between the markers
+                                                        --FIGURES-->  docs/schedules/<name>.svg
 
     <!-- made: grid 1f1b 4 8 -->         a maker, and what it is given
     ...                                  what it made
     <!-- end -->
 
-All else on the page is written by hand. tests/scheduler/test_schedules_page.py compares the page and the figures with
-what is made now, so neither can be out of date.
+All else on a page is written by hand. tests/scheduler/test_schedules_page.py compares pages and figures with what is
+made now, so none can be out of date.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
-from scheduler import Costs, Row, by_name, compare, draw, names, simulate, svg
+import matplotlib.style
 
-PAGE = Path(__file__).with_name("schedules.md")
-FIGURES = PAGE.with_suffix("")
+from scheduler import Costs, Row, by_name, compare, draw, names, plot, simulate, svg
+
+PAGES = [Path(__file__).with_name(name) for name in ("schedules.md", "glossary.md")]
+FOLDER = PAGES[0].with_suffix("")
 
 # Qi et al. 2023 (arXiv 2401.10241): its 1.5B model on 8 devices with 64 chunks, in milliseconds
 PROFILE = Costs(forward=18.546, input=18.097, weight=9.321, link=0.762)
@@ -42,6 +45,8 @@ def figures(page: str) -> Iterator[tuple[str, str]]:
         if maker == "figure":
             name, lanes, chunks = words
             yield f"{name}.svg", svg(by_name(name, int(lanes), int(chunks)))
+        elif maker == "anatomy":
+            yield "anatomy.svg", _annotated()
 
 
 def grid(name: str, lanes: str, chunks: str) -> str:
@@ -51,7 +56,12 @@ def grid(name: str, lanes: str, chunks: str) -> str:
 
 def figure(name: str, lanes: str, chunks: str) -> str:
     """A link to the picture."""
-    return f"![{name}, {lanes} lanes, {chunks} chunks]({FIGURES.name}/{name}.svg)"
+    return f"![{name}, {lanes} lanes, {chunks} chunks]({FOLDER.name}/{name}.svg)"
+
+
+def anatomy() -> str:
+    """A link to the picture of the words of a schedule."""
+    return f"![1F1B on 4 lanes, with the words for its parts]({FOLDER.name}/anatomy.svg)"
 
 
 def overview() -> str:
@@ -100,7 +110,7 @@ def warmup() -> str:
 
 
 MAKERS: dict[str, Callable[..., str]] = {
-    maker.__name__: maker for maker in (grid, figure, overview, memory, messages, warmup)
+    maker.__name__: maker for maker in (grid, figure, anatomy, overview, memory, messages, warmup)
 }
 _MARKED = re.compile(r"^(?P<head><!-- made: (?P<what>[^\n]*) -->)\n(?:.*?\n)??<!-- end -->$", re.DOTALL | re.MULTILINE)
 _END = "<!-- end -->"
@@ -109,6 +119,35 @@ _END = "<!-- end -->"
 def _made(what: str) -> str:
     maker, *words = what.split()
     return MAKERS[maker](*words)
+
+
+# What stands below the lanes or above them, in slots and lanes: its words, where they stand, what they point to.
+_NOTES = [
+    ("1F2: forward of\nchunk 2 on stage 1", (3.5, 1.7), (4.2, 4.8)),
+    ("3B0: backward of chunk 0\non stage 3, two slots", (5, 3.7), (9.6, 4.8)),
+    ("a slot", (12.5, 3.9), (12.5, 4.6)),
+    ("a bubble: the lane is idle", (24.5, 2.5), (20.5, 4.6)),
+]
+_PHASES = [("warm-up of lane 0", 0, 4), ("steady", 10, 16), ("cooldown", 16, 27)]
+
+
+def _annotated() -> str:
+    text, line = StringIO(), {"color": "#444444", "shrinkA": 0, "shrinkB": 0}
+    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": "penstock"}]):
+        picture = plot(by_name("1f1b", 4, 6), title="", memory=False)
+        (lanes,) = picture.axes
+        lanes.xaxis.set_visible(False)
+        lanes.get_legend().remove()
+        picture.texts[-1].remove()  # makespan and bubbles
+        for words, target, place in _NOTES:
+            arrow = {**line, "arrowstyle": "-"}
+            lanes.annotate(words, target, place, ha="center", va="center", annotation_clip=False, arrowprops=arrow)
+        for words, left, right in _PHASES:
+            arrow = {**line, "arrowstyle": "<->"}
+            lanes.annotate("", (left, -0.3), (right, -0.3), annotation_clip=False, arrowprops=arrow)
+            lanes.text((left + right) / 2, -0.55, words, ha="center")
+        picture.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
 def _overview(name: str, columns: Iterable[Row]) -> list[str]:
@@ -137,11 +176,12 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text()
-    PAGE.write_text(remade(page))
-    FIGURES.mkdir(exist_ok=True)
-    for name, text in figures(page):
-        (FIGURES / name).write_text(text)
+    FOLDER.mkdir(exist_ok=True)
+    for path in PAGES:
+        page = path.read_text()
+        path.write_text(remade(page))
+        for name, text in figures(page):
+            (FOLDER / name).write_text(text)
 
 
 if __name__ == "__main__":

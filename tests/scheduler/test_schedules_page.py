@@ -19,7 +19,7 @@ from scheduler.__main__ import main
 from scheduler.comparison import compare
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "schedules.md").read_text()
+PAGE, GLOSSARY = ((DOCS / name).read_text() for name in ("schedules.md", "glossary.md"))
 
 spec = importlib.util.spec_from_file_location("make_schedules", DOCS / "make_schedules.py")
 make = importlib.util.module_from_spec(spec)
@@ -29,12 +29,12 @@ spec.loader.exec_module(make)
 # --------------------------------------------------------------------------------------------------- what is made
 
 
-def test_the_page_is_what_is_made_now():
-    assert PAGE == make.remade(PAGE), "run python docs/make_schedules.py"
+def test_the_pages_are_what_is_made_now():
+    assert [PAGE, GLOSSARY] == [make.remade(PAGE), make.remade(GLOSSARY)], "run python docs/make_schedules.py"
 
 
-def test_the_figures_are_what_is_made_now_and_the_page_shows_them_all():
-    made = dict(make.figures(PAGE))
+def test_the_figures_are_what_is_made_now_and_the_pages_show_them_all():
+    made = dict([*make.figures(PAGE), *make.figures(GLOSSARY)])
     assert {file.name: file.read_text() for file in (DOCS / "schedules").iterdir()} == made, "as above"
 
 

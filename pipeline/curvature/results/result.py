@@ -73,8 +73,8 @@ class Result(ABC):
         """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
 
         Args:
-            path: `*.npz`, where numpy.load finds each tensor under its field's name; or `*.json`, which people and other
-                languages read, for small results: 20 bytes a number.
+            path: `*.npz`, where numpy.load finds each tensor under its field's name; or `*.json`, which people and
+                other languages read, for small results: 20 bytes a number.
 
         Raises:
             ResultError: another suffix; or a field holds what a file cannot.
