@@ -25,7 +25,6 @@ from pipeline.common.interrupts import calls_users_code
 
 _engine = torch.autograd.Variable._execution_engine
 OF_SCRIPTS = "DifferentiableGraph"  # in the name of a node that torch.jit has compiled
-REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
 _MARK = "_penstock_leaf"  # set on leaves of the Pipe: describes what they stand for
 
 

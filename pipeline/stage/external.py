@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
+from partition.halves import REENTRANT
 from pipeline.common.errors import CheckpointError
-from pipeline.common.graph import REENTRANT, Roots, gradients, holds, owned, refuse_marked, run_backward
+from pipeline.common.graph import Roots, gradients, holds, owned, refuse_marked, run_backward
 from pipeline.stage.hooks import grads_apart, hooks_asleep
 from pipeline.stage.parameters import Aliases
 

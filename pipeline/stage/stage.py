@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from partition.halves import Site, ends_without, survey
 from pipeline.common.call_lock import run_in
 from pipeline.common.errors import CheckpointError, DroppedError
 from pipeline.common.graph import (
@@ -45,7 +46,7 @@ from pipeline.stage.inputs import InputCut, StageInputs
 from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases, Swap
 from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
-from pipeline.stage.split_backward import Site, SplitBackward, ends_without, survey
+from pipeline.stage.split_backward import SplitBackward
 
 Begin: TypeAlias = Callable[[OutputEdges], Roots]
 _NOTHING = nullcontext()

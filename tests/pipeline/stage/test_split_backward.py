@@ -77,6 +77,7 @@ WEIGHTY: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear of one column": lambda: (nn.Linear(1, 1), normal(6, 1)),
     "linear over time": lambda: (nn.Linear(4, 3), normal(6, 5, 4)),
     "linear over time without bias": lambda: (nn.Linear(4, 3, bias=False), normal(6, 5, 4)),
+    "weight by rows": lambda: (ByRows(), normal(6, 5, 4)),
     "linear on a transposed input": lambda: (Transposed(nn.Linear(5, 3)), normal(6, 5, 4)),
     "convolution 1d": lambda: (nn.Conv1d(2, 3, 3, padding=1), normal(6, 2, 5)),
     "convolution 2d": lambda: (nn.Conv2d(2, 4, 3, stride=2, groups=2), normal(6, 2, 7, 7)),
@@ -100,6 +101,18 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.transpose(1, 2))
+
+
+class ByRows(nn.Module):
+    """As transformers' Conv1D (of GPT-2) is: the weight is no transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.second_weight = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3, 2))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:2], 3).tanh() @ self.second_weight
 
 
 class SelfAttention(nn.Module):

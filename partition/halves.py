@@ -1,0 +1,272 @@
+"""The backward of a graph in two halves: I, the gradient of its input, and W, those of its weights.
+
+    y = x @ w.t()         AddmmBackward0 --> x          I  autograd goes through the graph as in B, but is not asked for
+           ^                    |                          the gradient of w [1]; x and that of y are kept [2]
+    gradient of y          TBackward0                   W  (gradient of y).t() @ x, by the kernel that autograd would
+                                |                          have called [3]; autograd goes on from there, through
+                         AccumulateGrad(w)                 TBackward0 to w.grad [4]: the same bits and hooks as in B
+
+This covers matrix products (nn.Linear, attention's projections), convolutions and embeddings, which hold nearly all
+weights, whatever module calls them. All other gradients (biases, norms, a weight that is also used in another way, a
+product whose node in the graph has a hook, which would miss the gradient of w) are computed in I. From I to W these are
+held: x, the gradient of y, and the graph below [4], which saves nothing.
+
+A stage splits its chunks so (pipeline/stage/split_backward.py), and a profile its layers, to time and count the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["REENTRANT", "Part", "Site", "ends_without", "late_gradients", "survey", "waiting"]
+
+REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
+Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
+
+
+class Site(NamedTuple):
+    """A use of weights in a graph.
+
+    Attributes:
+        node: the product.
+        weights: those whose gradients can wait.
+        tails: the edges of the graph from the product to each of them.
+        given: the input.
+        late: maps the gradient of the output to those that the product gives to its tails.
+    """
+
+    node: Any
+    weights: Sequence[Tensor]
+    tails: Sequence[GradientEdge]
+    given: Tensor
+    late: Late
+
+
+class _Rule(NamedTuple):
+    """The inputs of a node that are weights, and a map from the node to their gradients.
+
+    A convolution's weight and bias are computed by one kernel, so the bias waits too. The bias of a matrix
+    product is a plain sum and does not wait.
+    """
+
+    places: tuple[int, ...]
+    late: Callable[[Any, bool], tuple[Tensor, Late] | None]
+
+
+class Part(NamedTuple):
+    """Gradients that W will compute, and the tensors that must not change until then.
+
+    `site` is without its node: the graph above is freed in I.
+    """
+
+    site: Site
+    grad: Tensor  # of the output
+    versions: tuple[int, int]  # of the input and of the gradient
+
+
+def survey(
+    roots: Sequence[Tensor | GradientEdge], nodes: Sequence[Any], may_wait: Callable[[Tensor], bool]
+) -> Sequence[Site]:
+    """The uses of weights whose gradients can wait, in no order.
+
+    Args:
+        roots: the outputs of a chunk, or where its backward begins.
+        nodes: of the graph behind them.
+        may_wait: whether a leaf is a weight.
+    """
+    entered = Counter([nearer for node in nodes for nearer, _ in node.next_functions])  # edges that lead to a node
+    entered.update({root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node for root in roots})
+    names = [node.name() for node in nodes]
+    if REENTRANT in names:
+        return ()
+    found = [(node, _RULES[name]) for node, name in zip(nodes, names, strict=True) if name in _RULES]
+    return _alone(found, entered, may_wait)
+
+
+def _alone(
+    found: list[tuple[Any, _Rule]], entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Sequence[Site]:
+    """Those of the uses whose weights are used in no other way."""
+    sites = [site for node, rule in found for site in _site(node, rule, entered, may_wait)]
+    while True:  # a weight with a part of its gradient in I gets all of it there, as do the weights beside it
+        passed: dict[Any, int] = {}
+        for _, ends in sites:
+            for end in ends:
+                passed[end] = passed.get(end, 0) + 1
+        alone = [(site, ends) for site, ends in sites if all([passed[end] == entered[end] for end in ends])]
+        if len(alone) == len(sites):
+            return [site for site, _ in sites]
+        sites = alone
+
+
+@contextmanager
+def waiting(sites: Sequence[Site]) -> Iterator[list[Part]]:
+    """Within, a backward passes the sites [2]; the yielded list fills with the parts that W computes."""
+    parts: list[Part] = []
+    handles = [site.node.register_prehook(partial(_keep, parts, site)) for site in sites]
+    try:
+        yield parts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ends_without(sites: Sequence[Site], leaves: Sequence[Tensor]) -> list[Tensor | GradientEdge]:
+    """Targets for autograd with which it passes all sites and computes no gradient that can wait [1].
+
+    Args:
+        sites: those that it must pass.
+        leaves: all that need a gradient, now or later.
+    """
+    late = {id(weight) for site in sites for weight in site.weights}
+    now: list[Tensor | GradientEdge] = [leaf for leaf in leaves if id(leaf) not in late]
+    return now + [GradientEdge(site.node, 0) for site in sites]
+
+
+def late_gradients(parts: Sequence[Part], what: str) -> tuple[list[GradientEdge], list[Tensor]]:
+    """W: the gradients that waited [3], and the edges from which autograd adds them to those of the weights [4].
+
+    Args:
+        parts: the gradients that waited.
+        what: how errors name the graph.
+
+    Raises:
+        RuntimeError: a tensor from which a gradient is computed was written since I.
+    """
+    tails: list[GradientEdge] = []
+    grads: list[Tensor] = []
+    with torch.no_grad():
+        for site, of_output, then in parts:
+            if _versions(site.given, of_output) != then:
+                raise RuntimeError(
+                    f"the input of a weight of {what} (shape {list(site.given.shape)}), or the gradient of its "
+                    "output, was changed in place between the two halves of a backward (a layer that keeps a tensor "
+                    "and writes it in every forward, say). Make a new one in each forward, or use a schedule of whole "
+                    "backwards, such as 1f1b."
+                )
+            tails += site.tails
+            grads += site.late(of_output)
+    return tails, grads
+
+
+def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:
+    if grads[0] is not None:
+        parts.append(Part(site._replace(node=None), grads[0], _versions(site.given, grads[0])))
+
+
+def _versions(given: Tensor, of_output: Tensor) -> tuple[int, int]:
+    """How often each was written in place; inference tensors do not count that."""
+    given_version, output_version = (0 if each.is_inference() else each._version for each in (given, of_output))
+    return given_version, output_version
+
+
+def _site(
+    node: Any, rule: _Rule, entered: Mapping[Any, int], may_wait: Callable[[Tensor], bool]
+) -> Iterator[tuple[Site, list[Any]]]:
+    """Follow a use down to its leaves, through a transpose and a cast (autocast's) without other uses.
+
+    Returned with the nodes where the paths end.
+    """
+    following = node.next_functions
+    weights: list[Tensor] = []
+    tails: list[GradientEdge] = []
+    ends: list[Any] = []
+    for number, place in enumerate(rule.places):
+        down, index = following[place]
+        if down is None and number:  # no bias, or a frozen one
+            continue
+        tail = down, index
+        while down is not None and down.name() in _BETWEEN and entered[down] == 1:
+            down = down.next_functions[0][0]
+        weight = getattr(down, "variable", None)
+        if weight is None or not may_wait(weight):
+            return
+        weights.append(weight)
+        tails.append(GradientEdge(*tail))
+        ends.append(down)
+    product = rule.late(node, len(weights) > 1)
+    if product is not None and not _has_hooks(node):
+        yield Site(node, weights, tails, *product), ends
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether the node itself has hooks; such a hook sees and changes the gradients of its inputs."""
+    handle = node.register_hook(_nothing)  # torch shows the others only to a caller that adds one
+    count = len(handle.hooks_dict_ref())
+    handle.remove()
+    return count > 1
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
+
+
+def _of_addmm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    return _of_product(node, node._saved_mat1) if node._saved_alpha == 1 else None
+
+
+def _of_mm(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    return _of_product(node, node._saved_self)
+
+
+def _of_product(node: Any, x: Tensor | None) -> tuple[Tensor, Late] | None:
+    strides = tuple(node._saved_mat2_sym_strides)
+    if x is None or x.layout is not torch.strided or not strides:  # a sparse weight has none
+        return None
+    rows, _ = node._saved_mat2_sym_sizes
+    by_columns = strides == (1, rows)  # as w.t(); autograd swaps the factors by this
+    return x, partial(_product_by_columns if by_columns else _product_by_rows, x)
+
+
+def _product_by_columns(x: Tensor, given: Tensor) -> Sequence[Tensor]:
+    return (given.t().mm(x.conj()).t(),)
+
+
+def _product_by_rows(x: Tensor, given: Tensor) -> Sequence[Tensor]:
+    return (x.t().conj().mm(given),)
+
+
+def _of_convolution(node: Any, has_bias: bool) -> tuple[Tensor, Late] | None:
+    x = node._saved_input
+    bias = node._saved_bias_sym_sizes_opt if has_bias else None
+    how = (
+        bias, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+        node._saved_output_padding, node._saved_groups, [False, True, has_bias],
+    )
+    return x, partial(_convolution, x, node._saved_weight, how)
+
+
+def _convolution(x: Tensor, weight: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(given, x, weight, *how)
+    return (of_weight,) if of_bias is None else (of_weight, of_bias)
+
+
+def _of_embedding(node: Any, _: bool) -> tuple[Tensor, Late] | None:
+    if node._saved_sparse:
+        return None
+    padding = node._saved_padding_idx
+    padding = padding - 2**64 if padding >= 2**63 else padding  # torch shows -1 as an unsigned number
+    how = node._saved_weight_sym_argsize_0, padding, node._saved_scale_grad_by_freq, False
+    indices = node._saved_indices
+    return indices, partial(_embedding, indices, how)
+
+
+def _embedding(indices: Tensor, how: tuple[Any, ...], given: Tensor) -> Sequence[Tensor]:
+    return (torch.ops.aten.embedding_backward(given, indices, *how),)
+
+
+_RULES = {
+    "AddmmBackward0": _Rule((2,), _of_addmm),
+    "MmBackward0": _Rule((1,), _of_mm),
+    "ConvolutionBackward0": _Rule((1, 2), _of_convolution),
+    "EmbeddingBackward0": _Rule((0,), _of_embedding),
+}
+_BETWEEN = ("TBackward0", "ToCopyBackward0")
