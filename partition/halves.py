@@ -163,7 +163,7 @@ def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None
 
 
 def _versions(given: Tensor, of_output: Tensor) -> tuple[int, int]:
-    """How often each was written in place; inference tensors do not count that."""
+    """The number of writes in place of each; inference tensors do not count them."""
     given_version, output_version = (0 if each.is_inference() else each._version for each in (given, of_output))
     return given_version, output_version
 

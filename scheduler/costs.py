@@ -13,7 +13,7 @@ in the same. What travels and what is held are in links.py and memory_model.py; 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from scheduler.action import Action, Kind
@@ -91,14 +91,15 @@ class Costs:
     @classmethod
     def measured(
         cls, timelines: Timeline | Iterable[Timeline], *, by: Literal["stage", "lane"] = "stage",
-        input_share: float = 0.5, **given: Any,
+        halves: "float | Costs" = 0.5, **given: Any,
     ) -> "Costs":
         """The costs of traced steps: medians over chunks and steps, see measurement.py.
 
         Args:
             timelines: of one whole step or of several, of the same Pipe: `pipe.step(..., trace=True).timeline`
             by: "stage" for `simulate` and `search`; "lane" for `compare`: what a chunk takes in all stages of a lane
-            input_share: where a stage was traced with whole backwards only, how much of one an I would take
+            halves: where a stage was traced with whole backwards only, what I and W would take of one: Costs, of a
+                plan say, in which they are to a B as they would be here; or the share of I, if W takes the rest
             given: other fields, such as `activation` in bytes; in place of what was measured too
 
         Returns:
@@ -106,7 +107,8 @@ class Costs:
             took. Bytes are those that the timelines say; real ones say none.
 
         Raises:
-            ScheduleError: the timelines are not of whole steps of one Pipe, or say nothing about what is asked.
+            ScheduleError: the timelines are not of whole steps of one Pipe, or say nothing about what is asked;
+                `halves` is no share, or is for another number of stages.
 
         >>> from scheduler import by_name, simulate
         >>> costs = Costs(forward=(2, 3), backward=5, link=1, unit="s")
@@ -118,7 +120,8 @@ class Costs:
         measurement = measure(timelines)
         if "link" not in given:
             given["link"] = links_of(measurement, by == "lane")
-        return cls(**costs_of(measurement, by == "lane", input_share) | given)
+        shares = [_halves(halves, stage) for stage in range(measurement.placement.stages)]
+        return cls(**costs_of(measurement, by == "lane", shares) | given)
 
     def of(self, action: Action, lane: int = 0) -> float:
         """The duration of `action` on `lane`.
@@ -200,6 +203,20 @@ class Costs:
     def _given(self) -> list[tuple[str, Any]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)
                 if field.name != "unit" and getattr(self, field.name) is not None]
+
+
+def _halves(given: float | Costs, stage: int) -> tuple[float, float]:
+    """The shares of I and W of a stage in its B."""
+    if isinstance(given, Costs):
+        alone = replace(given, recompute=0)
+        listed = [cost for cost in (given.input, given.weight, given.backward) if isinstance(cost, Sequence)]
+        if any(stage >= len(cost) for cost in listed):
+            raise ScheduleError(f"halves are costs of {stage} stages, but more ran. Give those of all.")
+        first, second, whole = (alone.of(Action(stage, kind, 0)) for kind in (Kind.I, Kind.W, Kind.B))
+        return (first / whole, second / whole) if whole else (1, 0)  # what counts no products has none that wait
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+        raise ScheduleError(f"halves is {given!r}, but must be Costs, or the share of I in a backward, from 0 to 1.")
+    return given, 1 - given
 
 
 _OF_ACTIONS = ("forward", "input", "weight", "backward", "recompute")

@@ -125,15 +125,9 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     return Measurement(Placement(tuple(lane_of.values())), steps[0].unit, actions, messages, held, outside)
 
 
-def costs_of(measurement: Measurement, of_lanes: bool, input_share: float) -> dict[str, Any]:
-    """The arguments of `Costs` but the link, see `Costs.measured`.
-
-    Raises:
-        ScheduleError: input_share is no share.
-    """
-    if isinstance(input_share, bool) or not isinstance(input_share, (int, float)) or not 0 <= input_share <= 1:
-        raise ScheduleError(f"input_share is {input_share!r}, but must be a share of the backward, from 0 to 1.")
-    rows: list[tuple[float, ...]] = [_times(kinds, input_share) for kinds in measurement.actions]
+def costs_of(measurement: Measurement, of_lanes: bool, halves: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The arguments of `Costs` but the link, see `Costs.measured`. `halves`: what I and W of each stage take of B."""
+    rows: list[tuple[float, ...]] = list(map(_times, measurement.actions, halves))
     names: tuple[str, ...] = ("forward", "input", "weight", "backward", "recompute")
     if measurement.held:
         names += Held._fields
@@ -168,7 +162,7 @@ def links_of(measurement: Measurement, of_lanes: bool) -> tuple[float, ...]:
     return tuple(links)
 
 
-def _times(kinds: Mapping[Kind, Sample], input_share: float) -> tuple[float, ...]:
+def _times(kinds: Mapping[Kind, Sample], halves: tuple[float, float]) -> tuple[float, ...]:
     """F, I, W, B and R of one stage. What did not run follows from what did: B = I + W."""
     time = {kind: sample.mean for kind, sample in kinds.items()}
     if Kind.I in time:
@@ -176,7 +170,7 @@ def _times(kinds: Mapping[Kind, Sample], input_share: float) -> tuple[float, ...
         backward = time.get(Kind.B, first + second)
     else:
         backward = time[Kind.B]
-        first, second = input_share * backward, (1 - input_share) * backward
+        first, second = (share * backward for share in halves)
     return time[Kind.F], first, second, backward, time.get(Kind.R, 0)
 
 

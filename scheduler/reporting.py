@@ -185,8 +185,11 @@ def report(
     measurement = measure(steps)
     _check_balance(balance, measurement.placement.stages)
     schedule = _schedule(steps, measurement.placement)
-    job = Job(schedule, Costs.measured(steps), steps[0].recomputed, steps[0].turns)
     given = planned if planned is None or isinstance(planned, Costs) else planned.costs
+    if given is not None:
+        given.refuse_unless_for(measurement.placement)
+    costs = Costs.measured(steps, halves=0.5 if given is None else given)
+    job = Job(schedule, costs, steps[0].recomputed, steps[0].turns)
     plan = job if given is None else replace(job, costs=given)
     planned_timeline = plan.timeline
     step = float(median(step.makespan for step in steps))
@@ -200,7 +203,7 @@ def report(
     return Report(
         known_name(schedule), schedule.chunks, measurement.unit, len(steps),
         step, plan.step, rows, slowest, changes,
-        tuple(_notes(steps[0], rows, job, changes)), measurement.outside,
+        tuple(_notes(steps[0], rows, job, changes, given is not None)), measurement.outside,
     )
 
 
@@ -283,7 +286,9 @@ def _bottleneck(rows: Sequence[StageReport]) -> int:
     return max(rows, key=lambda row: (work[row.lane], row.busy)).stage
 
 
-def _notes(step: Timeline, rows: Sequence[StageReport], job: Job, changes: Sequence[Change]) -> Iterator[str]:
+def _notes(
+    step: Timeline, rows: Sequence[StageReport], job: Job, changes: Sequence[Change], is_planned: bool
+) -> Iterator[str]:
     yield from take_turns(step)
     if any(row.held is not None for row in rows):
         yield "held: activations, counted over the order that ran from what costs say that a chunk holds"
@@ -292,7 +297,8 @@ def _notes(step: Timeline, rows: Sequence[StageReport], job: Job, changes: Seque
     if any(row.joules is not None for row in rows):
         yield "joules: of a lane's device as a whole, its mean power while it was sampled times a step"
     if not job.schedule.split and any(change.splits for change in changes):
-        yield "how B splits into I and W was not seen, and is taken as halves: trace a step of schedule='zb-h1'"
+        taken = "as it was planned" if is_planned else "as halves"
+        yield f"how B splits into I and W was not seen, and is taken {taken}: trace a step of schedule='zb-h1'"
 
 
 def _spelt(size: float) -> str:

@@ -61,7 +61,7 @@ class Layers(NamedTuple):
     """The layers that are cut.
 
     Attributes:
-        work: of a chunk in each; F, I and W.
+        work: of a chunk in each; F and B.
         state, saved, read: bytes: held once; for each chunk whose activations are kept; for each input that is kept.
         entry: bytes of the input of a stage that begins at each layer, beside `read`.
         message: bytes of a chunk at each cut, before layer 0, 1, ... (the first and the last are not used).
@@ -104,7 +104,7 @@ def layers_of(profile: Profile) -> Layers:
 def cut(profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.0, bandwidth: float = inf) -> list[int]:
     """Cut profiled layers so that the slowest stage is as fast as can be, and each fits its device.
 
-    A stage takes F, I and W of a chunk, and the messages at its two ends, there and back.
+    A stage takes F and B of a chunk, and the messages at its two ends, there and back.
 
     Args:
         profile: of the layers, for one chunk.

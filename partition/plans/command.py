@@ -84,7 +84,7 @@ def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
 @_of_layers
 @click.option("--chunks", type=int, default=1, show_default=True, metavar="N", help="Of the mini-batch.")
 def profile(target: str, as_json: bool, path: str | None, timeout: float | None, **given: Any) -> int:
-    """Measures a copy of each layer: F, I and W, parameters, gradients, optimizer state, saved activations, output.
+    """Measures a copy of each layer: F, I, W and B, parameters, gradients, optimizer state, saved activations, output.
 
     TARGETS
 

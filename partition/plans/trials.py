@@ -256,8 +256,10 @@ def costs_of(
     rate, more = machine.rate, machine.overhead
     forward = tuple([stage.forward / rate + more for stage in stages])
     inputs = [stage.input / rate + more for stage in stages]
+    backward = [stage.backward / rate + more for stage in stages]
     if profile.loss is not None:
         inputs[-1] += profile.loss.work.total / rate
+        backward[-1] += profile.loss.work.total / rate
 
     def recompute(stage: int, chunk: int) -> float:
         return forward[stage] if (stage, chunk) in again else 0.0
@@ -265,6 +267,7 @@ def costs_of(
     cuts = list(accumulate(balance))[:-1]
     return Costs(
         forward=forward, input=tuple(inputs), weight=tuple([stage.weight / rate for stage in stages]),
-        recompute=recompute if again else 0, link=machine.link, message=tuple([profile.message(cut) for cut in cuts]),
+        backward=tuple(backward), recompute=recompute if again else 0, link=machine.link,
+        message=tuple([profile.message(cut) for cut in cuts]),
         speed=machine.speeds, unit="s" if machine.unit == "s" else "slots",
     )  # fmt: skip

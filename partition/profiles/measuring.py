@@ -1,8 +1,8 @@
-"""Measurements of layers: the seconds or FLOPs of each, and the bytes that its backward holds.
+"""Visits of layers, one after the other, and the bytes that the backward of each holds.
 
     sample ──copy──► x ──► layer 0 ──► y ──cut──► x ──► layer 1 ──► ...
                            │ a copy, one at a time, in a sandbox
-                           └─ visit: seconds, FLOPs, or bytes
+                           └─ visit: bytes, or seconds or FLOPs (working.py)
 
 Cut: detached, needing a gradient if y did, so that the graph of one layer is gone before the next runs. What layers
 stash for later ones is cut too. Nothing of the caller's is changed (sandbox.py).
@@ -18,12 +18,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, values_of
 
-__all__ = ["Loss", "Saved", "Storages", "counted", "each_layer", "timed"]
+__all__ = ["Given", "Layer", "Loss", "Saved", "Storages", "each_layer", "tensors_of"]
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "Layer"], tuple[T, Any]]
@@ -91,7 +90,7 @@ def _each_layer(
             with _noted("loss", loss.function, sandbox):
                 behind = _LossLayer(loss, sandbox)
                 with sandbox.running():
-                    results.append(visit(behind, x, Layer(len(module), sandbox, [], [], _tensors(behind.target)))[0])
+                    results.append(visit(behind, x, Layer(len(module), sandbox, [], [], tensors_of(behind.target)))[0])
     return results
 
 
@@ -115,78 +114,6 @@ class _LossLayer(nn.Module):
 
     def forward(self, output: Any) -> Any:
         return self.function(output, self.target)
-
-
-# ------------------------------------------------------------------------------------------------------------ seconds
-
-
-def timed(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float, float], Any]:
-    """Seconds of forward, input gradient and whole backward.
-
-    What is done once (lazy parameters, choice of kernels) is done in a run that does not count.
-    """
-    then = copy_context()  # what was stashed before is there for each run
-    then.copy().run(_clocked, layer, x, here, False)
-    trained, alone = _is_trained(layer), 0.0
-    if trained and _needs_grad(x, here):
-        alone = then.copy().run(_clocked, layer, x, here, True)[0][1]
-    (forward, backward), y = _clocked(layer, x, here, False)
-    return (forward, min(alone, backward) if trained else backward, backward), y
-
-
-def _is_trained(layer: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in layer.parameters())
-
-
-def _needs_grad(x: Any, here: Layer) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors([x, values_of(here.pops)]))
-
-
-def _clocked(layer: nn.Module, x: Any, here: Layer, only_inputs: bool) -> tuple[tuple[float, float], Any]:
-    """Seconds of a forward, and of a backward."""
-    given = _Given(x, here.pops)
-    begun = here.sandbox.now()
-    y = layer(given.value)
-    made = here.sandbox.now()
-    _backward(y, here.stashes, given.leaves if only_inputs else given.targets(layer))
-    return (made - begun, here.sandbox.now() - made), y
-
-
-# -------------------------------------------------------------------------------------------------------------- FLOPs
-
-
-def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float, float], Any]:
-    """FLOPs of forward, input gradient and whole backward."""
-    given, trained, inputs = _Given(x, here.pops), _is_trained(layer), 0
-    with _counter() as forward:
-        y = layer(given.value)
-    if trained and given.leaves:
-        with _counter() as counter:
-            _backward(y, here.stashes, given.leaves, retain=True)
-        inputs = counter.get_total_flops()
-    with _counter() as counter:
-        _backward(y, here.stashes, given.targets(layer))
-    backward = counter.get_total_flops()
-    return (forward.get_total_flops(), inputs if trained else backward, backward), y
-
-
-def _counter() -> FlopCounterMode:
-    """Torch's counter, which knows attention on accelerators; on the CPU it is another operator (torch 2.13)."""
-    return FlopCounterMode(display=False, custom_mapping=_ON_CPU)
-
-
-def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return sdpa_flop_count(query, key, value)
-
-
-def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return sdpa_backward_flop_count(gradient, query, key, value)
-
-
-_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -271,25 +198,25 @@ class Storages:
     def _enter(self, x: Any, first: bool) -> None:
         self._number(x)
         if first:
-            self.entry = tuple([(self._numbers[_storage(tensor)], tensor.nbytes) for tensor in _tensors(x)])
+            self.entry = tuple([(self._numbers[_storage(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
 
     def _leave(self, y: Any, here: Layer) -> None:
         self._number(y)
         for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
             self._number(value)
-            tensors = _tensors(value)
+            tensors = tensors_of(value)
             number = self._numbers[_storage(tensors[0])] if tensors else next(self._count)
             self._skips[key] = number, _message(value)
 
     def _number(self, value: Any) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensors_of(value):
             if _storage(tensor) not in self._numbers:
                 self._numbers[_storage(tensor)] = next(self._count)
                 self._alive.append(tensor.detach())
 
     def _forget(self, y: Any) -> None:
         """Forget storages that no later layer reads."""
-        between = {_storage(tensor) for tensor in _tensors([y, values_of(self._skips)])}
+        between = {_storage(tensor) for tensor in tensors_of([y, values_of(self._skips)])}
         self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
         self._alive = [tensor for tensor in self._alive if _storage(tensor) in between]
 
@@ -303,7 +230,7 @@ def _hold(layer: nn.Module, x: Any, here: Layer) -> tuple[dict[int, Tensor], Any
         saved.setdefault(_storage(tensor), kept)
         return kept
 
-    given = _Given(x, here.pops)
+    given = Given(x, here.pops)
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda kept: kept):
         y = layer(given.value)
     return saved, y
@@ -314,10 +241,11 @@ def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _message(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
+    return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a pytree."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -342,7 +270,7 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-class _Given:
+class Given:
     """The input of one run of a layer, in a graph of its own; the skips that it takes are put into the context.
 
     Attributes:
@@ -370,14 +298,6 @@ class _Given:
     def targets(self, layer: nn.Module) -> list[Tensor]:
         """The tensors whose gradients a whole backward computes."""
         return [*self.leaves, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
-
-
-def _backward(y: Any, stashes: list[Hashable], targets: list[Tensor], retain: bool = False) -> None:
-    """Backward of all that can have one; to `targets` alone, for a closure may reach tensors of the caller."""
-    outputs = [tensor for tensor in _tensors([y, *values_of(stashes)]) if tensor.requires_grad]
-    if outputs and targets:
-        # An output is a gradient of the right shape, dtype and device that costs nothing to make.
-        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], retain, inputs=targets)
 
 
 def _cut(x: Any) -> Any:

@@ -23,18 +23,20 @@ class Work(NamedTuple):
 
     Attributes:
         forward: of F. A recomputation is the same once more.
-        input: of I, the gradient of the input.
-        weight: of W, the gradients of the parameters. B is I and W.
+        input: of I, the gradient of the input, and those gradients of parameters that cannot wait for W.
+        weight: of W, the gradients of the parameters that can: matrices of products, convolutions, embeddings.
+        backward: of B, both in one run of autograd, which takes less time than the two do.
     """
 
     forward: Measured
     input: Measured
     weight: Measured
+    backward: Measured
 
     @property
     def total(self) -> float:
-        """Of all three."""
-        return self.forward.median + self.input.median + self.weight.median
+        """Of F and B."""
+        return self.forward.median + self.backward.median
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class StageProfile(NamedTuple):
     """The work and the bytes of some neighbouring layers together, for one chunk.
 
     Attributes:
-        forward, input, weight: seconds or FLOPs of F, I and W.
+        forward, input, weight, backward: seconds or FLOPs of F, I, W and B.
         state: bytes of parameters, gradients, optimizer state, buffers and constants.
         saved: bytes that autograd holds from F to B.
         read: bytes of what comes from other stages: what is kept instead, where the stage is recomputed.
@@ -82,6 +84,7 @@ class StageProfile(NamedTuple):
     forward: float
     input: float
     weight: float
+    backward: float
     state: int
     saved: int
     read: int
@@ -131,6 +134,7 @@ class Profile:
             sum(work.forward.median for work in works),
             sum(work.input.median for work in works),
             sum(work.weight.median for work in works),
+            sum(work.backward.median for work in works),
             joined(layer.parameters for layer in inside) + joined(layer.gradients for layer in inside)
             + sum(layer.optimizer + layer.buffers + layer.constants for layer in inside),
             joined(saved),
@@ -188,7 +192,7 @@ class Profile:
             rows.append(self._row(self.loss))
         whole = self.stage(0, len(self.layers))
         rows.append((
-            "all", "", self.spelt(whole.forward), self.spelt(whole.input), self.spelt(whole.weight),
+            "all", "", *map(self.spelt, (whole.forward, whole.input, whole.weight, whole.backward)),
             spelt_bytes(joined(layer.parameters for layer in self.layers)),
             spelt_bytes(joined(layer.gradients for layer in self.layers)),
             spelt_bytes(sum(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
@@ -219,7 +223,7 @@ def aligned(rows: Iterable[Iterable[str]], left: int = 2) -> list[str]:
     ]
 
 
-_COLUMNS = ("layer", "kind", "F", "I", "W", "parameters", "gradients", "optimizer", "saved", "output")
+_COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "optimizer", "saved", "output")
 
 
 def _plain(value: Any) -> Any:
@@ -230,10 +234,10 @@ def _plain(value: Any) -> Any:
 
 
 def _layer(given: dict[str, Any]) -> LayerProfile:
-    forward, input, weight = [Measured(*each) for each in given["work"]]
+    work = Work(*[Measured(*each) for each in given["work"]])
     amounts = {name: Bytes(given[name][0], _pairs(given[name][1])) for name in ("parameters", "gradients", "saved")}
     skips = {name: _pairs(given[name]) for name in ("stashes", "pops")}
-    return LayerProfile(**{**given, **amounts, **skips, "work": Work(forward, input, weight)})
+    return LayerProfile(**{**given, **amounts, **skips, "work": work})
 
 
 def _pairs(given: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured
-from partition.profiles.measuring import Loss, Saved, Storages, counted, each_layer, timed
+from partition.profiles.measuring import Loss, Saved, Storages, each_layer
 from partition.profiles.optimizer_state import StateOf, state_bytes
 from partition.profiles.profile import LayerProfile, Profile, Work
 from partition.profiles.sandbox import Device, Sandbox, device_of
+from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
 
 __all__ = ["layer_bytes", "layer_work", "profile", "rows_of", "with_rows"]
@@ -68,14 +69,14 @@ def profile(
 
     Example:
         >>> import torch
-        >>> model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
-        >>> print(profile(model, torch.rand(64, 256), chunks=4, device="meta", optimizer=torch.optim.Adam))
-        a chunk of 16 rows, on meta
-        layer  kind             F           I           W  parameters  gradients  optimizer      saved     output
-        0      Linear  8.39 MFLOP      0 FLOP  8.39 MFLOP    1.00 MiB   1.00 MiB   2.01 MiB  16.00 KiB  64.00 KiB
-        1      ReLU        0 FLOP      0 FLOP      0 FLOP         0 B        0 B        0 B  64.00 KiB  64.00 KiB
-        2      Linear  8.39 MFLOP  8.39 MFLOP  8.39 MFLOP    1.00 MiB   1.00 MiB   2.00 MiB  64.00 KiB  16.00 KiB
-        all            16.8 MFLOP  8.39 MFLOP  16.8 MFLOP    2.00 MiB   2.00 MiB   4.01 MiB  64.00 KiB
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> print(profile(model, torch.rand(8, 4), chunks=4, device="meta", optimizer=torch.optim.Adam))
+        a chunk of 2 rows, on meta
+        layer  kind           F         I         W         B  parameters  gradients  optimizer  saved  output
+        0      Linear  128 FLOP    0 FLOP  128 FLOP  128 FLOP       160 B      160 B      328 B   32 B    64 B
+        1      ReLU      0 FLOP    0 FLOP    0 FLOP    0 FLOP         0 B        0 B        0 B   64 B    64 B
+        2      Linear  128 FLOP  128 FLOP  128 FLOP  256 FLOP       144 B      144 B      296 B   64 B    32 B
+        all            256 FLOP  128 FLOP  256 FLOP  384 FLOP       304 B      304 B      624 B   64 B
     """
     check_module(module)
     check_timeout(timeout)
@@ -125,9 +126,8 @@ def layer_work(
     return list(map(_work, zip(*passes))), "s"
 
 
-def _work(passes: Sequence[tuple[float, float, float]]) -> Work:
-    forward, inputs, backward = zip(*passes)
-    return Work(Measured.of(forward), Measured.of(inputs), Measured.of([b - i for b, i in zip(backward, inputs)]))
+def _work(passes: Sequence[Pass]) -> Work:
+    return Work(*map(Measured.of, zip(*passes)))
 
 
 def check_timeout(timeout: float) -> None:

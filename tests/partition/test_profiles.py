@@ -1,5 +1,6 @@
 """Laws of profiles as data: bytes of stages, of states, of messages; FLOPs; without numbers; as text."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partition import PartitionError, Profile, profile, to_sequential
+from partition import PartitionError, Profile, halves, profile, to_sequential
 from partition.profiles.amounts import Measured, joined
 from partition.profiles.profiling import with_rows
+from partition.profiles.working import counter
+from pipeline import Pipe
 from pipeline.skip import pop, skippable, stash
+from pipeline.stage.stage import StageRun
 
 
 class Table(nn.Module):
@@ -149,8 +153,8 @@ def test_flops_are_two_for_each_weight_and_row_and_attention_counts() -> None:
     model, x = models()["attention"]
     embedding, attention, _, head = profile(model, x, chunks=2, device="meta").layers
     rows = 2 * 5
-    assert [each.median for each in head.work] == [2 * rows * 72] * 3
-    assert [each.median for each in embedding.work] == [0, 0, 0]
+    assert [each.median for each in head.work] == [2 * rows * 72] * 3 + [2 * 2 * rows * 72]
+    assert [each.median for each in embedding.work] == [0, 0, 0, 0]
     assert attention.work.forward.median == 2 * 2 * (2 * 5 * 5 * 4) * 2 and attention.work.weight.median == 0
 
 
@@ -186,9 +190,84 @@ def test_input_and_weight_gradients_are_timed_apart(monkeypatch: pytest.MonkeyPa
         def forward(self, x: Tensor) -> Any:
             return Slow.apply(x, self.weight)
 
-    first, second = profile(nn.Sequential(Layer(), Layer()), torch.rand(2, 3), timeout=0).layers
-    assert [each.median for each in first.work] == [1, 0, 4]
-    assert second.work.forward.median == 1 and second.work.total == 7
+    def late(*given: Tensor) -> Any:
+        now[0] += 8
+        return product(*given)
+
+    product = halves._product_by_columns
+    monkeypatch.setattr(halves, "_product_by_columns", late)
+    model = nn.Sequential(Layer(), nn.Linear(3, 3), Layer())
+    first, linear, last = profile(model, torch.rand(2, 3), timeout=0).layers
+    assert [each.median for each in first.work] == [1, 4, 0, 4]  # its weight is no matrix of a product: it cannot wait
+    assert [each.median for each in linear.work] == [0, 0, 8, 0]
+    assert [each.median for each in last.work] == [1, 6, 0, 6] and last.work.total == 7
+
+
+class ByRows(nn.Module):
+    """As transformers' Conv1D is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(6, 6)), nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Alone(nn.Module):
+    """The first result of a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)[0]
+        return y
+
+
+def halved() -> dict[str, tuple[list[nn.Module], Tensor]]:
+    block = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+    frozen, half = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+    half.weight.requires_grad_(False)
+    twice = nn.Linear(6, 6)
+    return {
+        "linear": ([nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6), frozen, half], torch.rand(4, 6)),
+        "by rows": ([ByRows(), ByRows()], torch.rand(4, 6)),
+        "convolution": ([nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, bias=False)],
+                        torch.rand(4, 2, 6, 6)),
+        "block": ([nn.Embedding(9, 6), block, nn.Linear(6, 9)], torch.randint(9, (4, 5))),
+        "lstm": ([Alone(nn.LSTM(6, 6, batch_first=True)), nn.Linear(6, 6)], torch.rand(4, 5, 6)),
+        "used twice": ([nn.Sequential(twice, nn.Tanh(), twice), nn.Linear(6, 6)], torch.rand(4, 6)),
+    }  # fmt: skip
+
+
+def total(y: Tensor, target: None) -> Tensor:
+    return y.sum()
+
+
+@pytest.mark.inline
+@pytest.mark.parametrize("name", halved())
+def test_flops_of_actions_are_those_of_a_pipe_that_runs_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = halved()[name]
+    measured = profile(nn.Sequential(*layers), x, chunks=2, device="meta")
+    ran = Counter[tuple[str, int]]()
+    for method in ("forward", "backward", "weights"):
+        def counting(run: StageRun, *args: Any, real: Any = getattr(StageRun, method), method: str = method) -> Any:
+            with counter() as flops:
+                result = real(run, *args)
+            ran[method, run.layers.index] += flops.get_total_flops()
+            return result
+
+        monkeypatch.setattr(StageRun, method, counting)
+    for schedule, works in (("zb-h1", ("forward", "input", "weight")), ("1f1b", ("forward", "backward"))):
+        pipe = Pipe(nn.Sequential(*layers), [1] * len(layers), 2, schedule=schedule, checkpoint="never")
+        for _ in range(3):  # calls 1 and 2 compute more, to compare
+            ran.clear()
+            pipe.step(x, loss_fn=total, loss_reduction="sum")
+        for stage in range(len(layers)):
+            took = [ran[method, stage] / 2 for method in ("forward", "backward", "weights")]
+            assert took[: len(works)] == [getattr(measured.stage(stage, stage + 1), work) for work in works], stage
 
 
 def test_a_profile_reads_back_what_it_wrote(tmp_path: Any) -> None:

@@ -165,12 +165,29 @@ def test_recomputations_are_costs_of_their_own():
 
 def test_halves_of_whole_backwards_have_the_share_that_is_given():
     timeline = simulate(by_name("1f1b", 2, 4), Costs(backward=8))
-    costs = Costs.measured(timeline, input_share=0.75, activation=100, link=3)
+    costs = Costs.measured(timeline, halves=0.75, activation=100, link=3)
     assert (costs.input, costs.weight, costs.backward) == ((6, 6), (2, 2), (8, 8))
     assert (costs.activation, costs.link) == (100, 3)
     for share in (-0.1, 1.5, "half", True):
-        with pytest.raises(ScheduleError, match=f"input_share is {share!r}, but must be a share of the backward"):
-            Costs.measured(timeline, input_share=share)
+        with pytest.raises(ScheduleError, match=f"halves is {share!r}, but must be Costs, or the share of I"):
+            Costs.measured(timeline, halves=share)
+
+
+@LAWS
+@given(NAMED_RUNS)
+def test_halves_are_to_a_backward_as_in_the_costs_that_are_given(run):
+    schedule, costs = run
+    costs = replace(costs, recompute=0)
+    thrice = {what: [3 * time for time in getattr(costs, what)] for what in ("input", "weight", "backward")
+              if getattr(costs, what) is not None}
+    again = Costs.measured(simulate(schedule, costs), halves=replace(costs, recompute=7, **thrice))
+    for stage, lane in enumerate(schedule.placement.lane_of):
+        if costs.of(Action(stage, Kind.B, 0)):
+            for kind in (Kind.I, Kind.W):
+                assert again.of(Action(stage, kind, 0)) == costs.of(Action(stage, kind, 0), lane)
+    if schedule.stages > 1 and not schedule.split:
+        with pytest.raises(ScheduleError, match="halves are costs of 1 stages, but more ran"):
+            Costs.measured(simulate(schedule, costs), halves=Costs(input=[1]))
 
 
 def forwards(timeline):

@@ -1,0 +1,157 @@
+"""The work of one layer: seconds or FLOPs of F, of B, and of its halves I and W as a stage runs them.
+
+    x ──► layer ──► y ──► B                             each of a graph of its own
+    x ──► layer ──► y ──► I ──gradients that wait──► W  (partition/halves.py)
+"""
+
+from collections.abc import Hashable, Sequence
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from partition.halves import Part, ends_without, late_gradients, survey, waiting
+from partition.profiles.measuring import Given, Layer, tensors_of
+from partition.profiles.skips import values_of
+
+__all__ = ["Pass", "counted", "counter", "timed"]
+
+
+class Pass(NamedTuple):
+    """The work of the actions of one run, in seconds or FLOPs: F, I, W, and B, both halves in one run of autograd."""
+
+    forward: float
+    input: float
+    weight: float
+    backward: float
+
+
+# ------------------------------------------------------------------------------------------------------------ seconds
+
+
+def timed(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
+    """Seconds of the actions.
+
+    What is done once (lazy parameters, choice of kernels) is done in a run that does not count.
+    """
+    then = copy_context()  # what was stashed before is there for each run
+    then.copy().run(_clocked, layer, x, here)
+    halves = then.copy().run(_clocked_halves, layer, x, here)[0] if _is_trained(layer) else None
+    (forward, backward), y = _clocked(layer, x, here)
+    return Pass(forward, *(halves or (backward, 0.0)), backward), y
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _clocked(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float], Any]:
+    """Seconds of F and B."""
+    given = Given(x, here.pops)
+    begun = here.sandbox.now()
+    y = layer(given.value)
+    made = here.sandbox.now()
+    _backward(y, here.stashes, given.targets(layer))
+    return (made - begun, here.sandbox.now() - made), y
+
+
+def _clocked_halves(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float], Any]:
+    """Seconds of I and W."""
+    given = Given(x, here.pops)
+    y = layer(given.value)
+    made = here.sandbox.now()
+    parts = _first_half(y, here.stashes, given, layer)
+    halfway = here.sandbox.now()
+    _second_half(parts)
+    return (halfway - made, here.sandbox.now() - halfway if parts else 0.0), y
+
+
+# -------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
+    """FLOPs of the actions."""
+    given = Given(x, here.pops)
+    with counter() as forward:
+        y = layer(given.value)
+    with counter() as backward:
+        _backward(y, here.stashes, given.targets(layer), retain=True)
+    parts: Sequence[Part] = ()
+    with counter() as inputs:
+        if _is_trained(layer):
+            parts = _first_half(y, here.stashes, given, layer)
+    with counter() as weights:
+        _second_half(parts)
+    whole = backward.get_total_flops()
+    first = inputs.get_total_flops() if _is_trained(layer) else whole
+    return Pass(forward.get_total_flops(), first, weights.get_total_flops(), whole), y
+
+
+def counter() -> FlopCounterMode:
+    """Torch's counter, which knows attention on accelerators; on the CPU it is another operator (torch 2.13)."""
+    return FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ halves
+
+
+def _backward(y: Any, stashes: list[Hashable], targets: Sequence[Any], retain: bool = False) -> None:
+    """Backward of all that can have one; to `targets` alone, for a closure may reach tensors of the caller.
+
+    Args:
+        targets: tensors, or edges of the graph.
+    """
+    outputs = _outputs(y, stashes)
+    if outputs and targets:
+        # An output is a gradient of the right shape, dtype and device that costs nothing to make.
+        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], retain, inputs=targets)
+
+
+def _first_half(y: Any, stashes: list[Hashable], given: Given, layer: nn.Module) -> list[Part]:
+    """I, and what it leaves to W."""
+    outputs, targets = _outputs(y, stashes), given.targets(layer)
+    own = {id(parameter) for parameter in layer.parameters()}
+    sites = survey(outputs, _nodes(outputs), lambda leaf: id(leaf) in own)
+    with waiting(sites) as parts:
+        _backward(y, stashes, ends_without(sites, targets))
+    return parts
+
+
+def _second_half(parts: Sequence[Part]) -> None:
+    """W."""
+    tails, grads = late_gradients(parts, "the layer")
+    if tails:
+        torch.autograd.backward(tails, grads)
+
+
+def _outputs(y: Any, stashes: list[Hashable]) -> list[Tensor]:
+    return [tensor for tensor in tensors_of([y, values_of(stashes)]) if tensor.requires_grad]
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph behind some tensors, each once."""
+    nodes: list[Any] = list(dict.fromkeys(get_gradient_edge(tensor).node for tensor in outputs))
+    seen = {None, *nodes}
+    for node in nodes:  # which grow
+        for nearer, _ in node.next_functions:
+            if nearer not in seen:
+                seen.add(nearer)
+                nodes.append(nearer)
+    return nodes
