@@ -353,7 +353,8 @@ class Pipe(Settled, Stateful):
             outputs: also return the joined outputs, detached.
             trace: also return when each action ran.
             loss_reduction: whether loss_fn is a "mean" or a "sum" over rows. None: its own `.reduction`, else "mean".
-            clip_grad_norm: with an optimizer or grads="store": clip the gradients to this norm, over all parameters.
+            clip_grad_norm: with an optimizer or grads="store": clip the gradients to this norm, over all parameters;
+                `step.grad_norm` is the one before. inf measures, and clips nothing.
             scaler: a GradScaler: scales the loss; with an optimizer also unscales, steps and updates.
             grads: "param", or "store": the gradients stay in the returned `grads`, a GradStore.
 

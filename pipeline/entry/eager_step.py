@@ -51,13 +51,13 @@ class EagerSink(Sink):
         update.get_ready()
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
-        factor: Tensor | None = None
+        norm: Tensor | None = None
         if update.needs_two_runs:
             norms = update.run(only_norms=True)
             trial = EagerRun(update, norms, named).play(run).call
-            factor = _factor(update, norms, trial, named)
+            norm = _norm(norms, trial, named)
             run.again(trial)
-        step = update.run(factor)
+        step = update.run(None if norm is None else factor_of(update, norm))
         with update.guarded(step, run.execution.communicator.is_alone):
             call, loss, external, metrics = EagerRun(update, step, named).play(run)
             with call:
@@ -66,7 +66,7 @@ class EagerSink(Sink):
             joined = run.joined(call)
         call.release()
         call.communicator.close()
-        return Step(loss, None, joined, None, metrics)
+        return Step(loss, None, joined, None, metrics, norm)
 
 
 class Ended(NamedTuple):
@@ -96,13 +96,13 @@ def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:
     step.finish()
 
 
-def _factor(update: EagerUpdate, step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
-    """The factor for all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
+def _norm(step: EagerStep, call: Call, named: Mapping[str, Tensor]) -> Tensor:
+    """The norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it."""
     names = {id(param): name for name, param in reversed(list(named.items()))}
     order = {key: index for index, key in enumerate(dict.fromkeys(map(id, named.values())))}
     in_order = sorted(step.norms.items(), key=lambda item: order.get(item[0], len(order)))
     norms = [(names.get(key, ""), norm) for key, (_, norm) in in_order]
-    return factor_of(update, call.communicator.exchange.joined_norm(norms, 2.0))
+    return call.communicator.exchange.joined_norm(norms, 2.0)
 
 
 class EagerRun:

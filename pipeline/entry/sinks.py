@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,6 +64,13 @@ class LossSink(Sink):
         return Step(verdict.loss, None, joined, None, verdict.metrics)
 
 
+class Taken(NamedTuple):
+    """The result of taking gradients: the store that has them, if one has, and their norm, if it was asked for."""
+
+    store: GradStore | None = None
+    norm: Tensor | None = None
+
+
 class GradSink(Sink):
     """`.grad` of the parameters, to which gradients are added as backward() does."""
 
@@ -74,13 +82,13 @@ class GradSink(Sink):
                 pairs, value, hooks, metrics = collect(call, loss)
                 joined = run.joined(call)
                 call.release()
-                store = self.take(pairs, call, run.runtime.module)
+                taken = self.take(pairs, call, run.runtime.module)
             self.finish(run.runtime.module)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
-        return Step(value, store, joined, None, metrics)
+        return Step(value, taken.store, joined, None, metrics, taken.norm)
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> GradStore | None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
 
         Args:
@@ -90,7 +98,7 @@ class GradSink(Sink):
         """
         with _grads_undone(pairs):
             accumulate(pairs)
-        return None
+        return Taken()
 
     def finish(self, module: nn.Module) -> None:
         """End a step that went well in this process."""
@@ -108,7 +116,8 @@ class StoreSink(GradSink):
         super().__init__(scaler)
         self._max_norm = max_norm
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> GradStore | None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
+        norm: Tensor | None = None
         named: Named = list(module.named_parameters())
         known = {id(param): (name, param) for name, param in named}
         only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
@@ -124,8 +133,9 @@ class StoreSink(GradSink):
             if self._max_norm is not None:
                 names = {id(param): name for name, param in named}
                 grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
-                store.scale_(clip_factor(self._max_norm, call.communicator.exchange.total_norm(grads, 2.0)))
-        return store
+                norm = call.communicator.exchange.total_norm(grads, 2.0)
+                store.scale_(clip_factor(self._max_norm, norm))
+        return Taken(store, norm)
 
 
 class OptimizerSink(GradSink):
@@ -148,7 +158,8 @@ class OptimizerSink(GradSink):
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
-    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> None:
+    def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
+        norm: Tensor | None = None
         communicator, scaler = call.communicator, self.scaler
         with self._undone(pairs):
             accumulate(pairs)
@@ -158,11 +169,12 @@ class OptimizerSink(GradSink):
                 named = list(module.named_parameters())
                 known = {id(param) for _, param in named}
                 others = [("", param) for param in self._stepped() if id(param) not in known]
-                clip_grads([*named, *others], self._max_norm, 2.0, communicator)
+                norm = clip_grads([*named, *others], self._max_norm, 2.0, communicator)
             if scaler is None:
                 self._optimizer.step()
             else:
                 scaler.step(self._optimizer)
+        return Taken(norm=norm)
 
     def finish(self, module: nn.Module) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -288,7 +300,8 @@ def clip_grads(
     total = communicator.exchange.total_norm(grads, norm_type)
     if finite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of the gradients is {total.item()}. Look for the step where they became so.")
-    torch.nn.utils.clip_grads_with_norm_(list(params), max_norm, total)
+    if max_norm < inf:
+        torch.nn.utils.clip_grads_with_norm_(list(params), max_norm, total)
     return total
 
 

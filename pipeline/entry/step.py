@@ -35,6 +35,8 @@ class Step:
         outputs: the joined outputs, with outputs=True; else None.
         timeline: when each action ran, with trace=True; else None.
         metrics: what loss_fn reported beside its loss, over the mini-batch, by name: 0-d tensors without gradient.
+        grad_norm: the norm of all gradients over all ranks, unscaled, before they were clipped, a 0-d tensor; with
+            clip_grad_norm (inf measures, and clips nothing), or an EagerUpdate of two passes; else None.
     """
 
     loss: Tensor
@@ -42,6 +44,7 @@ class Step:
     outputs: Any = None
     timeline: Timeline | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    grad_norm: Tensor | None = None
 
 
 class LossArguments(NamedTuple):

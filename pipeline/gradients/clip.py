@@ -8,6 +8,7 @@ Steps, GradStores and EagerUpdates clip by these, in one process and over ranks:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -50,5 +51,7 @@ def total_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:
-    """The factor with which gradients of a norm have one of at most `max_norm`."""
+    """The factor with which gradients of a norm have one of at most `max_norm`. No norm is above inf: 1."""
+    if max_norm == inf:
+        return torch.ones_like(total)
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -53,8 +53,9 @@ def tied(make: Make, kind: str, how: str, entry: str, optimizer: str, checkpoint
             loss.backward()
             found[f"{step} norm"] = pipe.clip_grad_norm_(0.5)
         else:
-            result = pipe.step(x, y, loss_fn=loss_fn, grads="store" if entry == "store" else "param")
-            loss = result.loss
+            options = {"grads": "store", "clip_grad_norm": 0.5} if entry == "store" else {}
+            result = pipe.step(x, y, loss_fn=loss_fn, **options)
+            loss, found[f"{step} norm"] = result.loss, result.grad_norm
             if result.grads is not None:
                 result.grads.assign()
         found[f"{step} loss"] = loss.detach()
