@@ -16,8 +16,13 @@ WORDS = 64
 HUGGING_FACE = {"hf-llama": "LlamaForCausalLM", "hf-gpt2": "GPT2LMHeadModel", "hf-bert": "BertForMaskedLM"}
 
 
-def build(name: str, size: str, blocks: int, rows: int) -> tuple[nn.Module, nn.Sequential, Tensor, Tensor]:
-    """A model whose output is its logits, its layers, token ids of `rows` rows and a target like the logits."""
+def build(
+    name: str, size: str, blocks: int, rows: int, attention: str | None = None
+) -> tuple[nn.Module, nn.Sequential, Tensor, Tensor]:
+    """A model whose output is its logits, its layers, token ids of `rows` rows and a target like the logits.
+
+    `attention`: "eager" computes it in torch's operations, which have second derivatives; None: transformers' choice.
+    """
     import transformers
 
     length, width = (16, 64) if size == "small" else (128, 256)
@@ -30,6 +35,7 @@ def build(name: str, size: str, blocks: int, rows: int) -> tuple[nn.Module, nn.S
         sizes["intermediate_size"] = 3 * width if name == "hf-llama" else 4 * width
     config = kind.config_class(**sizes)
     config.use_cache = False
+    config._attn_implementation = attention
     for key in vars(config):
         if key.endswith(("dropout", "pdrop", "dropout_prob")):
             setattr(config, key, 0.0)

@@ -1,15 +1,15 @@
 """The stage rule: F and B of a stage in a step that carries tangents along.
 
     read    h, its tangents h'[k] along the directions v[k]          made     y, y'[k] = J (h'[k], v[k])
-    F       G(u) = J^T u for a u that requires a gradient; y'[k] is the derivative of <G(u), (h'[k], v[k])> along u
+    F       G(u) = J^T u for a u that requires a gradient; y'[k] is the derivative of <G(u), (h'[k], v[k])> along u:
+            the adjoint of the adjoint; or y' comes beside y, by forward mode, see curvature/products/forward_mode.py
     B       G = J^T l with its graph;  (l_in'[k], H v[k]) = derivative of <G, (h'[k], v[k])> + <y, l'[k]>; l_in is in G
     B, of a matrix J^T A J (Gauss-Newton, Fisher): plain backwards of u[k] = A y'[k]
     last stage, Hessian: G is the gradient of the loss itself; F waits for B, so nothing is computed twice
 
 Pearlmutter's R operator (1994), cut at the stages: F sends (h, h'), B sends (l, l'). Everything is autograd's reverse
-mode, on the aliases of stage/parameters.py, so it means what `torch.autograd.grad` of the gradient means: forward mode
-sees other functions than reverse mode where a layer computes under no_grad, and backward over forward mode is wrong for
-layer norm in torch 2.13 (pytorch/pytorch#196700).
+mode, on the aliases of stage/parameters.py, so it means what `torch.autograd.grad` of the gradient means, and forward
+mode is used where it means the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,6 +100,9 @@ class Forwards(ABC):
         """Drop what was kept for recomputations of this product."""
 
 
+Pushed: TypeAlias = tuple[ProductGraph, list[list[Tensor]]]  # with the tangents of the roots, for each direction
+
+
 class StageRule:
     """The layers of one stage during one product.
 
@@ -107,16 +110,24 @@ class StageRule:
         layers: its layers.
         parameters: those that it computes with, and the directions.
         forwards: run the layers.
+        along: (stage, chunk, inbox, whether the graph is dropped) -> F of a chunk: `adjoint`, or a ForwardMode.
 
     Attributes:
         writes_input: whether it writes its input, as far as is known.
     """
 
-    def __init__(self, layers: StageLayers, parameters: StageParameters, forwards: Forwards) -> None:
+    def __init__(
+        self,
+        layers: StageLayers,
+        parameters: StageParameters,
+        forwards: Forwards,
+        along: Callable[[StageRule, int, Inbox, bool], Pushed] | None = None,
+    ) -> None:
         self.layers = layers
         self.parameters = parameters
         self.forwards = forwards
         self.writes_input = False
+        self._along = along or adjoint
         self._records: dict[int, ProductRecord] = {}
 
     # ------------------------------------------------------------------------------------------------------- F
@@ -129,9 +140,7 @@ class StageRule:
         """F: compute a chunk, and the tangents of what comes out."""
         then = versions(inbox.values.tensors)
         with self.forwards.standing():
-            with checkpointing(recompute):
-                graph = self.run(chunk, inbox)
-            tangents = self.push(graph, inbox.tangents) if graph.roots else [[] for _ in inbox.tangents]
+            graph, tangents = self._along(self, chunk, inbox, recompute)
         tensors = self.forwards.snapshot.buffers.hand_over(graph.made.tensors)
         if graph.roots:
             self._records[chunk] = ProductRecord(inbox, None if recompute else graph, then, live_of(graph.made))
@@ -139,21 +148,27 @@ class StageRule:
         memory = memory_of(graph.made.tensors, known, self.layers.index, chunk)
         return outbox(graph.made, tensors, tangents, memory)
 
-    def run(self, chunk: int, inbox: Inbox) -> ProductGraph:
-        """The first graph of a chunk."""
-        return self.forwards.first(chunk, lambda: self.computed(chunk, inbox))
+    def run(self, chunk: int, inbox: Inbox, dual: Callable[[Tensor, int], Tensor] | None = None) -> ProductGraph:
+        """The first graph of a chunk. `dual`: see `computed`."""
+        return self.forwards.first(chunk, lambda: self.computed(chunk, inbox, dual))
 
-    def computed(self, chunk: int, inbox: Inbox) -> ProductGraph:
-        """Run the layers, on the parameters and buffers that are in the modules now."""
+    def computed(self, chunk: int, inbox: Inbox, dual: Callable[[Tensor, int], Tensor] | None = None) -> ProductGraph:
+        """Run the layers, on the parameters and buffers that are in the modules now.
+
+        Args:
+            dual: from a leaf and its number to the tensor with a tangent that the layers read in its place.
+        """
         leaves: list[Tensor] = []
         given: list[Tensor] = []
         for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True):
             if needs:
                 leaves.append(mark(tensor.detach().requires_grad_(), f"the input of {self.layers.name}"))
-            given.append(leaves[-1].clone() if needs else tensor.clone())  # layers may write their input
+                tensor = leaves[-1] if dual is None else dual(leaves[-1], len(leaves) - 1)
+            given.append(tensor.clone())  # layers may write their input
         before = versions(given)
         made = self.forwards.run(chunk, inbox.values.build(given))
-        refuse_tangents(made.tensors)
+        if dual is None:
+            refuse_tangents(made.tensors)
         self.writes_input = self.writes_input or versions(given) != before
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         return ProductGraph(leaves, made, roots, tuple(map(storage_of, given)))
@@ -308,6 +323,13 @@ class StageRule:
         self._records.clear()
         self.forwards.release()
         self.parameters.release()
+
+
+def adjoint(stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> Pushed:
+    """F of a chunk, with the tangents by the adjoint of the adjoint. `drops`: whether the graph is dropped after it."""
+    with checkpointing(drops):
+        graph = stage.run(chunk, inbox)
+    return graph, stage.push(graph, inbox.tangents) if graph.roots else [[] for _ in inbox.tangents]
 
 
 def _grads(outs: Sequence[Tensor], targets: Sequence[Tensor], along: Sequence[Tensor], retain: bool) -> Grads:

@@ -71,7 +71,6 @@ class NewForwards(Forwards):
         """Find what the graph reaches besides the parameters of this stage's modules, and by what operations."""
         if self._is_inspected and self._layers.is_quiet:
             return
-        self._is_inspected = True
         parameters, own = self._parameters, {id(leaf) for leaf in graph.leaves}
         if graph.roots:
             for key, leaf in explore(graph.roots).items():
@@ -80,6 +79,7 @@ class NewForwards(Forwards):
                 refuse_marked(leaf, self._layers.name, "part of the product")
                 parameters.learn(leaf)
             self._is_doubtful = self._inspect(self._layers, chunk, graph)
+        self._is_inspected = True  # now: what was refused is refused again
 
     def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
         return self.snapshot.as_at_forward(chunk)

@@ -27,7 +27,7 @@ from pipeline.curvature.products.matrices import PRODUCTS
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
-from pipeline.curvature.products.task import OnResult, Task
+from pipeline.curvature.products.task import Confirmed, OnResult, Task
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
@@ -81,7 +81,7 @@ class Passes:
         verify: bool,
     ) -> None:
         self._verify = verify
-        self._confirmed: set[tuple[Rule, int]] = set()
+        self._confirmed = Confirmed(set(), {})
         self._compares = False  # every product compares losses: the last one's was not seen to be right
         self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
         self.pipe, self._prefix, self.data = pipe, prefix, data
@@ -92,7 +92,7 @@ class Passes:
         """The same of another Pipe with the same layers, or of fewer parameters."""
         found = copy.copy(self)
         found.pipe, found._space = pipe or self.pipe, space or self._space
-        found._confirmed = set()
+        found._confirmed = Confirmed(set(), {})
         return found
 
     @property

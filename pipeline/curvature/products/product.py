@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.graph import StrayGradientGuard
+from pipeline.curvature.products.forward_mode import ForwardMode
 from pipeline.curvature.products.loss_end import LossProduct
 from pipeline.curvature.products.new_forwards import NewForwards
 from pipeline.curvature.products.stage_check import RuleCheck, of_output
@@ -62,13 +63,15 @@ class ProductCall(Product):
         snapshot = ForwardSnapshot(
             layers.modules, execution.ambient, layers.name, index, setup.known, setup.compares
         )
-        along, add = partial(_along_at, task.along, device), partial(sums.add, index)
-        parameters = StageParameters(aliases, task.wanted, task.number, along, add)
+        of_vectors, add = partial(_along_at, task.along, device), partial(sums.add, index)
+        parameters = StageParameters(aliases, task.wanted, task.number, of_vectors, add)
         seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
         forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)
         self._forwards[index] = forwards
-        return StageRule(layers, parameters, forwards)
+        forward_mode = task.number == 1 and not execution.has_threads
+        along = ForwardMode(task.confirmed.forward, setup.compares) if forward_mode else None
+        return StageRule(layers, parameters, forwards, along)
 
     # --------------------------------------------------------------------------------------------------------- run
 

@@ -50,7 +50,7 @@ class RuleCheck:
             ValueError: an operation has a wrong second derivative, or looks at other rows.
         """
         is_doubtful = refuse_nodes(layers.name, graph.roots, self._chunks)
-        is_confirmed = (self._task.rule, layers.index) in self._task.confirmed
+        is_confirmed = (self._task.rule, layers.index) in self._task.confirmed.rules
         if is_doubtful and self._task.verify and (self._compares or not is_confirmed):
             self._doubtful.setdefault(layers.index, chunk)
         return is_doubtful
@@ -76,7 +76,7 @@ class RuleCheck:
                 "takes what autograd says."
             )
         else:
-            self._task.confirmed.add((self._task.rule, stage.layers.index))
+            self._task.confirmed.rules.add((self._task.rule, stage.layers.index))
 
 
 def limit(dtype: torch.dtype) -> float:

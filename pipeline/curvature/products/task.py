@@ -13,6 +13,18 @@ from pipeline.curvature.products.rules import Rule
 OnResult: TypeAlias = Callable[[int, str, float, float], None]  # (index, name of a stage, relative error, limit)
 
 
+class Confirmed(NamedTuple):
+    """The findings of an operator's products about the stages; each adds to them.
+
+    Attributes:
+        rules: (matrix, stage) pairs that finite differences have confirmed.
+        forward: for stages whose tangents were computed in both modes, whether they were the same.
+    """
+
+    rules: set[tuple[Rule, int]]
+    forward: dict[int, bool]
+
+
 class Task(NamedTuple):
     """The task of a product.
 
@@ -23,7 +35,7 @@ class Task(NamedTuple):
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
         verify: whether stages with an autograd.Function of the user's are compared with finite differences.
-        confirmed: (matrix, stage) pairs that finite differences have confirmed; this product adds to them.
+        confirmed: what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
         shift: (parameter, device) -> what is added to its values for this product. None: nothing.
@@ -35,6 +47,6 @@ class Task(NamedTuple):
     gradient: bool
     wanted: Mapping[int, Tensor]
     verify: bool
-    confirmed: set[tuple[Rule, int]]
+    confirmed: Confirmed
     on_result: OnResult | None = None
     shift: Callable[[Tensor, torch.device], Tensor] | None = None

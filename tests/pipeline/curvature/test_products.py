@@ -45,6 +45,7 @@ AXES = {
     "checkpoint": tuple(CHECKPOINTS),
     "drive": tuple(DRIVES),
     "training": (True, False, None),
+    "block": (1, 4),  # of one product tangents come by forward mode
 }
 every_matrix = pytest.mark.parametrize("matrix", MATRICES)
 SUM = Loss(lambda out, y: sum_loss(out), lambda out, y: per_row(out), "sum")
@@ -104,6 +105,7 @@ def agree(build, data, loss, chunks=3, train=False, pipe_of=piped):
         pipe = pipe_of(build(), chunks)
         op = MATRICES[matrix](pipe, data, loss.whole, training=train, seed=SEED, loss_reduction=reduction)
         close(op @ vectors, wanted.products[matrix])
+        close(op @ vectors[:, 0], wanted.products[matrix][:, 0])  # one alone: its tangents come by forward mode
         close(flat(op.gradient()), wanted.gradient)
     assert float(op.loss()) == pytest.approx(wanted.loss, rel=1e-12)
 
@@ -131,7 +133,8 @@ def check(config):
     chunks = min(config["chunks"], rows)
     pipe.train(config["training"] is None)  # the other mode than the one that is asked for
     op = MATRICES[config["matrix"]](
-        pipe, (case.make_input(rows), None), SUM.whole, loss_reduction="sum", training=config["training"], seed=SEED
+        pipe, (case.make_input(rows), None), SUM.whole, loss_reduction="sum", training=config["training"], seed=SEED,
+        block=config["block"],
     )
     kinds = {type(module).__name__ for module in pipe.modules()}
     refused = "_SpectralNorm" in kinds or chunks > 1 and "BatchNorm2d" in kinds
@@ -155,7 +158,7 @@ def test_products_equal_the_plain_modules_for_every_setting(name, training):
     draw = random.Random(0)
     for values in product(*(AXES[axis] for axis in ("balance", "chunks", "schedule", "checkpoint"))):
         config = dict(zip(("balance", "chunks", "schedule", "checkpoint"), values, strict=True))
-        others = {axis: draw.choice(AXES[axis]) for axis in ("matrix", "rows", "drive")}
+        others = {axis: draw.choice(AXES[axis]) for axis in ("matrix", "rows", "drive", "block")}
         check({"name": name, "training": training, **config, **others})
 
 

@@ -1,0 +1,199 @@
+"""Forward mode: the tangents of what a stage makes, computed beside the values, where they are those of reverse mode.
+
+    h, h', parameters with their parts of v  --layers, on dual tensors-->  y, y' = J (h', v)      and the graph, for B
+
+Per linear layer that is 3 matrix products, and 5 by the adjoint of the adjoint (stage/stage_rule.py). It is used for
+one direction at a time: of four the adjoint's graph is shared, which costs less. And where the graph is dropped: one
+that is kept must hold values. It is plain forward mode, with no reverse mode under it: forward over reverse, and
+reverse over forward, are wrong for layer norm in torch 2.13 (pytorch/pytorch#196700).
+
+A chunk takes the adjoint all the same where forward mode could be another function's derivative, or has none:
+
+    no_grad in a layer            reverse mode sees constants; here `ConstantsWithoutGrad` makes them some
+    a gradient within a layer     forward over reverse: seen by the same mode, and in the graph
+    autograd.Functions, scripts   in the graph
+    _OTHERWISE                    in the graph: operations of torch whose two modes take a kink, or a row, differently
+    no forward derivative         an error of torch's: the chunk runs again
+    hooks of tensors              seen by the same mode
+    captured parameters           carry no tangent
+
+The first chunk in a product that compares, and in the first product of all, is computed both ways. A stage where they
+differ takes the adjoint from then on. Dual levels are the process's, not a thread's: where stages have threads of their
+own the adjoint is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from pipeline.common.graph import OF_SCRIPTS, nodes_of
+from pipeline.common.twice import is_foreign
+from pipeline.data.tangents import Inbox
+from pipeline.recompute.policy import checkpointing
+from pipeline.stage.stage_rule import ProductGraph, Pushed, StageRule, adjoint
+
+_OTHERWISE = {  # node -> where its two modes differ
+    "FmaxBackward0": "equal arguments",
+    "XlogyBackward0": "0 log 0",
+    "PutBackward0": "an index that comes twice",
+    "LogSigmoidBackward0": "values, rounded otherwise",
+    "LinalgCholeskyExBackward0": "a direction that is not symmetric",
+}
+# Without what forward_ad.make_dual loads before: decompositions of some operations, compiled by torch.jit, in seconds.
+_make_dual: Callable[..., Tensor] = torch._VF._make_dual
+_DIFFERENTIATE: frozenset[Callable[..., Any]] = frozenset(
+    {torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.register_hook}
+)
+
+
+class ForwardMode:
+    """The tangents of one stage in a product of one direction, by forward mode: what `adjoint` computes, in less time.
+
+    Args:
+        agrees: for stages that were computed both ways, whether the tangents were the same. This product adds to it.
+        compares: whether to compute both ways though it is known.
+    """
+
+    def __init__(self, agrees: dict[int, bool], compares: bool) -> None:
+        self._agrees = agrees
+        self._compares = compares
+        self._is_on = True  # a call begins with it, so that its numbers are those of all others
+        self._is_sound: bool | None = None  # of a stage whose graph is always the same
+
+    def __call__(self, stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> Pushed:
+        index = stage.layers.index
+        if drops and self._is_on and self._agrees.get(index, True):
+            with checkpointing(drops):
+                graph, tangents = self._run(stage, chunk, inbox)
+            if graph is not None and not graph.roots:
+                return graph, [[]]
+            if graph is not None and self._is_believed(stage, chunk, inbox, graph, tangents):
+                return graph, [tangents]
+            self._is_on = False
+            stage.forwards.snapshot.put_back(chunk, chunk == 0)
+        return adjoint(stage, chunk, inbox, drops)
+
+    def _run(self, stage: StageRule, chunk: int, inbox: Inbox) -> tuple[ProductGraph | None, list[Tensor]]:
+        """Run the layers on dual tensors. No graph: they have no forward derivative, or another."""
+        parameters, (tangents,) = stage.parameters, inbox.tangents
+        constants = ConstantsWithoutGrad()
+        try:
+            with forward_ad.dual_level(), _saving_shapes():
+                owners = parameters.aliases.trained
+                duals = {id(owner): _dual(alias, parameters.parts(owner, alias)[0]) for owner, alias in owners}
+                with parameters.aliases.stand_back(duals), constants:
+                    graph = stage.run(chunk, inbox, lambda leaf, number: _dual(leaf, tangents[number]))
+                return None if constants.differentiates else graph, _tangents_of(graph.roots)
+        except (RuntimeError, NotImplementedError):  # if it is no matter of forward mode, it comes again
+            return None, []
+
+    def _is_believed(
+        self, stage: StageRule, chunk: int, inbox: Inbox, graph: ProductGraph, tangents: Sequence[Tensor]
+    ) -> bool:
+        if self._is_sound is None or not stage.layers.is_quiet:
+            self._is_sound = not stage.parameters.captured and is_sound(graph.roots)
+        index = stage.layers.index
+        if self._is_sound and (self._compares or index not in self._agrees):
+            self._compares = False
+            whole = _once_more(stage, chunk, inbox)
+            (adjoints,) = stage.push(whole, inbox.tangents)
+            self._agrees[index] = _are_equal(graph.roots, whole.roots) and _are_near(tangents, adjoints)
+        return self._is_sound and self._agrees[index]
+
+
+def _once_more(stage: StageRule, chunk: int, inbox: Inbox) -> ProductGraph:
+    """The graph of a chunk that has run, with what its backward needs."""
+    with stage.forwards.as_at_forward(chunk):
+        return stage.computed(chunk, inbox)
+
+
+class ConstantsWithoutGrad(TorchFunctionMode):
+    """Within: what is computed under no_grad has no tangent, as it has no gradient.
+
+    Attributes:
+        differentiates: whether something within took a gradient, or will change one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differentiates = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates = self.differentiates or func in _DIFFERENTIATE
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        with forward_ad._set_fwd_grad_enabled(False):
+            return func(*args, **(kwargs or {}))
+
+
+def _saving_shapes() -> AbstractContextManager[Any]:
+    """Within: autograd's graph holds shapes and no values. It can be looked at, but not differentiated.
+
+    Else it would hold what a backward through the tangents needs, which nobody asks for.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_shape, _of_shape)
+
+
+def _shape(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _of_shape(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+    shape, dtype = packed
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
+    """A tensor with a tangent, within `forward_ad.dual_level()`; nn.Parameter's instance where `tensor` is."""
+    found = _make_dual(tensor, tangent, level=0)
+    vars(found).update(vars(tensor))
+    if isinstance(tensor, torch.nn.Parameter):
+        vars(found)["_is_param"] = True  # what isinstance asks
+    return found
+
+
+def _tangents_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tangents of dual tensors, without a graph; zeros for one that has none."""
+    found = []
+    for tensor in tensors:
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        is_zero = tangent is None or tangent._is_zerotensor()
+        found.append(torch.zeros_like(tensor, requires_grad=False) if is_zero else tangent.detach())
+    return found
+
+
+def is_sound(roots: Sequence[Tensor]) -> bool:
+    """Whether a graph has no operation whose forward derivative could be another one than its reverse's."""
+    for node in nodes_of(roots):
+        name = node.name()
+        if name in _OTHERWISE or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
+            return False
+        if name == "EmbeddingBackward0" and _has_padding(node):  # reverse mode takes that row for a constant
+            return False
+    return True
+
+
+def _has_padding(node: Any) -> bool:
+    return bool(0 <= node._saved_padding_idx < 1 << 63)  # -1, as an unsigned number, stands for none
+
+
+def _are_equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all([torch.equal(one, other) for one, other in zip(values, others, strict=True)])
+
+
+def _are_near(tangents: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether they differ by no more than rounding does, which is taken as half the digits."""
+    away: float = sum(_square(one - other) for one, other in zip(tangents, expected, strict=True))
+    precision: float = max([torch.finfo(one.dtype).eps for one in tangents])
+    return away <= precision * sum(map(_square, expected))
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.abs().double().square().sum())
