@@ -69,6 +69,16 @@ class Batch:
         needs = tuple(grad and tensor.requires_grad for tensor in self.tree.tensors)
         return Activations(Tree(detached(pieces), self.tree.skeleton), needs, memory_of(pieces, {}, CALLER, chunk))
 
+    def cut_alike(self, index: int, whole: Tensor | None) -> list[Tensor]:
+        """A tensor that belongs to tensor `index`, cut as that is. None: zeros."""
+        pieces = self.pieces[index]
+        if whole is None:
+            return [torch.zeros_like(piece) for piece in pieces]
+        if not self.cut[index]:
+            return [whole for _ in pieces]
+        dim = row_dim(whole, self.batch_dim)
+        return list(torch.split(whole, [piece.shape[dim] for piece in pieces], dim))
+
     def value(self, chunk: int) -> Any:
         """Chunk `chunk` as the value it is a part of."""
         return self.tree.build([piece[chunk] for piece in self.pieces])

@@ -119,11 +119,10 @@ class DistributedCommunicator(Communicator):
         if numbers != [0]:
             self._comparison.compare(self._ranks.exchange(numbers))
 
-    def again(self) -> DistributedCommunicator:
-        """The backward of this call."""
-        return DistributedCommunicator(
-            self.topology, self.gradients.copies, "backward", self._name, self._messages.series
-        )
+    def again(self, entry: str = "backward") -> DistributedCommunicator:
+        """The backward of this call. One with another name has other messages."""
+        series = self._messages.series if entry == "backward" else f"{self._messages.series}/{entry}"
+        return DistributedCommunicator(self.topology, self.gradients.copies, entry, self._name, series)
 
     def at(self, action: Action | None) -> None:
         self._action = action

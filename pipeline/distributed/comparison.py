@@ -25,10 +25,10 @@ from pipeline.distributed.digests import Fingerprint, Sketch, Sketches
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Compared, Describe
 
-_GRADIENTS = (
-    "the gradients of the output differ between the ranks, in its tensor {}: {}. Every rank computes the loss, and all "
-    "must compute the same: give all the same targets and weights, and the same seed to generators that the loss draws "
-    'from; or let the last rank alone compute it, with pipe(x, output="last")'
+_SECOND = (
+    " All ranks make a second backward, or none does: what each rank differentiates must depend on gradients that it "
+    "took with create_graph=True, of the same calls (add 0 * grad.sum() where it does not), and be differentiated by "
+    "its parameters or by x."
 )
 
 
@@ -47,6 +47,7 @@ class Comparison:
         self._mini_batch = Fingerprint(())
         self._is_mini_batch_compared = True
         self._sketches = Sketches(())  # of the gradients of the output
+        self._differ = ""  # the words where these differ
 
     def open(self, words: Describe, seed: int, tensors: Compared, values: bool) -> tuple[int, int]:
         """Compare the calls.
@@ -62,7 +63,7 @@ class Comparison:
         Raises:
             MismatchError: the ranks make different calls.
         """
-        self._words = words
+        self._words, self._differ = words, tensors.words
         self._mini_batch, self._sketches = Fingerprint(tensors.mini_batch), Sketches(tensors.output_grads)
         mine = self._described(values)
         here = self._mini_batch.number if self._mini_batch.is_here else 0
@@ -79,10 +80,11 @@ class Comparison:
         """Raise on all ranks, after digests differed: exchange the descriptions."""
         mine = self._described(True)
         texts = self._topology.ranks.exchange_texts(encoded(mine))
+        remedy = _SECOND if any("second backward" in text for text in texts) else ""
         raise MismatchError(
             f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-            "generators the same seed on every rank."
+            f"generators the same seed on every rank.{remedy}"
         )
 
     def numbers(self) -> list[int]:
@@ -104,5 +106,5 @@ class Comparison:
             sketches = [Sketch(*row[size * index : size * (index + 1)]) for row in values]
             if not all(sketch.is_like(sketches[self._topology.assignment.last]) for sketch in sketches):
                 described = "; ".join(f"rank {rank}: {sketch}" for rank, sketch in enumerate(sketches))
-                raise MismatchError(_GRADIENTS.format(index, described))
+                raise MismatchError(self._differ.format(index, described))
         self._is_mini_batch_compared, self._sketches = True, Sketches(())

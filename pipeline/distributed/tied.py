@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.data.pytrees import add_grads
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.distributed.assignment import StageAssignment
+from pipeline.distributed.digests import Sketches
 from pipeline.distributed.exchange import CallMessages
 from pipeline.execution.communicator import Gradients, Pair, Part, joined
 from pipeline.transports.message import Message
@@ -95,6 +96,31 @@ class TiedGradients(Gradients):
                 if whole is not None:
                     pairs[id(copy)] = (copy, whole)
         return pairs
+
+    def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
+        """The tensor of the first rank that gives one for its copy goes to all copies."""
+        if not self._assignment.tied_parameters:
+            return pairs
+        here, rank_of = self._assignment.rank, self._assignment.rank_of
+        rows = self._ranks.exchange([id(copy) in pairs for copy in self.copies])
+        parts = []
+        for index, (tied, copy) in enumerate(zip(self._assignment.tied_parameters, self.copies, strict=True)):
+            givers = [rank for rank in tied.holders if rows[rank][index]]
+            if copy is not None and givers[:1] == [here]:
+                stage = next(stage for stage, _ in tied.readers if rank_of[stage] == here)
+                parts.append((stage, copy, pairs[id(copy)][1]))
+        whole = self.join(parts)
+        for tied, copy in zip(self._assignment.tied_parameters, self.copies, strict=True):
+            if copy is not None and id(copy) in pairs:
+                mine, theirs = Sketches([pairs[id(copy)][1], whole[id(copy)][1]]).values
+                if not mine.is_like(theirs):
+                    raise MismatchError(
+                        f"the second backward begins with other gradients at the gradient of the tied parameter "
+                        f"'{tied.name}' on rank {here} than on another of ranks {list(tied.holders)}: {mine}; "
+                        f"{theirs}. Its gradient is the same on all of them and counts once: compute the same from it "
+                        "on each, or leave it out on all but one."
+                    )
+        return {**pairs, **whole}
 
     def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
         """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""

@@ -8,9 +8,7 @@
 The F half runs before `apply`, which shows the differentiable outputs and the parameters in use: the hooks of a
 parameter that no output depends on must not run.
 
-There are two nodes since autograd runs each in the thread of its output's device. A Pipe whose backward ran in the
-thread of an accelerator would wait there for lanes that wait for autograd's work in that thread. The token is on the
-host, so the backward runs in the thread that called `loss.backward()`.
+The nodes are in nodes.py. Over ranks [2] is [1] and a node of its own behind the gradients, see second_backward.py.
 """
 
 from __future__ import annotations
@@ -22,11 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.common.accelerators import beside, current_streams, is_accelerator, use_here
+from pipeline.common.accelerators import beside, current_streams, use_here
 from pipeline.common.call_lock import Turn, turn
-from pipeline.common.errors import CheckpointError
-from pipeline.data.microbatch import gather, row_dim
+from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
+from pipeline.distributed.agreement import OPTIONS
+from pipeline.entry.joined_output import JoinedOutput
+from pipeline.entry.nodes import Given, attach, is_batched, is_in_vmap
+from pipeline.entry.second_backward import SecondBackward, check_input
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
@@ -75,7 +76,7 @@ def _attach(
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing.requires_grad_())
-    return _emit(joined.tensors, needs_grad, _work(backward, *leaves))
+    return attach(backward, joined.tensors, needs_grad, leaves)
 
 
 class GiveAway(NamedTuple):
@@ -105,11 +106,10 @@ class Backward:
         self.owners = owners
         self._then = then
         self._call = call
-        self._sizes = sizes
-        self._wanted = wanted
+        self._output = JoinedOutput(sizes, call.batch.batch_dim, everywhere)
         self._input_versions = versions(call.batch.tree.tensors)
+        self._wanted = wanted
         self._streams = current_streams(call.execution.devices)  # autograd, too, goes back on those of the forward
-        self._everywhere = everywhere  # all ranks have the output
         self._is_spent = False  # a backward failed part-way
         self.give_away: GiveAway | None = None  # of the backward under way
 
@@ -124,7 +124,8 @@ class Backward:
         with turn(self._then), beside(self._streams), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
             grads = given.received()
-            communicator.open(lambda values: {}, draws=False, tensors=self._compared(grads))
+            options = {OPTIONS: f"create_graph={torch.is_grad_enabled()}"}
+            communicator.open(lambda values: options, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
         if self._streams != current_streams(execution.devices):
@@ -132,7 +133,13 @@ class Backward:
         tensors = self._call.batch.tree.tensors
         receivers = [*(tensors[index] for index in self._wanted), *self.owners]
         skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
-        return result if self.owners else (*result, torch.zeros(0, device="cpu"))
+        result = result if self.owners else (*result, torch.zeros(0, device="cpu"))
+        if given.link is None or self.is_alone:
+            return result
+        second = SecondBackward(
+            self._call, self._then, self._output, self._wanted, receivers, self._input_versions, communicator, grads
+        )
+        return second.differentiable(result, grads, given.link)
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:
@@ -140,22 +147,28 @@ class Backward:
                 "an earlier backward through this output of the Pipe failed part-way, and its chunks are spent. Run "
                 "the forward again, or use retain_graph=True where a backward may fail."
             )
-        if any(map(_is_in_vmap, grads)):
+        if any(map(is_in_vmap, grads)):
             raise RuntimeError(
                 "torch.func.vmap over torch.autograd.grad cannot go through a Pipe. Use torch.autograd.grad(..., "
                 "is_grads_batched=True), which gives the same."
             )
-        batched = any(map(_is_batched, grads))
+        batched = any(map(is_batched, grads))
         moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
-        parts = self._parts(grads) if self._call.execution.has_last else []
-        if torch.is_grad_enabled() or batched or moved:
+        parts = self._output.parts(grads, self._call.batch.chunks) if self._call.execution.has_last else []
+        create_graph = torch.is_grad_enabled()
+        if batched or moved or create_graph and (self.is_alone or self._call.communicator.averager is not None):
             self._refuse_over_ranks(batched, moved)
-            self._check_input()
+            check_input(self._call, self._input_versions)
             with _outside_vmap(batched):
-                inputs, totals = self._call.differentiate(parts, self.owners, torch.is_grad_enabled())
+                inputs, totals = self._call.differentiate(parts, self.owners, create_graph)
             if not retain:
                 self._call.release()
             return *(inputs[index] for index in self._wanted), *totals
+        with torch.no_grad():
+            return self._gradients(parts, retain)
+
+    def _gradients(self, parts: Sequence[Grads], retain: bool) -> tuple[Tensor | None, ...]:
+        """The gradients alone: the B half."""
         given = self._given_away()
         try:
             self._call.run_backward(parts, retain, None if given is None else given.settled)
@@ -174,8 +187,8 @@ class Backward:
 
     def _compared(self, grads: Grads) -> Compared:
         """The gradients of the output, which must be the same on all ranks if all have it."""
-        is_batched = any(_is_in_vmap(grad) or _is_batched(grad) for grad in grads)  # refused later
-        return Compared(output_grads=grads if self._everywhere and not is_batched else ())
+        batched = any(is_in_vmap(grad) or is_batched(grad) for grad in grads)  # refused later
+        return Compared(output_grads=grads if self._output.is_everywhere and not batched else ())
 
     def _sums(self) -> dict[int, Pair]:
         """By id of the owner: (owner, whole gradient); with replicas the mean of theirs."""
@@ -197,106 +210,23 @@ class Backward:
         return GradientFinalizer(stages, wanted.take, lambda: None, late)
 
     def _refuse_over_ranks(self, batched: bool, moved: bool) -> None:
-        """Raise over ranks: second derivatives need every stage in this process."""
-        if self._call.communicator.is_alone:
+        """Raise over ranks: a recomputation of all stages needs them in this process."""
+        if self.is_alone:
             return
-        if moved and not torch.is_grad_enabled() and not batched:
+        if moved and not batched:
             raise RuntimeError(
                 "a buffer that the forward read was changed before its backward (a BatchNorm trained in between, "
                 "say). Over ranks it cannot be recomputed: run the backward first."
             )
-        what = "is_grads_batched=True" if batched else "create_graph=True"
-        raise RuntimeError(
-            f"{what} cannot go through a Pipe over ranks or with replicas: autograd leaves out what one rank alone "
-            "does not need, and the others would wait. Use the operators of pipeline.curvature (Hessian, GaussNewton, "
-            "EmpiricalFisher), which run over ranks, or devices=[...] in one process."
-        )
-
-    def _parts(self, grads: Grads) -> list[Grads]:
-        """The gradients of each chunk's outputs."""
-        columns = [
-            (None,) * len(sizes) if grad is None else _cut(grad, sizes, self._call.batch.batch_dim)
-            for grad, sizes in zip(grads, self._sizes, strict=True)
-        ]
-        return [tuple(column[chunk] for column in columns) for chunk in range(self._call.batch.chunks)]
-
-    def _check_input(self) -> None:
-        if versions(self._call.batch.tree.tensors) != self._input_versions:
-            raise CheckpointError(
-                "the input of the pipe was changed in place between the forward and the recomputation that "
-                "create_graph=True needs. Change it after the backward, or give the pipe a clone."
+        if not batched:
+            raise RuntimeError(
+                "create_graph=True cannot go through a Pipe with replicas, whose gradients are means over other "
+                "mini-batches. Use a Pipe without them (replicas=None) for what needs second derivatives."
             )
-
-
-def _is_in_vmap(grad: Tensor | None) -> bool:
-    return grad is not None and torch._C._functorch.is_batchedtensor(grad)
-
-
-def _is_batched(grad: Tensor | None) -> bool:
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
-
-
-def _cut(grad: Tensor, sizes: tuple[int, ...], batch_dim: int) -> tuple[Tensor, ...]:
-    return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, batch_dim))
-
-
-class Given(NamedTuple):
-    """The gradients of the outputs, and the stream in which they are computed (None: on the host)."""
-
-    grads: Grads
-    stream: torch.Stream | None
-
-    def received(self) -> Grads:
-        """The gradients, for use in the streams that are current now on their devices."""
-        for grad in self.grads:
-            if self.stream is not None and grad is not None and is_accelerator(grad.device):
-                reader = torch.accelerator.current_stream(grad.device)
-                if reader != self.stream:  # of several devices, autograd has seen to one
-                    reader.wait_stream(self.stream)
-                    use_here([grad])
-        return self.grads
-
-
-class PipeFunction(torch.autograd.Function):
-    """The node that stands in autograd's graph for all stages. Its output is a token on the host."""
-
-    @staticmethod
-    def forward(ctx: Any, backward: Backward, *inputs: Tensor) -> Tensor:
-        ctx.backward_call = backward
-        token = torch.empty(0, dtype=torch.float32, device="cpu")
-        ctx.save_for_backward(token.detach())  # so that a second backward raises autograd's own error
-        return token
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        ctx.saved_tensors
-        retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, *ctx.backward_call(getattr(token, _GIVEN), retain)
-
-
-class PipeOutput(torch.autograd.Function):
-    """The node behind the outputs. Its backward runs in autograd's thread for their device, and waits for nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: tuple[Tensor, ...], needs_grad: list[bool], token: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out for out, needs in zip(outputs, needs_grad, strict=True) if not needs))
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pragma: no cover
-        on_host = not any([grad is not None and is_accelerator(grad.device) for grad in grads])
-        token = torch.empty(0, dtype=torch.float32, device="cpu")  # else autograd would hand on another one
-        setattr(token, _GIVEN, Given(grads, None if on_host else torch.accelerator.current_stream()))
-        return None, None, token
-
-
-_GIVEN = "_penstock_given"  # set on the gradient of a token
-# Function.apply without its Python part, which looks at each parameter.
-_work: Callable[..., Tensor] = super(torch.autograd.Function, PipeFunction).apply
-_emit: Callable[..., tuple[Tensor, ...]] = PipeOutput.apply
+        raise RuntimeError(
+            "is_grads_batched=True cannot go through a Pipe over ranks or with replicas. Take the gradients one by "
+            "one, or use devices=[...] in one process; pipeline.curvature has products with several vectors at once."
+        )
 
 
 @contextmanager

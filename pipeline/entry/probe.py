@@ -39,9 +39,9 @@ from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
 from pipeline.data.pytrees import Activations, Tree, flatten, same_values
-from pipeline.execution.call import stages_of
 from pipeline.execution.execution import Execution
 from pipeline.execution.setup import Setup
+from pipeline.execution.stages import stages_of
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
 from pipeline.recompute.reachable import Generators, Reachable

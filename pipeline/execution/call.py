@@ -9,10 +9,8 @@ runs its only phase at once.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -30,9 +28,11 @@ from pipeline.data.pytrees import Activations, Grads, Tree
 from pipeline.data.values import CALLER
 from pipeline.execution.communicator import Averager, Communicator, Pair, Part
 from pipeline.execution.execution import Execution, Work
+from pipeline.execution.gradient_product import GradientProduct
 from pipeline.execution.second_order import differentiate
+from pipeline.execution.stages import stages_of
 from pipeline.stage.records import OutputEdges
-from pipeline.stage.stage import Begin, StageRun, StageSettings
+from pipeline.stage.stage import Begin, StageRun
 from pipeline.transports.message import Message
 from scheduler import Kind
 
@@ -66,6 +66,7 @@ class Call:
     Attributes:
         stages: those in this process.
         outputs: of each chunk, where they are wanted and the last stage is here.
+        is_released: whether what was kept for a backward is gone.
     """
 
     def __init__(self, execution: Execution, loss_end: LossEnd | None = None, keeps_outputs: bool = True) -> None:
@@ -80,6 +81,7 @@ class Call:
         self._keeps_outputs = keeps_outputs
         self._settled: dict[int, list[Pair]] = {}  # by stage: sums that are final
         self._is_checked = False
+        self.is_released = False
 
     def __enter__(self) -> Call:
         return self
@@ -213,6 +215,7 @@ class Call:
         for stage in self.stages:
             stage.release()
         self.outputs = []
+        self.is_released = True
 
     def _drive(self, number: int, work: Work, listener: Listener | None) -> None:
         draws = any([stage.may_draw for stage in self.stages])
@@ -313,15 +316,17 @@ class Call:
         """The gradients of the input's tensors, after a backward. Empty: no tensor needs one."""
         if not any(self._live):
             return (None,) * len(self._live)
-        message = Message(self._own_input_grads()) if 0 in self._run else None
+        take = self.execution.mailbox.take_grads
+        chunks = range(self.batch.chunks) if 0 in self._run else ()
+        return self._of_input([take(CALLER, chunk)[0] for chunk in chunks])
+
+    def _of_input(self, taken: Sequence[Grads]) -> Grads:
+        """Gradients of the input's tensors, of each chunk where the first stage is, joined in all processes."""
+        none: Grads = (None,) * len(self._live)
+        here = [self._at_home(grads) or none for grads in taken]
+        message = Message(self.batch.join_grads(here)) if 0 in self._run else None
         message = self.communicator.exchange.broadcast("the gradients of the input", 0, message)
         return self._at_home(message.tensors)  # from another rank they come to the device of this one
-
-    def _own_input_grads(self) -> Grads:
-        take = self.execution.mailbox.take_grads
-        taken = [self._at_home(take(CALLER, chunk)[0]) for chunk in range(self.batch.chunks)]
-        none: Grads = (None,) * len(self.batch.tree.tensors)
-        return self.batch.join_grads([grads or none for grads in taken])
 
     def _at_home(self, grads: Grads) -> Grads:
         """Gradients of the input, on the input's devices."""
@@ -368,36 +373,30 @@ class Call:
         self._resume()
         return differentiate(self.execution, self.stages, self._live, grads, owners, create_graph)
 
+    def differentiate_gradients(
+        self, grads: Sequence[Grads], of_input: Grads, of_owners: Mapping[int, Pair]
+    ) -> tuple[Grads, dict[int, Pair], list[Grads]]:
+        """The derivatives of the gradients along cotangents. See gradient_product.py.
+
+        Args:
+            grads: of each chunk's outputs, in the process of the last stage.
+            of_input: cotangents of the gradients of the input's tensors.
+            of_owners: (owner, cotangent of its gradient) by the owner's id.
+
+        Returns:
+            The derivatives by the input's tensors; by the owners, (owner, derivative) by id; and by `grads`.
+        """
+        self._resume()
+        product = GradientProduct(self.execution, self.stages, self._live, grads, of_input, of_owners)
+        inputs, parts, outputs = product.run()
+        places, to_owners = self.execution.setup.layout.places, self.execution.placement.to_owners
+        home = [(stage, *to_owners([(owner, whole)], places[stage])[0]) for stage, owner, whole in parts]
+        of_inputs = self._of_input(inputs) if any(self._live) else (None,) * len(self._live)
+        return of_inputs, self.communicator.gradients.join(home), outputs
+
 
 class DrewError(Exception):
     """A stage drew from a default generator of the host that had never done so."""
-
-
-def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
-    """The stages in this process, made for one call."""
-    setup = execution.setup
-    # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
-    samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
-    settings = StageSettings(
-        grad=setup.grad, ambient=execution.ambient, context=copy_context(), known=setup.known,
-        compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
-        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
-    )
-    split: dict[int, set[int]] = {index: set() for index in execution.layers}
-    for index, chunk in setup.plan.schedule.split:
-        if index in split:
-            split[index].add(chunk)
-    stages = [
-        StageRun(
-            layers, setup.layout.places[index].device, execution.bring(index), settings, split[index],
-            ends_in_loss and index == execution.last
-        )
-        for index, layers in execution.layers.items()
-    ]
-    if any([stage.may_draw for stage in stages]):
-        for stage in stages:
-            stage.learn_draws()
-    return stages
 
 
 def _has_any(given: Sequence[Grads]) -> bool:

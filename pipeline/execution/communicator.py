@@ -46,10 +46,16 @@ class Compared(NamedTuple):
     Attributes:
         mini_batch: the same to the bit. Where it is on an accelerator, `agree` finds out.
         output_grads: those with which a backward begins: the same but for rounding, as `agree` finds out.
+        words: the error where they are not: formatted with the number of the gradient, and what each rank has.
     """
 
     mini_batch: Sequence[Tensor] = ()
     output_grads: Grads = ()
+    words: str = (
+        "the gradients of the output differ between the ranks, in its tensor {}: {}. Every rank computes the loss, and "
+        "all must compute the same: give all the same targets and weights, and the same seed to generators that the "
+        'loss draws from; or let the last rank alone compute it, with pipe(x, output="last")'
+    )
 
 
 class Output(NamedTuple):
@@ -173,6 +179,17 @@ class Gradients(ABC):
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
 
+    @abstractmethod
+    def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
+        """One tensor for each parameter, wherever it has copies.
+
+        Args:
+            pairs: (owner, tensor) of this process, by the owner's id. A copy may be left out, but not all.
+
+        Raises:
+            MismatchError: the tensors of two copies differ.
+        """
+
 
 class Averager(ABC):
     """The means of gradients over replicas of the whole pipeline."""
@@ -256,8 +273,8 @@ class Communicator(ABC):
         """Wait until all ranks have made their step. Hooks and optimizers are the user's code and may raise."""
 
     @abstractmethod
-    def again(self) -> Communicator:
-        """A communicator for the backward of this call."""
+    def again(self, entry: str = "backward") -> Communicator:
+        """A communicator for the backward of this call. `entry`: its name in words."""
 
 
 def joined(parts: Sequence[Part]) -> dict[int, Pair]:

@@ -82,6 +82,9 @@ class LocalGradients(Gradients):
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         return joined(parts)
 
+    def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
+        return pairs
+
 
 class LocalCommunicator(Communicator):
     """The communicator of a process that has every stage."""
@@ -116,5 +119,5 @@ class LocalCommunicator(Communicator):
     def close(self) -> None:
         pass
 
-    def again(self) -> LocalCommunicator:
+    def again(self, entry: str = "backward") -> LocalCommunicator:
         return self

@@ -403,6 +403,16 @@ class StageRun:
         self.snapshot.check_same(chunk, made.tensors)
         return made
 
+    def again(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+        """The layers once more, as at F of a chunk, on whatever stands in the modules."""
+        return run_in(self._settings.context, self._again, chunk, values)
+
+    def _again(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+        with self._around_recomputation(chunk):
+            made = self.layers.run(chunk, values, self.seeder.seed)
+        self.seeder.settle()
+        return made
+
     def on_views(self, views: dict[int, Tensor]) -> Swap:
         """Within: the modules compute with `views` of the real parameters."""
         return self.aliases.stand_back(views)

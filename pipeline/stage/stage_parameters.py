@@ -16,7 +16,8 @@ from pipeline.data.pytrees import Grads
 from pipeline.stage.hooks import hooks_asleep
 from pipeline.stage.parameters import Aliases
 
-Along: TypeAlias = Callable[[Tensor], list[Tensor]]  # a parameter -> its part of each direction, where the stage is
+# A parameter -> its part of each direction, where the stage is. None: it has none.
+Along: TypeAlias = Callable[[Tensor], Sequence[Tensor | None]]
 Add: TypeAlias = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], None]  # to the sums of a parameter
 
 
@@ -42,7 +43,7 @@ class StageParameters:
         self.captured: dict[int, Tensor] = {}
         self._wanted = wanted
         self._along, self._add = along, add
-        self._parts: dict[int, list[Tensor]] = {}  # of the directions, by parameter
+        self._parts: dict[int, list[Tensor | None]] = {}  # of the directions, by parameter
 
     @property
     def owners(self) -> list[tuple[Tensor, Tensor]]:
@@ -58,13 +59,15 @@ class StageParameters:
         """Within: tensor hooks of captured parameters do nothing; those of others have aliases between."""
         return hooks_asleep(list(self.captured.values()))
 
-    def parts(self, owner: Tensor, alias: Tensor) -> list[Tensor]:
+    def parts(self, owner: Tensor, alias: Tensor) -> list[Tensor | None]:
         """A parameter's parts of all directions, in its dtype."""
         if id(owner) not in self._parts:
-            self._parts[id(owner)] = [part.to(alias.dtype) for part in self._along(owner)]
+            self._parts[id(owner)] = [
+                None if part is None else part.to(alias.dtype) for part in self._along(owner)
+            ]
         return self._parts[id(owner)]
 
-    def directions(self, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def directions(self, tangents: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
         """For each direction the tangents of what was read, and then the parameters' parts."""
         parts = [self.parts(owner, alias) for owner, alias in self.owners]
         return [[*tangents[number], *[part[number] for part in parts]] for number in range(self.count)]

@@ -201,13 +201,16 @@ class StageRule:
         if self.forwards.is_doubtful:
             refuse_once_differentiable(self.layers.name, grads)
 
-    def _paired(self, grads: Sequence[Tensor | None], parts: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _paired(
+        self, grads: Sequence[Tensor | None], parts: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that are differentiated once more, and the directions.
 
         Raises:
             RuntimeError: a gradient has no derivative: its layer's backward cannot be differentiated.
         """
-        pairs = [(grad, part) for grad, part in zip(grads, parts, strict=True) if grad is not None]
+        both = zip(grads, parts, strict=True)
+        pairs = [(grad, part) for grad, part in both if grad is not None and part is not None]
         constant = [grad for grad, _ in pairs if not grad.requires_grad]
         if any([bool(grad.any()) for grad in constant]):  # zeros are what they seem: those of sign(), floor()
             raise RuntimeError(
@@ -267,6 +270,24 @@ class StageRule:
             )
         return self.differentiated(graph, tangents, grads, seconds, wanted)
 
+    def pull_end(
+        self, graph: ProductGraph, tangents: Sequence[Sequence[Tensor]], first: Grads
+    ) -> tuple[Back, Grads]:
+        """B of the last stage, where l is given and is no function of the output: l' is zero there.
+
+        Returns:
+            What goes back, and the tangents of the roots along the first direction, where l has a part. These are the
+            derivatives by l.
+        """
+        seeds = [None if grad is None else grad.detach().requires_grad_() for grad in first]
+        live = [(root, seed) for root, seed in zip(graph.roots, seeds, strict=True) if seed is not None]
+        beside = [seed for _, seed in live]
+        with self.parameters.hooks_asleep():
+            grads = gradients_of([root for root, _ in live], self.targets(graph), beside, True)
+        back = self.differentiated(graph, tangents, grads, (), False, beside)
+        left = iter(back.derivative[len(self.targets(graph)) :])
+        return back, tuple([None if seed is None else next(left) for seed in seeds])
+
     def differentiated(
         self,
         graph: ProductGraph,
@@ -274,9 +295,13 @@ class StageRule:
         grads: Sequence[Tensor | None],
         seconds: Sequence[Grads],
         wanted: bool,
+        beside: Sequence[Tensor] = (),
     ) -> Back:
-        """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty."""
-        targets = self.targets(graph)
+        """The second half of it: `grads` are G; at the last stage, whose loss is in G, `seconds` are empty.
+
+        `beside`: more tensors by which it differentiates; their parts stand at the end of `Back.derivative`.
+        """
+        targets = [*self.targets(graph), *beside]
         if tangents:
             self._check(grads)
         products = []

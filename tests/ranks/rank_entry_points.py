@@ -278,10 +278,6 @@ def refused(how: str) -> tuple[str, list[str]]:
     return words, [name for name, one, other in pairs if not torch.allclose(one, other, rtol=0, atol=1e-12)]
 
 
-def _create_graph(pipe: Pipe, x: Tensor) -> None:
-    torch.autograd.grad(pipe(x).square().sum(), x, create_graph=True)
-
-
 def _batched(pipe: Pipe, x: Tensor) -> None:
     out = pipe(x).sum(0)
     torch.autograd.grad(out, x, torch.eye(4, dtype=torch.float64), is_grads_batched=True)
@@ -304,7 +300,6 @@ def _spent(pipe: Pipe, x: Tensor) -> None:
 
 
 _REFUSED = {
-    "create_graph": _create_graph,
     "is_grads_batched": _batched,
     "vmap": _vmapped,
     "func.grad": _functional,

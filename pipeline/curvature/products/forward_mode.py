@@ -87,7 +87,8 @@ class ForwardMode:
         try:
             with forward_ad.dual_level(), _saving_shapes():
                 owners = parameters.aliases.trained
-                duals = {id(owner): _dual(alias, parameters.parts(owner, alias)[0]) for owner, alias in owners}
+                parts = [(owner, alias, parameters.parts(owner, alias)[0]) for owner, alias in owners]
+                duals = {id(owner): _dual(alias, part) for owner, alias, part in parts if part is not None}
                 with parameters.aliases.stand_back(duals), constants:
                     graph = stage.run(chunk, inbox, lambda leaf, number: _dual(leaf, tangents[number]))
                 return None if constants.differentiates else graph, _tangents_of(graph.roots)

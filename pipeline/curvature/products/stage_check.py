@@ -101,7 +101,8 @@ def error_along(
     """
     tangents = inbox.tangents[0] if inbox.tangents else []
     aliases, parts = stage.parameters.aliases, stage.parameters.parts
-    owners = [(owner, alias, parts(owner, alias)[0]) for owner, alias in aliases.trained]
+    trained = [(owner, alias, parts(owner, alias)[0]) for owner, alias in aliases.trained]
+    owners = [(owner, alias, part) for owner, alias, part in trained if part is not None]  # all are
     live = [tensor for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True) if needs]
     size = _norm([*live, *[alias for _, alias, _ in owners]])
     along = _norm([*tangents, *[part for _, _, part in owners]])

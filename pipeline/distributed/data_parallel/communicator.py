@@ -170,10 +170,10 @@ class DataParallelCommunicator(Communicator):
         monitor.steps += 1
         self._inner.at(action)
 
-    def again(self) -> DataParallelCommunicator:
+    def again(self, entry: str = "backward") -> DataParallelCommunicator:
         """The backward of this call."""
-        inner, averager = self._inner.again(), self.averager
-        return DataParallelCommunicator(inner, self._replicas, averager.layout, "backward", averager.words)
+        inner, averager = self._inner.again(entry), self.averager
+        return DataParallelCommunicator(inner, self._replicas, averager.layout, entry, averager.words)
 
     # ------------------------------------------------------------------------------------------------------ together
 

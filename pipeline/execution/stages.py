@@ -1,0 +1,36 @@
+"""The stages of one call in this process, made for it alone."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import copy_context
+
+from pipeline.execution.execution import Execution
+from pipeline.stage.stage import StageRun, StageSettings
+
+
+def stages_of(execution: Execution, ends_in_loss: bool) -> list[StageRun]:
+    """The stages in this process, made for one call."""
+    setup = execution.setup
+    # Between F and R of a step only layers run, and torch's own write nothing; a user's may write another's parameters.
+    samples = setup.keep or setup.compares or not all([layers.is_quiet for layers in execution.layers.values()])
+    settings = StageSettings(
+        grad=setup.grad, ambient=execution.ambient, context=copy_context(), known=setup.known,
+        compares=setup.compares, defer=setup.defer, threads=execution.has_threads, external=threading.Lock(),
+        keep=setup.keep, samples=samples, seed=setup.seed, generators=execution.generators,
+    )
+    split: dict[int, set[int]] = {index: set() for index in execution.layers}
+    for index, chunk in setup.plan.schedule.split:
+        if index in split:
+            split[index].add(chunk)
+    stages = [
+        StageRun(
+            layers, setup.layout.places[index].device, execution.bring(index), settings, split[index],
+            ends_in_loss and index == execution.last
+        )
+        for index, layers in execution.layers.items()
+    ]
+    if any([stage.may_draw for stage in stages]):
+        for stage in stages:
+            stage.learn_draws()
+    return stages

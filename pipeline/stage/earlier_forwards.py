@@ -1,0 +1,51 @@
+"""The forwards that a stage ran in an earlier call, computed once more for a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from pipeline.common.graph import nodes_of
+from pipeline.common.twice import is_foreign
+from pipeline.data.pytrees import Bundle, Tree
+from pipeline.stage.stage import StageRun
+from pipeline.stage.stage_rule import Forwards, ProductGraph
+
+
+class EarlierForwards(Forwards):
+    """The forwards of one stage during its call, with their seeds, buffers and switches.
+
+    Args:
+        stage: the stage, after all forwards.
+    """
+
+    def __init__(self, stage: StageRun) -> None:
+        self.snapshot = stage.snapshot
+        self._stage = stage
+        self._is_doubtful = False
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self._is_doubtful
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Within: the call's aliases stand in the modules, and a layer's own torch.utils.checkpoint may recompute."""
+        with self._stage.aliases.stand_in(), self._stage.differentiating():
+            yield
+
+    def run(self, chunk: int, values: Sequence[Tree]) -> Bundle:
+        return self._stage.again(chunk, values)
+
+    def first(self, chunk: int, compute: Callable[[], ProductGraph]) -> ProductGraph:
+        self._stage.check_unchanged(chunk)
+        graph = compute()
+        self.snapshot.check_same(chunk, [tensor.detach() for tensor in graph.made.tensors])
+        self._is_doubtful = self._is_doubtful or any(map(is_foreign, nodes_of(graph.roots)))
+        return graph
+
+    def as_at_forward(self, chunk: int) -> AbstractContextManager[None]:
+        return nullcontext()  # `run` is so
+
+    def release(self) -> None:
+        pass  # the call has them
