@@ -32,6 +32,7 @@ from pipeline.distributed.data_parallel.replicas import Replicas, check_where, f
 from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import entry_points
+from pipeline.entry.inputs import input_of, takes_arguments
 from pipeline.entry.joining import join_ranks
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
@@ -164,7 +165,7 @@ class Pipe(Settled, Stateful):
             processes = replace(processes, topology=topology)
         self._settings = Settings(
             layout, processes, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim),
-            mixes_rows, check_deferred(deferred_batch_norm, module)
+            mixes_rows, check_deferred(deferred_batch_norm, module), takes_arguments(list(module))
         )
         self._history = History()
         self.training = module.training
@@ -301,12 +302,14 @@ class Pipe(Settled, Stateful):
 
     # ------------------------------------------------------------------------------------------------ entry points
 
-    def forward(self, input: Any, *, output: str = "all") -> Any:
+    def forward(self, *input: Any, output: str = "all", **named: Any) -> Any:
         """Compute `module(input)`.
 
         Args:
             input: any pytree of tensors and plain values; tensors are cut along `batch_dim`, `NoChunk(value)` and
-                plain values go to every chunk. Over ranks, the same on every rank.
+                plain values go to every chunk. Over ranks, the same on every rank. A model that `to_sequential` has
+                cut takes its own arguments, as its sample had them: `pipe(ids, mask)`, `pipe(**batch)`, or a mapping.
+            named: such arguments by name.
             output: over ranks, the ranks that get the output: "all" ranks, so that each computes the same loss and
                 calls its backward; or the "last", which has the last stage, while the others get a number in its place,
                 whose backward they call.
@@ -317,11 +320,12 @@ class Pipe(Settled, Stateful):
 
         Raises:
             MismatchError: over ranks, which do not make the same call.
+            TypeError: no input, or several where the first layer takes one.
         """
-        return eagerly(Pipe._forward, self, input, output)
+        return eagerly(Pipe._forward, self, input, named, output)
 
-    def _forward(self, input: Any, output: str) -> Any:
-        return entry_points.forward(self.runtime, input, output)
+    def _forward(self, given: tuple[Any, ...], named: dict[str, Any], output: str) -> Any:
+        return entry_points.forward(self.runtime, input_of(given, named, self._settings.takes_arguments), output)
 
     def step(
         self,

@@ -9,7 +9,7 @@ works the same in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -142,11 +142,14 @@ def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 def _foreign_leaf(leaf: Any, what: str) -> str:
     kind = type(leaf)
-    hint = "make it a tensor with torch.from_numpy" if kind.__module__ == "numpy" else "register it as a pytree node"
+    hint = "register it as a pytree node (torch.utils._pytree.register_pytree_node), or return its parts"
+    if kind.__module__ == "numpy":
+        hint = "make it a tensor with torch.from_numpy"
+    elif isinstance(leaf, Mapping):
+        hint = "make it a dict with dict(...)"
     return (
         f"{what} holds a {kind.__module__}.{kind.__qualname__} ({str(leaf)[:60]}). Only tensors, None, bool, int, "
-        f"float, str and containers of them cross stages: {hint} (torch.utils._pytree.register_pytree_node), or "
-        "return its parts."
+        f"float, str and containers of them cross stages: {hint}."
     )
 
 

@@ -22,6 +22,7 @@ from pipeline.common.module_tables import training_flags
 from pipeline.data.microbatch import scatter, scatter_like
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
+from pipeline.entry.inputs import input_of
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.settled import refuse_recording
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
@@ -102,7 +103,8 @@ def _run(
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
     begun = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
-    batch = scatter(arguments.x, runtime.settings.chunks, "x", runtime.settings.batch_dim)
+    x = input_of((arguments.x,), {}, runtime.settings.takes_arguments)
+    batch = scatter(x, runtime.settings.chunks, "x", runtime.settings.batch_dim)
     if sink.optimizer is not None:
         beside = [*batch.tree.tensors, *parameters_of(arguments.loss_fn)]
         check_holds(sink.optimizer, list(runtime.module.named_parameters()), beside)

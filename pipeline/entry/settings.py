@@ -61,6 +61,7 @@ class Settings:
         batch_dim: the dim that counts rows.
         mixes_rows: layers may look at all rows of a chunk.
         deferred_batch_norm: running statistics are updated once for each mini-batch.
+        takes_arguments: the first layer takes the arguments of a model's forward.
     """
 
     layout: Layout
@@ -72,6 +73,7 @@ class Settings:
     batch_dim: int
     mixes_rows: bool
     deferred_batch_norm: bool
+    takes_arguments: bool
 
     @property
     def schedule(self) -> Schedule:

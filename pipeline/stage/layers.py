@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from partition.names import NamedLayer
 from pipeline.common.interrupts import calls_users_code
 from pipeline.data.pytrees import Bundle, Tree, flatten
 from pipeline.data.values import Values
@@ -84,7 +85,11 @@ class StageLayers:
         for index, layer in self.numbered:
             if index not in quiet:
                 seed(chunk, index)
-            value = layer(value)
+            try:
+                value = layer(value)
+            except BaseException as error:
+                error.add_note(_in_words(index, layer))
+                raise
         return value
 
     def taken_apart(self, value: Any) -> Tree:
@@ -94,6 +99,13 @@ class StageLayers:
             TypeError: it holds an object that cannot cross stages.
         """
         return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
+
+
+def _in_words(index: int, layer: nn.Module) -> str:
+    """A layer: its number, and its names in the model, or its type."""
+    brought = layer.in_model if isinstance(layer, NamedLayer) else None
+    names = [type(layer).__name__] if brought is None else [name for name in brought.names if name]
+    return f"layer {index} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
 def _modules(layers: Sequence[nn.Module]) -> list[nn.Module]:

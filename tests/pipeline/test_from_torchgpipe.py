@@ -283,7 +283,7 @@ def test_gradients_reach_every_input(count: int, checkpoint: str) -> None:
 
 def test_inputs_that_cannot_be_cut_are_refused() -> None:
     pipe = Pipe(linears(1), [1], 2)
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+    with pytest.raises(TypeError, match=r"called with 2 inputs.*pipe\(\(x, y\)\) hands it a tuple"):
         pipe(rows_of(1), rows_of(1))
     for plain in ("hello", 42, None, ("hello", 42)):
         with pytest.raises(ValueError, match="the input has nothing to cut"):
@@ -412,7 +412,7 @@ def test_an_exception_arrives_and_nothing_runs_after_it(stages: int, workers: st
             x = torch.arange(3.0)[:, None]
             with pytest.raises(Expected) as caught:
                 pipe(x)
-            assert f"stage {bad}" in caught.value.__notes__[0]
+            assert f"stage {bad}" in caught.value.__notes__[-1]
             assert not any(stage > bad and chunk >= fail_at or stage == bad and chunk > fail_at for stage, chunk in log)
             if workers == "inline":
                 assert log[-1] == (bad, fail_at)

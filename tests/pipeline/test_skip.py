@@ -183,7 +183,7 @@ def test_anything_else_that_is_yielded_is_no_command(command: object) -> None:
         Odd()(torch.rand(2))
     with pytest.raises(TypeError, match=words) as caught:
         Pipe(nn.Sequential(nn.Identity(), Odd()), [1, 1], 2)(torch.rand(2))
-    assert caught.value.__notes__ == ["stage 1 (layer 1), chunk 0, 1F0"]
+    assert caught.value.__notes__ == ["layer 1 (Odd)", "stage 1 (layer 1), chunk 0, 1F0"]
 
 
 def test_a_skip_is_popped_once() -> None:
@@ -362,7 +362,7 @@ def test_what_a_declared_skip_needs_is_told_for_the_stage_that_lacks_it() -> Non
     words = "'a' must be stashed but has not been. A layer does all that it declares."
     with pytest.raises(RuntimeError, match=words) as caught:
         pipe(torch.arange(3.0))
-    assert caught.value.__notes__ == ["stage 0 (layer 0), chunk 2, 0F2"]
+    assert caught.value.__notes__ == ["layer 0 (Sometimes)", "stage 0 (layer 0), chunk 2, 0F2"]
     assert torch.equal(pipe(torch.ones(3)), torch.full((3,), 2.0))
 
 

@@ -132,7 +132,8 @@ def test_an_exception_in_an_action_names_it_and_leaves_everything_as_before(wher
     with pytest.raises(error, match="burnt") as caught:
         run(entry, pipe, x, y) if loss is None else loss.backward()
     assert caught.type is error
-    assert WHERE[where, count] in caught.value.__notes__
+    *layer, action = caught.value.__notes__
+    assert action == WHERE[where, count] and layer == ([] if where == "backward" else ["layer 4 (Fuse)"])
     assert_as_before(pipe, before, identities)
     after = torch.default_generator.get_state()
     torch.default_generator.set_state(generator)
@@ -218,7 +219,7 @@ def test_a_failed_evaluation_leaves_modes_and_buffers(entry):
         else:
             with torch.no_grad():
                 pipe(x)
-    assert caught.value.__notes__ == ["stage 1 (layers 3..4), chunk 2, 1F2"]
+    assert caught.value.__notes__ == ["layer 4 (Fuse)", "stage 1 (layers 3..4), chunk 2, 1F2"]
     assert [module.training for module in pipe.modules()] == flags
     assert_as_before(pipe, before, identities)
 

@@ -490,9 +490,10 @@ def through(entry: str, pipe: Pipe, x: Tensor, loss_fn: Any = square) -> None:
         loss_fn(pipe(x), None).backward()
 
 
-def place_of_failure(kind: str, stage: int, chunk: int) -> str:
+def places_of_failure(kind: str, stage: int, chunk: int) -> list[str]:
     action = f"{stage}{'F' if kind == 'F' else 'B'}{chunk}"
-    return f"stage {stage} (layers {5 * stage}..{5 * stage + 4}), chunk {chunk}, {action}"
+    layer = [] if kind == "B" else [f"layer {5 * stage + 4} (Fused)"]
+    return [*layer, f"stage {stage} (layers {5 * stage}..{5 * stage + 4}), chunk {chunk}, {action}"]
 
 
 @pytest.mark.parametrize("entry, error", [
@@ -514,7 +515,7 @@ def test_an_error_in_any_thread_names_its_action_and_leaves_everything_as_before
     generator = torch.get_rng_state()
     with pytest.raises(error, match="burnt") as caught:
         through(entry, pipe, x) if out is None else square(out).backward()
-    assert caught.value.__notes__ == [place_of_failure(kind, stage, 1)]
+    assert caught.value.__notes__ == places_of_failure(kind, stage, 1)
     assert all_equal(state(pipe), before) and list(map(id, pipe.parameters())) == parameters
     after = torch.get_rng_state()
     torch.set_rng_state(generator)
@@ -558,7 +559,8 @@ def test_of_two_errors_the_first_in_time_is_raised(first: int, second: int, kind
     with pytest.raises(Trouble, match="first") as caught:
         in_time(lambda: through("step", pipe, x))
     chunk = number[first]
-    assert caught.value.__notes__ == [f"stage {first} (layer {first}), chunk {chunk}, {first}{kind}{chunk}"]
+    layer = [f"layer {first} (Sequential)"] if kind == "F" else []
+    assert caught.value.__notes__ == [*layer, f"stage {first} (layer {first}), chunk {chunk}, {first}{kind}{chunk}"]
     assert all_equal(state(pipe), before)
     is_armed.clear()
     through("step", pipe, x)
@@ -581,7 +583,7 @@ def test_an_error_in_the_loss_names_the_last_stage_and_leaves_everything_as_befo
     fuse.set(2, Trouble("of the loss"))
     with pytest.raises(Trouble, match="of the loss") as caught:
         through("step", pipe, x, loss_fn)
-    assert caught.value.__notes__ == [place_of_failure("B", 2, 1)]
+    assert caught.value.__notes__ == places_of_failure("B", 2, 1)
     assert all_equal(state(pipe), before)
     through("step", pipe, x, loss_fn)
 

@@ -1,0 +1,99 @@
+"""The input of a call, from one value or from the arguments of a model's forward."""
+
+import re
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+
+
+class Block(nn.Linear):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ArithmeticError("burnt")
+        return torch.tanh(super().forward(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 4), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList([Block(4, 4) for _ in range(3)])
+
+    def forward(self, ids, scale=None):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * (1.0 if scale is None else scale)
+
+
+IDS, SCALE = torch.arange(12).view(6, 2) % 11, torch.rand(6, 1, 1)
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_a_model_that_was_cut_takes_its_own_arguments(plain):
+    named = Pipe(plain, [2, 3], 2, sample={"ids": IDS, "scale": SCALE})
+    batch, expected = {"scale": SCALE, "ids": IDS}, plain(IDS, SCALE)
+    for out in (named(**batch), named(batch), named(UserDict(batch)), named(input=batch)):
+        torch.testing.assert_close(out, expected)
+    ordered = Pipe(plain, [2, 3], 2, sample=(IDS, SCALE))
+    for out in (ordered(IDS, SCALE), ordered((IDS, SCALE))):
+        torch.testing.assert_close(out, expected)
+    one = Pipe(plain, [2, 3], 2, sample=IDS)
+    torch.testing.assert_close(one(IDS), plain(IDS))
+    torch.testing.assert_close(one(input=IDS), plain(IDS))
+
+
+def test_steps_and_evaluations_take_a_mapping(plain):
+    pipe, target = Pipe(plain, [2, 3], 2, sample={"ids": IDS, "scale": SCALE}), torch.rand(6, 2, 2)
+    batch, loss_fn = UserDict(ids=IDS, scale=SCALE), nn.MSELoss()
+    expected = loss_fn(plain(IDS, SCALE), target)
+    torch.testing.assert_close(pipe.step(batch, target, loss_fn=loss_fn).loss, expected.detach())
+    torch.testing.assert_close(pipe.evaluate(batch, target, loss_fn=loss_fn).loss, expected.detach())
+
+
+CALLS = {
+    "two": (lambda pipe, x: pipe(x, x), r"called with 2 inputs, but .* pipe\(\(x, y\)\) hands it a tuple.*sample="),
+    "named": (lambda pipe, x: pipe(x=x), r"called with x=, but .* pipe\(\{'x': \.\.\.\}\) hands it a dict.*sample="),
+    "nothing": (lambda pipe, x: pipe(), r"is called with its input: pipe\(x\)"),
+    "a mapping": (lambda pipe, x: pipe(UserDict(x=x)), r"holds a collections\.UserDict .*: make it a dict with dict\("),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_other_pipes_say_how_to_call_them(call):
+    call, words = CALLS[call]
+    with pytest.raises(TypeError, match=f"(?s){words}"):
+        call(Pipe(nn.Sequential(nn.Linear(4, 2)), [1]), torch.rand(2, 4))
+
+
+def test_arguments_are_all_by_position_or_all_by_name(plain):
+    pipe = Pipe(plain, [2, 3], 2, sample={"ids": IDS, "scale": SCALE})
+    with pytest.raises(TypeError, match="1 inputs by position and with scale by name. Give all of them as the model's"):
+        pipe(IDS, scale=SCALE)
+
+
+@pytest.mark.parametrize("call", [lambda pipe: pipe(IDS), lambda pipe: pipe.step(IDS, loss_fn=lambda y, _: y.sum())])
+def test_an_error_in_a_block_names_it_as_the_model_does(plain, call):
+    pipe = Pipe(plain, [2, 3], 2, sample=IDS)
+    plain.blocks[1].fails = True
+    with pytest.raises(ArithmeticError) as caught:
+        call(pipe)
+    assert caught.value.__notes__ == ["layer 2 (blocks.1)", "stage 1 (layers 2..4), chunk 0, 1F0"]
+
+
+def test_an_error_names_a_layer_by_its_number_and_type():
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(5, 1))), [2])
+    with pytest.raises(RuntimeError, match=re.escape("cannot be multiplied")) as caught:
+        pipe(torch.rand(2, 4))
+    assert caught.value.__notes__[0] == "layer 1 (Sequential)"
