@@ -10,7 +10,7 @@ A `Call` holds all state of one call; a Pipe holds settings and the plain module
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from pipeline.data.values import chain
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
 from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
-from pipeline.entry import entry_points
+from pipeline.entry import entry_points, inner_product
 from pipeline.entry.inputs import input_of, takes_arguments
 from pipeline.entry.joining import join_ranks
 from pipeline.entry.reporting import reported
@@ -410,6 +410,50 @@ class Pipe(Settled, Stateful):
             tensor(5.)
         """
         return entry_points.clip_grad_norm_(self.runtime, max_norm, norm_type, error_if_nonfinite)
+
+    def dot(self, one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The inner product of two sequences of tensors, one for each parameter; over ranks, of all parameters.
+
+        It is differentiable, to any order, and the same number on every rank; all ranks call it. A tied parameter
+        counts once. So does the number itself, which all ranks differentiate (docs/ranks.md, Second derivatives).
+
+        Args:
+            one, other: a tensor for each of `list(pipe.parameters())`, of its shape, or for each that requires a
+                gradient, in this order: gradients, directions. None stands for zeros.
+
+        Returns:
+            A number, float64 if a tensor is, else float32.
+
+        Raises:
+            ValueError: there are more or fewer tensors, or one has another shape.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 1, bias=False)), [1])
+            >>> pipe.dot([torch.tensor([[3.0, 4.0]])], [torch.tensor([[1.0, 2.0]])])
+            tensor(11.)
+        """
+        return inner_product.dot(self.runtime, one, other)
+
+    def grad_norm(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The norm of all gradients as one vector: the root of `pipe.dot(grads, grads)`, differentiable as that is.
+
+        Args:
+            grads: a gradient for each of `list(pipe.parameters())`, or for each that requires one. None: zeros.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 1, bias=False)), [1])
+            >>> loss = pipe(torch.tensor([[3.0, 4.0]])).sum()
+            >>> grads = torch.autograd.grad(loss, pipe.parameters(), create_graph=True)
+            >>> pipe.grad_norm(grads).item()
+            5.0
+        """
+        return inner_product.grad_norm(self.runtime, grads)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As nn.Module's; over ranks, those of this rank.

@@ -342,8 +342,22 @@ def scale_of(rows: int) -> float:
     return float(0.5 ** ceil(log2(rows)))
 
 
-@calls_users_code
 def _call(loss_fn: LossFn, output: Any, target: Any) -> Any:
+    try:
+        return _called(loss_fn, output, target)
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{_name(loss_fn)} asks for a gradient by a tensor that its arguments do not depend on. In a step a loss "
+            "sees the output of the last stage alone: x, the target and parameters are not behind it. For a penalty on "
+            "gradients call the Pipe: loss = loss_fn(pipe(x), target), torch.autograd.grad(loss, ..., "
+            "create_graph=True), then backward() of both."
+        ) from error
+
+
+@calls_users_code
+def _called(loss_fn: LossFn, output: Any, target: Any) -> Any:
     return loss_fn(output, target)
 
 

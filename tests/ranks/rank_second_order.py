@@ -216,6 +216,26 @@ def at_the_end(net: nn.Module, case: Case, names: Names, count: int) -> Found:
     return {"second x": seconds[0]} | names.found("second", net, zip(targets[1:], seconds[1:], strict=True))
 
 
+def normed(net: nn.Module, case: Case, names: Names, count: int) -> Found:
+    """Numbers over all gradients: their norm, their product with a vector; the derivatives of both."""
+    x = case.make_input(count)
+    targets = trained(net)
+    grads = torch.autograd.grad(case.loss(net(x)), targets, create_graph=True, allow_unused=True)
+    vector = [names.vector(name, one) for name, one in named(net, names)]
+    if isinstance(net, Pipe):
+        norm, along, size = net.grad_norm(grads), net.dot(grads, vector), net.grad_norm(targets)
+    else:
+        pairs = [(grad, part) for grad, part in zip(grads, vector, strict=True) if grad is not None]
+        norm = torch.stack([grad.square().sum() for grad, _ in pairs]).sum().sqrt()
+        along = torch.stack([(grad * part).sum() for grad, part in pairs]).sum()
+        size = torch.stack([one.square().sum() for one in targets]).sum().sqrt()
+    found: Found = {"norm": norm.detach(), "along": along.detach(), "size": size.detach()}
+    seconds = torch.autograd.grad((norm - 1).square() + along.sin() / norm + size, targets, allow_unused=True)
+    return found | names.found("second", net, [
+        (one, _zeros(grad, one)) for one, grad in zip(targets, seconds, strict=True)
+    ])  # fmt: skip
+
+
 # --------------------------------------------------------------------------------------------------------- compared
 
 

@@ -107,6 +107,11 @@ def test_the_last_rank_alone_may_have_the_output(crew3: Crew) -> None:
     ])  # fmt: skip
 
 
+def test_norms_and_inner_products_over_all_ranks_are_those_of_the_plain_module(crew2: Crew, crew3: Crew) -> None:
+    agree(crew2, "normed", [{"model": model, "stages": 2, "count": 7} for model in MODELS])
+    agree(crew3, "normed", [{"model": model, "stages": 3, "count": 7} for model in ("layer three times", "frozen")])
+
+
 WORDS = {
     "third": "RuntimeError: a third derivative cannot go through a Pipe over ranks.*Leave it out of the second",
     "left out": "MismatchError: the calls differ.*second backward of.*All ranks make a second backward, or none does.*"
