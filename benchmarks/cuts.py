@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 from partition import StageSpec, balance_costs
-from partition.cuts.cutting import Layers, cut_layers, slowest
-from partition.cuts.windows import amounts_of
+from partition.cuts.cutting import cut_layers, slowest
+from partition.cuts.layers import Layers, amounts_of
 from partition.profiles.amounts import Bytes
 
 Solver = Callable[[Sequence[float], int], list[int]]

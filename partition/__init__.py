@@ -11,7 +11,8 @@
 
 from partition.balancing import balance_by_size, balance_by_time
 from partition.contiguous import balance_costs
-from partition.cuts.cutting import StageSpec, cut
+from partition.cuts.cutting import cut
+from partition.cuts.windows import StageSpec
 from partition.errors import PartitionError
 from partition.hardware.inventory import devices
 from partition.models.sequential import to_sequential

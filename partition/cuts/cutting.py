@@ -1,107 +1,37 @@
 """The exact cut: stages on devices of their own speed and memory, with messages between them.
 
     layers: work, state, saved, read, message ─┐
-    stages: speed, memory, chunks held ────────┼─► slowest stage as fast as can be ─► of these the evenest ─► balance
-    links between them ────────────────────────┘
+    stages: speed, memory, chunks held ────────┼─► windows ─► bottleneck ─► evenness ─► balance
+    links between them ────────────────────────┘                 ▲              │
+                                                                 └── sharing ◄──┘  several stages on one device
 
     time(s, i, j)  = work(i, j) / speed[s] + message at cut i + message at cut j
     bytes(s, i, j) = state(i, j) + kept[s] x saved(i, j) + inputs[s] x read(i, j)            <= memory[s]
 
-Dynamic programming over stages and ends of stages:
-
-    slowest[s][j] = min over i of max(slowest[s - 1][i], time(s, i, j) where bytes(s, i, j) fit)
-
-which is exact whatever the times and bytes are; messages make them neither convex nor monotone. Only windows that can
-be in a cut as good as one that is known need be looked at: no longer ones, since work only grows with length, and none
-that ends where the layers before or behind it have more work than their stages can do in that time. A second pass, over
-those that were looked at and are no slower, takes the smallest sum of squared times.
+The slowest stage is as fast as can be, exactly, but for the rounding of sums of floats; of such balances it is the one
+with the smallest sum of squared times.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 import numpy
 
-from partition.contiguous import balance_costs, check_stages
-from partition.cuts.windows import Amounts, Table, amounts_of, shifted, table_of
+from partition.contiguous import check_stages
+from partition.cuts.bottleneck import ANY_TIME
+from partition.cuts.layers import Layers, layers_of
+from partition.cuts.sharing import loosest_caps, shared
+from partition.cuts.windows import Block, Held, Lane, StageSpec, Table, Windows, placed, slid
 from partition.errors import PartitionError
-from partition.profiles.amounts import Bytes
 from partition.profiles.profile import Profile
 
-__all__ = ["Layers", "StageSpec", "cut", "cut_layers", "layers_of", "slowest"]
+__all__ = ["cut", "cut_layers", "slowest"]
 
 
-@dataclass(frozen=True)
-class StageSpec:
-    """The device of one stage, and what the stage holds there.
-
-    Args:
-        speed: 2 takes half the time.
-        memory: bytes that fit.
-        kept: how many chunks' activations it holds at the most.
-        inputs: how many chunks' inputs it holds beside, to recompute their activations.
-        work: time on top of its layers' (the loss of the last stage).
-        state: bytes on top of its layers'.
-        recompute: how often F of a chunk runs again: 1, or the share of the chunks that are recomputed.
-    """
-
-    speed: float = 1.0
-    memory: float = inf
-    kept: int = 1
-    inputs: int = 0
-    work: float = 0.0
-    state: int = 0
-    recompute: float = 0.0
-
-
-class Layers(NamedTuple):
-    """The layers that are cut.
-
-    Attributes:
-        work: of a chunk in each; F and B.
-        state, saved, read: bytes: held once; for each chunk whose activations are kept; for each input that is kept.
-        entry: bytes of the input of a stage that begins at each layer, beside `read`.
-        message: bytes of a chunk at each cut, before layer 0, 1, ... (the first and the last are not used).
-        forward: of `work`, what a recomputation takes.
-    """
-
-    work: Sequence[float]
-    state: Amounts = Amounts(())
-    saved: Amounts = Amounts(())
-    read: Amounts = Amounts(())
-    entry: Sequence[float] = ()
-    message: Sequence[float] = ()
-    forward: Sequence[float] = ()
-
-
-def layers_of(profile: Profile) -> Layers:
-    """The layers of a profile."""
-    layers = profile.layers
-    states = [
-        Bytes(
-            layer.parameters.own + layer.gradients.own + layer.optimizer + layer.buffers + layer.constants,
-            tuple([(number, size) for number, size in layer.parameters.shared])
-            + tuple([(-1 - number, size) for number, size in layer.gradients.shared]),
-        )
-        for layer in layers
-    ]
-    stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.stashes}
-    pops = [(stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.pops]
-    return Layers(
-        [layer.work.total for layer in layers],
-        amounts_of(states),
-        amounts_of([layer.saved for layer in layers], [number for number, _ in profile.entry]),
-        Amounts([sum(size for _, size in layer.pops) for layer in layers], pops),
-        [0, *(layer.output for layer in layers[:-1])],
-        [0, *map(profile.message, range(1, len(layers))), 0],
-        [layer.work.forward.median for layer in layers],
-    )
-
-
-def cut(profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.0, bandwidth: float = inf) -> list[int]:
+def cut(
+    profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.0, bandwidth: float = inf,
+    lane_of: Sequence[int] | None = None,
+) -> list[int]:  # fmt: skip
     """Cut profiled layers so that the slowest stage is as fast as can be, and each fits its device.
 
     A stage takes F and B of a chunk, and the messages at its two ends, there and back.
@@ -111,14 +41,18 @@ def cut(profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.
         stages: how many, or a StageSpec for each.
         latency: of a message, in the unit of the profile.
         bandwidth: bytes of a message in one unit of time.
+        lane_of: the device of each stage, by a number, where some have several: these stages hold together what their
+            device may, which each of their specs says. None: each stage has a device of its own.
 
     Returns:
-        Layers per stage. No other balance that fits has a faster slowest stage; where several are as fast, it is one
-        whose stages are even.
+        Layers per stage. No other balance that fits has a faster slowest stage; where several are as fast, and each
+        stage has a device of its own, it is the one with the smallest sum of squared times. Exact but for the rounding
+        of sums of floats. Where devices have several stages, the search for ways to split their memory ends after
+        1,000: then it is the best that was found.
 
     Raises:
-        PartitionError: there are fewer layers than stages, or no balance fits; the words say which stage cannot hold
-            what.
+        PartitionError: there are fewer layers than stages, or no balance fits: the words say which stage cannot hold
+            what. Or none is known to fit, after 1,000 ways to split the memory of devices.
 
     Example:
         >>> import torch
@@ -131,170 +65,114 @@ def cut(profile: Profile, stages: int | Sequence[StageSpec], latency: float = 0.
     """
     specs = [StageSpec()] * check_stages(stages, len(profile.layers)) if isinstance(stages, int) else list(stages)
     layers = layers_of(profile)
+    if not (latency >= 0 and bandwidth > 0):
+        raise PartitionError(f"latency is {latency} and bandwidth {bandwidth}. Give 0 or more, and a number above 0.")
+    numbers = range(len(specs)) if lane_of is None else lane_of
+    if len(numbers) != len(specs):
+        raise PartitionError(f"lane_of has {len(numbers)} numbers for {len(specs)} stages. Give one for each.")
+    lanes = []
+    for number in dict.fromkeys(numbers):
+        hosted = tuple([stage for stage, lane in enumerate(numbers) if lane == number])
+        memory = {specs[stage].memory for stage in hosted}
+        if len(memory) > 1:
+            raise PartitionError(
+                f"stages {hosted} share a device, but their specs say that it has {sorted(memory)} bytes. Give each of "
+                f"them the device's memory."
+            )
+        lanes.append(Lane(hosted, memory.pop(), (tuple([Held(specs[s].kept, specs[s].inputs) for s in hosted]),)))
     messages = [2 * (latency + size / bandwidth) for size in layers.message]
-    return cut_layers(layers, specs, [messages] * (len(specs) - 1))
+    between = [[0.0] * len(messages) if one == other else messages for one, other in zip(numbers, numbers[1:])]
+    return cut_layers(layers, specs, between, lanes)
 
 
-def cut_layers(layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]] = ()) -> list[int]:
+def cut_layers(
+    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]] = (), lanes: Sequence[Lane] = (),
+    splits: int = 1000,
+) -> list[int]:  # fmt: skip
     """Cut layers so that the slowest stage is as fast as can be.
 
     Args:
         layers: all of them.
         specs: of the stages.
         messages: for each boundary of two stages, the time of a chunk's messages there at each cut; none: no time.
+        lanes: devices whose stages share their memory; none: each stage has that of its spec.
+        splits: of the memory of shared devices to try at the most, before the best that is known is taken.
 
     Returns:
         Layers per stage.
 
     Raises:
-        PartitionError: there are fewer layers than stages, or no balance fits.
+        PartitionError: there are fewer layers than stages, no balance fits, or none is known to fit.
     """
-    count, total = check_stages(len(specs), len(layers.work)), len(layers.work)
-    work = numpy.asarray(layers.work, dtype=float)
-    fastest = max(spec.speed for spec in specs)
-    bound = float(numpy.diff(numpy.concatenate([[0.0], numpy.cumsum(work)])).max()) / fastest  # one layer alone
-    value = slowest(layers, specs, messages, balance_costs(work, count))
-    longest, wanted = 0, min(total, 2 * -(-total // count) + 2) if value == inf else _longest(work, specs, value)
-    while longest < wanted:
-        longest = wanted
-        times = _Times(layers, specs, messages, longest)
-        if value > bound:
-            value = min(value, _slowest(times, _ends(work, specs, value)))
-        wanted = min(total, 2 * longest) if value == inf else _longest(work, specs, value)
-    if value == inf:
-        raise PartitionError(_unfit(layers, specs))
-    return _evenest(times, _ends(work, specs, value), value)
-
-
-def _longest(work: Table, specs: Sequence[StageSpec], value: float) -> int:
-    """The most layers that a stage can do in a time."""
-    sums = numpy.concatenate([[0.0], numpy.cumsum(work)])
-    most = value * max(spec.speed for spec in specs) * _ROOM
-    return int((numpy.arange(len(sums)) - numpy.searchsorted(sums, sums - most)).max())
-
-
-def _ends(work: Table, specs: Sequence[StageSpec], value: float) -> list[slice]:
-    """For each stage where it may end, if none takes longer than this time."""
-    total = len(work)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(work)])
-    most = [value * spec.speed * _ROOM for spec in specs]
-    first, last = [total], [0]
-    for stage in range(len(specs) - 1, 0, -1):
-        first.append(max(stage, int(numpy.searchsorted(sums, sums[first[-1]] - most[stage]))))
-    for stage, spent in enumerate(most):
-        behind = len(specs) - 1 - stage
-        last.append(min(total - behind, int(numpy.searchsorted(sums, sums[last[-1]] + spent, "right")) - 1))
-    return [slice(low, high + 1) for low, high in zip(reversed(first), last[1:], strict=True)]
+    check_stages(len(specs), len(layers.work))
+    for name, times in (("work", layers.work), *{id(each): ("messages", each) for each in messages}.values()):
+        wrong = ~(numpy.isfinite(times) & (numpy.asarray(times) >= 0))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise PartitionError(
+                f"{name} must be finite and not negative, but {name}[{place}] is {times[place]}. Measure again, or "
+                f"replace what is wrong: a layer that costs nothing is 0."
+            )
+    windows = Windows(layers, specs, messages, lanes)
+    found = shared(windows, splits)
+    if found.balance:
+        return list(found.balance)
+    if found.bound < inf:
+        raise PartitionError(
+            f"no balance is known to fit: devices with several stages hold too much in each of {splits} ways to split "
+            f"their memory. {_REMEDY}"
+        )
+    raise PartitionError(_unfit(windows, specs, lanes))
 
 
 def slowest(
-    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], balance: Sequence[int]
-) -> float:
+    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], balance: Sequence[int],
+    lanes: Sequence[Lane] = (),
+) -> float:  # fmt: skip
     """The time of the slowest stage of a balance; inf where one does not fit."""
-    times = _Times(layers, specs, messages, max(balance))
-    ends = numpy.cumsum(balance)
-    return max(float(times.of(s)[end, size - 1]) for s, (end, size) in enumerate(zip(ends, balance)))
+    windows = Windows(layers, specs, messages, lanes)
+    held = windows.bytes(balance)
+    if any(held[rows].sum() > memory for memory, rows in windows.limits):
+        return inf
+    stops = numpy.cumsum(balance).tolist()
+    ways = zip(windows.lines, [0, *stops[:-1]], stops, strict=True)
+    return max(float(line.ends[stop] - line.begins[start]) for line, start, stop in ways)
 
 
-class _Times:
-    """The times of all windows in each stage; inf where one does not fit."""
-
-    def __init__(
-        self, layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], longest: int
-    ) -> None:
-        self.specs = specs
-        self.longest = longest
-        self.layers = len(layers.work)
-        none = numpy.zeros(self.layers + 1)
-        given = [numpy.asarray(each, dtype=float) for each in messages] or [none] * (len(specs) - 1)
-        self._messages = [none, *given, none]
-        self._work = table_of(Amounts(layers.work), longest)
-        self._forward = table_of(Amounts(layers.forward), longest) if layers.forward else None
-        self._bytes: list[Table] = []
-        if any(spec.memory < inf for spec in specs):
-            zeros = Amounts([0] * self.layers)
-            tables = [table_of(each if len(each.each) else zeros, longest)
-                      for each in (layers.state, layers.saved, layers.read)]  # fmt: skip
-            entry = numpy.zeros(self.layers + 1)
-            entry[: len(layers.entry)] = layers.entry
-            self._bytes = [*tables, shifted(entry, longest, 0)]
-        self._timed: Callable[[StageSpec], Table] = lru_cache(maxsize=4)(self._of_spec)
-
-    def of(self, stage: int, ends: slice = slice(None)) -> Table:
-        """The times in a stage, of windows that end in some places."""
-        table = self._timed(self.specs[stage])[ends]
-        before, behind = self._messages[stage], self._messages[stage + 1]
-        if before.any():
-            table = table + shifted(before, self.longest, 0)[ends]
-        return table + behind[ends, None] if behind.any() else table
-
-    def _of_spec(self, spec: StageSpec) -> Table:
-        table = self._work
-        if spec.recompute and self._forward is not None:
-            table = table + spec.recompute * self._forward
-        if spec.speed != 1 or spec.work:
-            table = (table + spec.work) / spec.speed
-        if spec.memory == inf:
-            return table
-        state, saved, read, entry = self._bytes
-        held = state + spec.kept * saved
-        if spec.inputs:
-            held += spec.inputs * (read + entry)
-        return numpy.where(held <= spec.memory - spec.state, table, inf)
-
-
-def _slowest(times: _Times, ends: Sequence[slice]) -> float:
-    """The time of the slowest stage, as small as can be with stages that end there; inf where nothing fits."""
-    best = numpy.full(times.layers + 1, inf)
-    best[0] = 0
-    for stage, there in enumerate(ends):
-        before, best = best, numpy.full(times.layers + 1, inf)
-        best[there] = numpy.maximum(shifted(before, times.longest, inf)[there], times.of(stage, there)).min(axis=1)
-    return float(best[-1])
-
-
-def _evenest(times: _Times, ends: Sequence[slice], value: float) -> list[int]:
-    """Of the cuts into stages no slower than `value` the one with the smallest sum of squared times."""
-    best = numpy.full(times.layers + 1, inf)
-    best[0] = 0
-    lengths = []
-    for stage, there in enumerate(ends):
-        table = times.of(stage, there)
-        sums = shifted(best, times.longest, inf)[there] + numpy.where(table <= value, table, inf) ** 2
-        lengths.append(sums.argmin(axis=1))
-        best = numpy.full(times.layers + 1, inf)
-        best[there] = sums.min(axis=1)
-    balance: list[int] = []
-    stop = times.layers
-    for chosen, there in zip(reversed(lengths), reversed(ends), strict=True):
-        balance.append(int(chosen[stop - there.start]) + 1)
-        stop -= balance[-1]
-    return balance[::-1]
-
-
-def _unfit(layers: Layers, specs: Sequence[StageSpec]) -> str:
+def _unfit(windows: Windows, specs: Sequence[StageSpec], lanes: Sequence[Lane]) -> str:
     """The reason that nothing fits, in words."""
-    times = _Times(layers, specs, (), len(layers.work))
-    reach, words = {0}, ""
-    for stage, spec in enumerate(specs):
-        table = times.of(stage)
-        ends = {stop for stop in range(1, times.layers + 1) for start in reach
-                if start < stop and table[stop, stop - start - 1] < inf}  # fmt: skip
-        if not ends:
-            first = min(reach)
-            alone = first == times.layers or table[first + 1, 0] == inf
-            words = f"stage {stage} cannot hold layer {first} alone" if alone else f"stage {stage} gets no layer"
-            return f"no balance fits: {words} in {spec.memory:.0f} bytes. {_REMEDY}"
-        reach = ends
+    memory = [spec.memory for spec in specs]
+    for lane in lanes:
+        for stage in lane.stages:
+            memory[stage] = lane.memory
+    caps = loosest_caps(windows)
+    first, reached = 0, numpy.zeros(1)  # inf where no stage may end
+    for stage, size in enumerate(memory):
+        last = first + len(reached) - 1
+        block = Block.between((first, last), (first + 1, windows.layers))
+        if first < windows.layers:
+            block = windows.shorter(stage, caps, ANY_TIME, block)
+            starts = slid(placed(reached, first, windows.layers), block)
+            full = windows.too_big(stage, caps, block)
+            ends = (starts if full is None else numpy.where(full, inf, starts)).min(axis=0)
+        if first == windows.layers or ends.min() == inf:
+            alone = first < windows.layers and _is_too_big(windows, stage, caps, first)
+            why = f"stage {stage} cannot hold layer {first} alone" if alone else f"stage {stage} gets no layer"
+            return f"no balance fits: {why} in {size:.0f} bytes. {_REMEDY}"
+        places = (ends < inf).nonzero()[0]
+        first, reached = first + 1 + int(places[0]), ends[places[0] : places[-1] + 1]
+    last = first + len(reached) - 1
+    if last == windows.layers:
+        return f"no balance fits: the stages of a device hold too much together, however its memory is split. {_REMEDY}"
     return (
-        f"no balance fits: {len(specs)} stages as long as their memory allows ({max(specs, key=_memory).memory:.0f} "
-        f"bytes at the most) end at layer {max(reach)} of {times.layers}. {_REMEDY}"
+        f"no balance fits: {len(memory)} stages as long as their memory allows ({max(memory):.0f} bytes at the most) "
+        f"end at layer {last} of {windows.layers}. {_REMEDY}"
     )
 
 
-def _memory(spec: StageSpec) -> float:
-    return spec.memory
+def _is_too_big(windows: Windows, stage: int, caps: Table, layer: int) -> bool:
+    full = windows.too_big(stage, caps, Block(layer + 1, layer + 1, 1, 1))
+    return full is not None and bool(full.any())
 
 
-_ROOM = 1 + 1e-12  # sums of floats that are equal but for rounding
 _REMEDY = "Recompute activations, take more chunks or more devices, or an optimizer that keeps less."

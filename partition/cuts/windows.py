@@ -1,96 +1,394 @@
-"""Windows: sums over runs of neighbouring layers, for all of them up to a length at once.
+"""Windows: the time and the bytes of runs of neighbouring layers, in each stage, for many of them at once.
 
-    table[stop, length] = what layers stop - length to stop - 1 have together
+    window (i, j)      layers i to j - 1
+    time(s, i, j)      = ends[s, j] - begins[s, i]                              work and messages: prefix sums
+    bytes(r, i, j)     = held_ends[r, j] - held_begins[r, i] + astride(r, i, j)             a row r for each limit
 
-What layers share counts once: an item that an earlier layer of the same window has is not counted again. So each item
-says which layer has it before, and is taken off the windows that hold both. (Two prefix sums; no window is walked.)
+A stage has one row of bytes, or several: its device holds some chunks at one moment, others at another. What neighbours
+share, and what layer 0 shares with the caller, is in the prefix sums. What layers farther apart share (a tied weight, a
+skip) is taken off in the sums as if each window with the later layer had the earlier one as well; those that begin
+between the two get it back: they are `astride`. So sums alone are never more than the bytes.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
-from partition.profiles.amounts import Bytes
+from partition.cuts.layers import Amounts, Layers
+from partition.errors import PartitionError
 
-__all__ = ["Amounts", "Table", "amounts_of", "table_of", "shifted"]
+__all__ = ["Block", "Held", "Lane", "Line", "Places", "StageSpec", "Table", "Windows", "placed", "slid"]
 
 Table: TypeAlias = NDArray[numpy.float64]
+Mask: TypeAlias = NDArray[numpy.bool_]
+Places: TypeAlias = NDArray[numpy.intp]
+Chosen: TypeAlias = slice | Places
+ALL = slice(None)
 
 
-class Amounts(NamedTuple):
-    """Numbers of layers.
+@dataclass(frozen=True)
+class StageSpec:
+    """The device of one stage, and what the stage holds there.
+
+    Args:
+        speed: 2 takes half the time.
+        memory: bytes that fit.
+        kept: how many chunks' activations it holds at the most.
+        inputs: how many chunks' inputs it holds beside, to recompute their activations.
+        work: time on top of its layers' (the loss of the last stage).
+        state: bytes on top of its layers'.
+        recompute: how often F of a chunk runs again: 1, or the share of the chunks that are recomputed.
+
+    Raises:
+        PartitionError: a number is negative, nan or infinite (memory may be infinite), or the speed 0.
+    """
+
+    speed: float = 1.0
+    memory: float = inf
+    kept: int = 1
+    inputs: int = 0
+    work: float = 0.0
+    state: int = 0
+    recompute: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.speed < inf:
+            raise PartitionError(f"speed is {self.speed!r}, but must be finite and above 0. 2 takes half the time.")
+        if isnan(self.memory):
+            raise PartitionError("memory is nan, but must be a number of bytes, or math.inf.")
+        for name in ("kept", "inputs", "work", "state", "recompute"):
+            if not 0 <= getattr(self, name) < inf:
+                raise PartitionError(f"{name} is {getattr(self, name)!r}, but must be finite and not negative.")
+
+
+class Held(NamedTuple):
+    """The chunks of which a stage holds something, at one moment.
 
     Attributes:
-        each: of each layer, alone.
-        again: (layer before, layer, number): what a window with both counts twice.
+        kept: chunks whose activations it has.
+        inputs: chunks whose input it has, to recompute.
+        loss: 1 while the backward of the loss runs.
     """
 
-    each: Sequence[float]
-    again: Sequence[tuple[int, int, float]] = ()
+    kept: int
+    inputs: int = 0
+    loss: int = 0
 
 
-def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:
-    """The bytes of layers.
+class Lane(NamedTuple):
+    """A device whose stages share its memory.
+
+    Attributes:
+        stages: its.
+        memory: bytes that fit.
+        moments: what its stages hold, each in turn, at the moments at which they may hold the most.
+    """
+
+    stages: tuple[int, ...]
+    memory: float
+    moments: tuple[tuple[Held, ...], ...]
+
+
+class Block(NamedTuple):
+    """Windows with ends in a range, and lengths in a range; a row for each length, a column for each end.
+
+    Attributes:
+        first, last: ends.
+        short, long: lengths.
+    """
+
+    first: int
+    last: int
+    short: int
+    long: int
+
+    @classmethod
+    def between(cls, starts: tuple[int, int], stops: tuple[int, int]) -> "Block":
+        """All windows from one range of places to another."""
+        return cls(*stops, max(1, stops[0] - starts[1]), stops[1] - starts[0])
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a block of no windows."""
+        return self.first > self.last or self.short > self.long
+
+    @property
+    def size(self) -> int:
+        """The number of windows."""
+        return (self.last - self.first + 1) * (self.long - self.short + 1)
+
+
+class Line:
+    """Numbers of all windows, as differences: ends[j] - begins[i] for layers i to j - 1.
+
+    Attributes:
+        ends, begins: of each place between layers, from before the first to behind the last.
+        least_ends: of all ends from a place on the least.
+        most_begins: of all beginnings up to a place the most. Both rise, so places can be searched for.
+    """
+
+    def __init__(self, ends: Table, begins: Table, missing: float) -> None:
+        self.ends, self.begins = ends, begins
+        self.least_ends = numpy.ascontiguousarray(numpy.minimum.accumulate(ends[::-1])[::-1])  # else each search copies
+        self.most_begins = numpy.maximum.accumulate(begins)
+        self._padded = numpy.concatenate([numpy.full(len(begins) - 1, missing), begins])
+        self._rises = bool((begins[1:] >= begins[:-1]).all())
+
+    def at_most(self, block: Block) -> float:
+        """No window of a block has more; inf: not known."""
+        longest = slid(self._padded, block._replace(short=block.long))
+        return float((self.ends[block.first : block.last + 1] - longest).max()) if self._rises else inf
+
+    def within(self, block: Block, chosen: Chosen = ALL) -> Table:
+        """The numbers of the windows in chosen columns of a block; what is missing: with a beginning before layer 0."""
+        table: Table = self.ends[block.first : block.last + 1][chosen] - slid(self._padded, block)[:, chosen]
+        return table
+
+
+class Windows:
+    """All windows of some layers in some stages.
 
     Args:
-        layers: of each.
-        first: numbers that a window from layer 0 does not count: they are someone else's there.
+        layers: all of them.
+        specs: of the stages.
+        messages: for each boundary of two stages, the time of a chunk's messages there at each cut; none: no time.
+        lanes: that share memory; none: each stage has the memory of its StageSpec.
 
-    Example:
-        >>> amounts_of([Bytes(1, ((7, 4),)), Bytes(2), Bytes(0, ((7, 4),))])
-        Amounts(each=[5, 2, 4], again=[(0, 2, 4)])
+    Attributes:
+        layers, stages: how many.
+        speeds, extra: of each stage, and its time on top of its layers'.
+        work: of all layers before each place, with what every stage recomputes of it.
+        light_messages: a guess at the time of all messages, at the cuts of an even balance.
+        lines: the times of windows in each stage.
+        rounding: the most by which sums of times that are equal may differ.
+        limits: (bytes, rows): what some rows of bytes may have together.
     """
-    before = dict.fromkeys(first, 0)
-    each, again = [], []
-    for place, amount in enumerate(layers):
-        each.append(amount.total)
-        for number, size in amount.shared:
-            if number in before:
-                again.append((before[number], place, size))
-            before[number] = place
-    return Amounts(each, again)
+
+    def __init__(
+        self, layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]], lanes: Sequence[Lane]
+    ) -> None:
+        self.layers, self.stages = len(layers.work), len(specs)
+        self.speeds = numpy.array([spec.speed for spec in specs])
+        self.extra = numpy.array([spec.work for spec in specs])
+        forward = _sums(layers.forward or [0.0] * self.layers)
+        common = min(spec.recompute for spec in specs)
+        self.work = _sums(layers.work) + common * forward
+        different = {id(each): each for each in messages}
+        numbers = {key: numpy.asarray(each, dtype=float) for key, each in different.items()}
+        light = {key: float(numpy.sort(each)[self.layers // 5]) for key, each in numbers.items()}
+        self.light_messages = sum(light[id(each)] for each in messages)
+        none = numpy.zeros(self.layers + 1)
+        between = [none, *([numbers[id(each)] for each in messages] or [none] * (self.stages - 1)), none]
+        known: dict[tuple[Any, ...], Line] = {}
+        self.lines = []
+        for spec, before, behind in zip(specs, between, between[1:]):
+            kind = spec.speed, spec.work, spec.recompute, id(before), id(behind)
+            if kind not in known:
+                work = self.work + (spec.recompute - common) * forward if spec.recompute > common else self.work
+                ends, begins = (work + spec.work) / spec.speed + behind, work / spec.speed - before
+                known[kind] = Line(ends, begins, inf)
+            self.lines.append(known[kind])
+        self.rounding = 8 * float(numpy.finfo(float).eps) * max(
+            float(numpy.abs(part).max()) for line in known.values() for part in (line.ends, line.begins))
+        self._rows = _Rows(layers, specs, [lane for lane in lanes or _alone(specs) if lane.memory < inf])
+        self.limits = self._rows.limits
+
+    @property
+    def kinds(self) -> list[Line]:
+        """The different ones of the lines."""
+        return list({id(line): line for line in self.lines}.values())
+
+    def furthest(self, caps: Table, values: Table) -> list[Places]:
+        """For each stage, and each time that a stage may take, no later end of it can be reached; 0: none can."""
+        reached = numpy.zeros(len(values), dtype=numpy.intp)
+        possible = numpy.ones(len(values), dtype=bool)
+        furthest = []
+        values = values + self.rounding
+        for stage, line in enumerate(self.lines):
+            ends = line.least_ends.searchsorted(values + line.most_begins[reached], "right")
+            for row in self._rows.of[stage]:
+                held = self._rows.lines[row]
+                ends = numpy.minimum(ends, held.least_ends.searchsorted(held.most_begins[reached] + caps[row], "right"))
+            reached = numpy.minimum(ends - 1, self.layers - (self.stages - 1 - stage))
+            possible &= reached > stage  # a layer for each stage
+            reached *= possible
+            furthest.append(reached)
+        return furthest
+
+    def ends_within(self, caps: Table, value: float) -> list[tuple[int, int]]:
+        """For each stage the first and the last place at which it may end, if none takes longer than this."""
+        last = [int(reached[0]) for reached in self.furthest(caps, numpy.array([value]))]
+        first = [self.layers]
+        for stage in range(self.stages - 1, 0, -1):
+            start = int(self._earliest(stage, caps, value, numpy.array([first[-1]]))[0])
+            first.append(min(max(start, stage), self.layers))
+        return list(zip(reversed(first), last, strict=True))
+
+    def shorter(self, stage: int, caps: Table, value: float, block: Block, chosen: Chosen = ALL) -> Block:
+        """A block without the lengths at which no window in its chosen columns is so fast and small."""
+        if block.long - block.short < _NARROW:
+            return block
+        stops = numpy.arange(block.first, block.last + 1)[chosen]
+        longest = int((stops - self._earliest(stage, caps, value, stops)).max())
+        return block._replace(long=max(block.short, min(block.long, longest)))
+
+    def _earliest(self, stage: int, caps: Table, value: float, stops: Places) -> Places:
+        """For each end, a window that begins before this takes longer or holds too much, in a stage."""
+        line = self.lines[stage]
+        starts = line.most_begins.searchsorted(line.least_ends[stops] - (value + self.rounding), "left")
+        for row in self._rows.of[stage]:
+            held = self._rows.lines[row]
+            starts = numpy.maximum(starts, held.most_begins.searchsorted(held.least_ends[stops] - caps[row], "left"))
+        return starts
+
+    def too_big(self, stage: int, caps: Table, block: Block, chosen: Chosen = ALL) -> Mask | None:
+        """The windows that hold too much, in chosen columns of a block; None: there are none."""
+        full: Mask | None = None
+        for row in self._rows.of[stage]:
+            if self._rows.is_separable and self._rows.lines[row].at_most(block) <= caps[row]:
+                continue
+            over = self._rows.bytes(row, block, chosen) > caps[row]
+            full = over if full is None else full | over
+        return full
+
+    def surely_fit(self, stage: int, caps: Table, starts: Places, stops: Places) -> Mask:
+        """Of windows one by one, whether each fits; where that takes more than sums to know, none."""
+        fit = numpy.full(len(stops), self._rows.is_separable)
+        for row in self._rows.of[stage]:
+            held = self._rows.lines[row]
+            fit &= held.ends[stops] - held.begins[starts] <= caps[row]
+        return fit
+
+    def bytes(self, balance: Sequence[int]) -> Table:
+        """The bytes of each row, for the stages of a balance."""
+        held, stop = numpy.zeros(len(self._rows.lines)), 0
+        for rows, size in zip(self._rows.of, balance, strict=True):
+            stop += size
+            for row in rows:
+                held[row] = self._rows.bytes(row, Block(stop, stop, size, size))[0, 0]
+        return held
+
+    def least_bytes(self) -> Table:
+        """For each row the bytes of a window that holds as little as any that leaves the other stages a layer each."""
+        least = numpy.zeros(len(self._rows.lines))
+        for stage, rows in enumerate(self._rows.of):
+            starts = slice(stage, self.layers - (self.stages - 1 - stage)) if stage else slice(0, 1)
+            for row in rows:
+                line = self._rows.lines[row]
+                stops = line.ends[1:][starts] if stage < self.stages - 1 else line.ends[-1]
+                least[row] = (stops - line.begins[:-1][starts]).min()
+        return least
 
 
-def table_of(amounts: Amounts, longest: int) -> Table:
-    """The table of some amounts.
+class _Rows:
+    """The bytes of windows: a row for each stage of a lane and each of its moments.
 
-    Args:
-        amounts: of the layers.
-        longest: the length of the longest windows; column 0 is of length 1.
-
-    Returns:
-        [layers + 1, longest]: row `stop`, column length - 1; inf where there are not so many layers before `stop`.
-
-    Example:
-        >>> table_of(Amounts([5, 2, 4], [(0, 2, 4)]), 3)[3]
-        array([4., 6., 7.])
+    Attributes:
+        of: the rows of each stage.
+        lines: of each row.
+        limits: (bytes, rows): what some rows may have together.
     """
-    layers = len(amounts.each)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.asarray(amounts.each, dtype=float))])
-    table = sums[:, None] - shifted(sums, longest, -numpy.inf)
-    if amounts.again:
-        before, later, sizes = (numpy.array(column) for column in zip(*amounts.again))
-        # From row later + 1, where the window of length stop - before is the first that holds both.
-        counts = numpy.maximum(numpy.minimum(layers, before + longest) - later, 0)
-        offsets = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
-        rows = numpy.repeat(later + 1, counts) + offsets
-        columns = rows - numpy.repeat(before, counts) - 1
-        weights = numpy.repeat(sizes.astype(float), counts)
-        twice = numpy.bincount(rows * longest + columns, weights, (layers + 1) * longest)
-        table -= numpy.cumsum(twice.reshape(layers + 1, longest), axis=1)
-    return table
+
+    def __init__(self, layers: Layers, specs: Sequence[StageSpec], lanes: Sequence[Lane]) -> None:
+        none = Amounts([0] * len(layers.work))
+        sums = [_Sums(amounts if len(amounts.each) else none) for amounts in (layers.state, layers.saved, layers.read)]
+        state, saved, read = sums
+        entry, tail = numpy.zeros(len(layers.work) + 1), numpy.zeros(len(layers.work) + 1)
+        entry[: len(layers.entry)] = layers.entry
+        tail[: len(layers.loss)] = layers.loss
+        self.of: list[list[int]] = [[] for _ in specs]
+        self.lines: list[Line] = []
+        self.limits: list[tuple[float, list[int]]] = []
+        self._sizes: list[Table] = []
+        for lane in lanes:
+            for moment in lane.moments:
+                rows = list(range(len(self.lines), len(self.lines) + len(moment)))
+                self.limits.append((lane.memory, rows))
+                for stage, row, (kept, inputs, loss) in zip(lane.stages, rows, moment, strict=True):
+                    self.of[stage].append(row)
+                    ends, begins = state.ends + kept * saved.ends, state.begins + kept * saved.begins
+                    if inputs:
+                        ends, begins = ends + inputs * read.ends, begins + inputs * (read.begins - entry)
+                    if loss:
+                        begins = begins - loss * tail
+                    self.lines.append(Line(ends + specs[stage].state, begins, float(begins[0])))
+                    sizes = [w * size for w, each in zip((1, kept, inputs), sums) for *_, size in each.apart]
+                    self._sizes.append(numpy.array(sizes, dtype=float))
+        pairs = [(before, later) for each in sums for before, later, _ in each.apart]
+        self._before, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T
+
+    @property
+    def is_separable(self) -> bool:
+        """True where sums alone are the bytes."""
+        return not len(self._before)
+
+    def bytes(self, row: int, block: Block, chosen: Chosen = ALL) -> Table:
+        """The bytes of windows, in chosen columns of a block."""
+        table = self.lines[row].within(block, chosen)
+        return table if self.is_separable else table + self._astride(row, block)[:, chosen]
+
+    def _astride(self, row: int, block: Block) -> Table:
+        """The bytes of the later layer of two that share, in windows that begin between them."""
+        first, last, short, long = block
+        chosen = ((self._later < last) & (self._later > first - long) & (self._sizes[row] > 0)).nonzero()[0]
+        later, before = self._later[chosen], self._before[chosen]
+        stops = numpy.arange(first, last + 1)[:, None]
+        columns = long - short + 2
+        begin = numpy.clip(stops - later + 1 - short, 0, columns - 1)
+        end = numpy.clip(stops - before - short, 0, columns - 1)
+        sizes = numpy.where(stops > later, self._sizes[row][chosen], 0.0)
+        lines = numpy.broadcast_to((stops - first) * columns, sizes.shape)
+        spots = numpy.concatenate([(lines + begin).ravel(), (lines + end).ravel()])
+        steps: Any = numpy.bincount(spots, numpy.concatenate([sizes.ravel(), -sizes.ravel()]), len(stops) * columns)
+        table: Table = numpy.cumsum(steps.reshape(-1, columns), axis=1)[:, :-1].T
+        return table
 
 
-def shifted(values: Table, longest: int, missing: float) -> Table:
-    """For each `stop` and length, the value at `stop - length`.
+class _Sums:
+    """Prefix sums of an amount: a window has ends[j] - begins[i], and what is astride."""
 
-    >>> shifted(numpy.array([1.0, 2.0, 3.0]), 2, numpy.inf)
-    array([[inf, inf],
-           [ 1., inf],
-           [ 2.,  1.]])
-    """
-    padded = numpy.concatenate([numpy.full(longest, missing), values[:-1]])
-    windows: Table = numpy.lib.stride_tricks.sliding_window_view(padded, longest)[:, ::-1]
-    return windows
+    def __init__(self, amounts: Amounts) -> None:
+        each = numpy.array(amounts.each, dtype=float)
+        later = numpy.zeros(len(each))
+        self.apart: list[tuple[int, int, float]] = []
+        for before, place, size in amounts.again:
+            if before == place:  # whoever has the one has the other
+                each[place] -= size
+                continue
+            later[place] += size
+            if place - before > 1:
+                self.apart.append((before, place, size))
+        sums, off = _sums(each), _sums(later)
+        self.ends = sums - off
+        self.begins = sums - numpy.append(off[1:], off[-1])
+
+
+def slid(padded: Table, block: Block) -> Table:
+    """For each length and end of a block, the value where the window begins, of a row as long as a Line pads it."""
+    first, last, short, long = block
+    origin = len(padded) // 2 + first - short
+    shape = long - short + 1, last - first + 1
+    size = padded.itemsize
+    return numpy.ndarray(shape, float, padded, origin * size, (-size, size))
+
+
+def placed(values: Table, first: int, layers: int) -> Table:
+    """A row for `slid` with values at some places, and inf at the others."""
+    row = numpy.full(2 * layers + 1, inf)
+    row[layers + first : layers + first + len(values)] = values
+    return row
+
+
+def _sums(values: Sequence[float] | Table) -> Table:
+    return numpy.concatenate([[0.0], numpy.cumsum(numpy.asarray(values, dtype=float))])
+
+
+_NARROW = 32  # lengths: to find out which can be left out takes as long
+
+
+def _alone(specs: Sequence[StageSpec]) -> list[Lane]:
+    return [Lane((stage,), spec.memory, ((Held(spec.kept, spec.inputs),),)) for stage, spec in enumerate(specs)]

@@ -16,11 +16,11 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
-from partition.profiles.amounts import joined
+from partition.cuts.windows import Held
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Action, Kind, Placement, Timeline
 
-__all__ = ["Value", "DevicePeak", "chunks_held", "loss_bytes", "peaks", "values_of"]
+__all__ = ["Value", "DevicePeak", "moments_of", "peaks", "values_of"]
 
 
 class Value(NamedTuple):
@@ -65,36 +65,44 @@ def values_of(profile: Profile, balance: Sequence[int]) -> list[Value]:
     return values
 
 
-def loss_bytes(profile: Profile, last: int) -> int:
-    """Bytes that the loss saves on top of the last stage, which begins at layer `last`."""
-    if profile.loss is None:
-        return 0
-    own = profile.stage(last, len(profile.layers)).saved
-    known = {number for layer in profile.layers[last:] for number, _ in layer.saved.shared}
-    shared = tuple([(number, size) for number, size in profile.loss.saved.shared if number not in known])
-    assert own >= 0
-    return joined([profile.loss.saved._replace(shared=shared)]) + profile.loss.constants
+def moments_of(
+    order: Sequence[Action], stages: Sequence[int], again: Collection[tuple[int, int]], last: int
+) -> tuple[tuple[Held, ...], ...]:
+    """The moments at which a device may hold the most, each with what its stages hold then.
 
+    One of them is its peak, whatever the stages' bytes are: at each other moment some of them has as much of all.
 
-def chunks_held(order: Sequence[Action], again: Collection[tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """For each stage of a device, the most chunks that it holds at once: (activations, inputs beside)."""
-    most: dict[int, tuple[int, int]] = {}
-    held: dict[int, tuple[int, int]] = {}
+    Args:
+        order: of the device's actions.
+        stages: of the device.
+        again: the (stage, chunk) pairs that are recomputed.
+        last: the stage that the loss is behind.
+
+    Example:
+        >>> moments_of([Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()], [0], [(0, 1)], last=3)
+        ((Held(kept=1, inputs=1, loss=0),),)
+    """
+    place_of = {stage: place for place, stage in enumerate(stages)}
+    held = [Held(0)] * len(stages)
+    most: dict[tuple[Held, ...], None] = {}
     for stage, kind, chunk in order:
-        kept, inputs = held.get(stage, (0, 0))
-        is_again = (stage, chunk) in again
+        place, is_again = place_of[stage], (stage, chunk) in again
+        kept, inputs, _ = held[place]
         if kind is Kind.F:
             kept, inputs = (kept, inputs + 1) if is_again else (kept + 1, inputs)
-        elif is_again and kind is not Kind.W:
-            kept += 1  # while it is recomputed, and from I to W
-        most_kept, most_inputs = most.get(stage, (0, 0))
-        most[stage] = max(most_kept, kept), max(most_inputs, inputs)
-        if is_again and kind in (Kind.B, Kind.I):
-            inputs -= 1
-        if kind in (Kind.B, Kind.W):
+        elif kind is not Kind.W:
+            held[place] = Held(kept + is_again, inputs, int(stage == last))  # while it runs
+            most[tuple(held)] = None
+            kept, inputs = kept + is_again - (kind is Kind.B), inputs - is_again
+        else:
             kept -= 1
-        held[stage] = kept, inputs
-    return most
+        held[place] = Held(kept, inputs)
+        most[tuple(held)] = None
+    return tuple([one for one in most if not any(one != other and _is_within(one, other) for other in most)])
+
+
+def _is_within(one: Sequence[Held], other: Sequence[Held]) -> bool:
+    return all(less <= more for few, many in zip(one, other) for less, more in zip(few, many))
 
 
 def peaks(

@@ -7,13 +7,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from math import inf, isfinite
+from math import isfinite
 from typing import NamedTuple
 
-from partition.cuts.cutting import StageSpec, cut_layers, layers_of
+from partition.cuts.cutting import cut_layers
+from partition.cuts.layers import layers_of
+from partition.cuts.windows import Lane, StageSpec
 from partition.errors import PartitionError
-from partition.plans.memory import DevicePeak, chunks_held, loss_bytes, peaks, values_of
+from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
 from partition.plans.plan import RecomputedStages
 from partition.profiles.profile import Profile, StageProfile
 from scheduler import Costs, Link, Schedule, Timeline, simulate
@@ -167,23 +170,25 @@ def _fitted(
 ) -> Trial:
     """A trial whose balance is cut under the caps; without them, where no balance fits.
 
-    The cut knows what a stage holds by itself; devices with several stages, and what waits to be read, show in the
-    replay, and are taken off the caps.
+    The cut knows what devices hold of their stages at once; what waits to be read shows in the replay, and is taken off
+    the caps.
     """
     best = _trial(profile, machine, label, given, schedule, checkpoint)
-    shares = [machine.caps[lane] / len(schedule.placement.stages_of(lane)) for lane in range(schedule.lanes)]
+    caps = list(machine.caps)
     for _ in range(_ROUNDS):
         if best.fits:
             break
         try:
-            trial = _trial(profile, machine, label, given, schedule, checkpoint, shares)
+            trial = _trial(profile, machine, label, given, schedule, checkpoint, caps)
         except PartitionError:
             break
         best = min(best, trial, key=lambda trial: trial.rank)
-        shares = [share - max(over, 0) for share, over in zip(shares, trial.over)]
+        caps = [cap - max(over, 0) for cap, over in zip(caps, trial.over)]
     return best
 
 
+_layers = lru_cache(maxsize=16)(layers_of)
+_SPLITS = 50  # of the memory of devices with several stages
 _ROUNDS = 3
 _FEW = 16  # moves of cuts that are tried with every other choice of stages to recompute
 
@@ -193,28 +198,28 @@ def _trial(
     caps: Sequence[float] | None = None,
 ) -> Trial:  # fmt: skip
     again = recomputed(checkpoint, schedule)
-    lane_of = schedule.placement.lane_of
-    held: dict[int, tuple[int, int]] = {}
-    for order in schedule.orders:
-        held.update(chunks_held(order, again))
+    lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     loss = profile.loss
-    last = schedule.stages - 1
     specs = [
         StageSpec(
-            machine.speeds[lane], inf if caps is None else caps[lane], *held[stage],
+            machine.speeds[lane],
             work=loss.work.total if loss is not None and stage == last else 0.0,
-            state=loss.saved.total + loss.constants if loss is not None and stage == last else 0,
             recompute=sum(s == stage for s, _ in again) / schedule.chunks,
         )
         for stage, lane in enumerate(lane_of)
     ]  # fmt: skip
-    layers = layers_of(profile)
+    lanes = [
+        Lane(stages, cap, moments_of(order, stages, again, last))
+        for lane, (cap, order) in enumerate(zip(caps or (), schedule.orders))
+        for stages in [schedule.placement.stages_of(lane)]
+    ]
+    layers = _layers(profile)
     messages = [
         [0 if lane == after else 2 * machine.rate * between(machine.link, stage, stage + 1, (lane, after), size)
          for size in layers.message]
         for stage, (lane, after) in enumerate(zip(lane_of, lane_of[1:])) if machine.link
     ]  # fmt: skip
-    balance = cut_layers(layers, specs, messages)
+    balance = cut_layers(layers, specs, messages, lanes, _SPLITS)
     return replayed(profile, machine, label, given, schedule, checkpoint, balance)
 
 
@@ -228,7 +233,7 @@ def replayed(
     costs = costs_of(profile, stages, machine, balance, again)
     timeline = simulate(schedule, costs)
     begins = len(profile.layers) - balance[-1]
-    found = peaks(timeline, schedule.placement, stages, values_of(profile, balance), again, loss_bytes(profile, begins))
+    found = peaks(timeline, schedule.placement, stages, values_of(profile, balance), again, profile.loss_bytes(begins))
     over = tuple([peak.total - cap for peak, cap in zip(found, machine.caps)])
     return Trial(label, given, schedule, profile, tuple(balance), checkpoint, timeline, found, over)
 

@@ -141,6 +141,14 @@ class Profile:
             (self.layers[start - 1].output if start else 0) + sum(popped.values()),
         )
 
+    def loss_bytes(self, start: int) -> int:
+        """Bytes that the loss saves on top of a last stage that begins at a layer, while its backward runs."""
+        if self.loss is None:
+            return 0
+        known = {number for layer in self.layers[start:] for number, _ in layer.saved.shared}
+        shared = tuple([(number, size) for number, size in self.loss.saved.shared if number not in known])
+        return joined([self.loss.saved._replace(shared=shared)]) + self.loss.constants
+
     def message(self, cut: int) -> int:
         """Bytes of a chunk that pass a cut before layer `cut`: what the layer before returns, and skips."""
         before = dict(chain.from_iterable(layer.stashes for layer in self.layers[:cut]))

@@ -1,9 +1,11 @@
 """Laws of cuts: as good as the best of all balances, under memory caps, messages, unequal devices and sharing."""
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, combinations, product
 from math import inf, isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from test_profiles import models
 from torch import nn
 
 from partition import PartitionError, StageSpec, balance_costs, cut, profile
-from partition.cuts.cutting import Layers, cut_layers, layers_of, slowest
-from partition.cuts.windows import amounts_of
+from partition.cuts import bottleneck, evenness, windows
+from partition.cuts.cutting import cut_layers, slowest
+from partition.cuts.layers import Layers, amounts_of, layers_of
+from partition.cuts.windows import Held, Lane
 from partition.profiles.amounts import Bytes, joined
 
 
@@ -24,55 +28,165 @@ def balances(layers: int, stages: int) -> Iterator[list[int]]:
         yield [stop - start for start, stop in zip((0, *cuts), (*cuts, layers))]
 
 
-def walked(case: Any, balance: Sequence[int]) -> float:
-    """The time of the slowest stage, stage by stage and layer by layer; inf where one does not fit."""
-    works, states, saved, entry, specs, messages, forward = case
-    start, most = 0, 0.0
-    for stage, (size, spec) in enumerate(zip(balance, specs)):
-        stop = start + size
-        time = (sum(works[start:stop]) + spec.recompute * sum(forward[start:stop]) + spec.work) / spec.speed
-        time += messages[stage - 1][start] if stage else 0
-        time += messages[stage][stop] if stage + 1 < len(specs) else 0
-        held = joined(states[start:stop]) + spec.kept * joined(saved[start:stop]) + spec.inputs * entry[start]
-        most = max(most, time if held + spec.state <= spec.memory else inf)
-        start = stop
-    return most
+class Case(NamedTuple):
+    """A cut to make, in numbers from which `walked` adds up stages layer by layer."""
+
+    works: list[int]
+    states: list[Bytes]
+    saved: list[Bytes]
+    entry: list[int]
+    specs: list[StageSpec]
+    messages: list[list[int]]
+    forward: list[int]
+    loss: list[int]
+    lanes: list[Lane]
+
+    @property
+    def layers(self) -> Layers:
+        return Layers(self.works, amounts_of(self.states), amounts_of(self.saved), entry=self.entry,
+                      forward=self.forward, loss=self.loss)  # fmt: skip
+
+    def walked(self, balance: Sequence[int]) -> list[float]:
+        """The times of all stages; [inf] where a device holds too much."""
+        stops = list(accumulate(balance))
+        parts = [slice(stop - size, stop) for stop, size in zip(stops, balance)]
+        for lane in self.lanes:
+            for moment in lane.moments:
+                held = sum(
+                    joined(self.states[parts[s]]) + kept * joined(self.saved[parts[s]]) + self.specs[s].state
+                    + inputs * self.entry[parts[s].start] + loss * self.loss[parts[s].start]
+                    for s, (kept, inputs, loss) in zip(lane.stages, moment)
+                )  # fmt: skip
+                if held > lane.memory:
+                    return [inf]
+        times = []
+        for s, (part, spec) in enumerate(zip(parts, self.specs)):
+            work = sum(self.works[part]) + spec.recompute * sum(self.forward[part]) + spec.work
+            before = self.messages[s - 1][part.start] if s else 0
+            behind = self.messages[s][part.stop] if s + 1 < len(self.specs) else 0
+            times.append(work / spec.speed + before + behind)
+        return times
+
+
+@contextmanager
+def no_case_is_small(wanted: bool) -> Iterator[None]:
+    """What is worth while for many layers only is done for few."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (((bottleneck, "_FEW"), (evenness, "_FEW"), (windows, "_NARROW")) if wanted else ()):
+            patch.setattr(module, name, -1)
+        yield
 
 
 sizes = st.integers(0, 20)
 amounts = st.builds(Bytes, sizes, st.dictionaries(st.integers(0, 3), st.just(8), max_size=2).map(
     lambda shared: tuple(shared.items())))  # fmt: skip
+memories = st.sampled_from([inf, 60.0, 120.0, 250.0])
 
 
 @st.composite
-def cases(draw: Any) -> Any:
-    layers = draw(st.integers(1, 7))
-    stages = draw(st.integers(1, min(layers, 4)))
+def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
+    layers = draw(st.integers(2 if is_shared else 1, most))
+    stages = draw(st.integers(min(layers, 1 + is_shared), min(layers, 4)))
     of_layers = {"min_size": layers, "max_size": layers}
     specs = draw(st.lists(st.builds(
-        StageSpec, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([inf, 60.0, 120.0, 250.0]), st.integers(1, 4),
-        st.integers(0, 2), st.integers(0, 5).map(float), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]),
+        StageSpec, st.sampled_from([0.5, 1.0, 2.0]), memories, st.integers(1, 4), st.integers(0, 2),
+        st.integers(0, 5).map(float), st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]),
     ), min_size=stages, max_size=stages))  # fmt: skip
     times = st.lists(st.integers(0, 6), min_size=layers + 1, max_size=layers + 1)
-    return (
-        draw(st.lists(sizes, **of_layers)), draw(st.lists(amounts, **of_layers)), draw(st.lists(amounts, **of_layers)),
-        draw(st.lists(sizes, **of_layers)), specs, draw(st.lists(times, min_size=stages - 1, max_size=stages - 1)),
-        draw(st.lists(sizes, **of_layers)),
-    )  # fmt: skip
+    lanes = [Lane((s,), spec.memory, ((Held(spec.kept, spec.inputs),),)) for s, spec in enumerate(specs)]
+    if is_shared:
+        lane_of = draw(st.lists(st.integers(0, 1), min_size=stages, max_size=stages))
+        groups = [tuple(s for s in range(stages) if lane_of[s] == lane) for lane in set(lane_of)]
+        moment = st.builds(Held, st.integers(0, 3), st.integers(0, 2), st.integers(0, 1))
+        lanes = [
+            Lane(group, draw(memories), tuple(moments))
+            for group in groups
+            for moments in [draw(st.lists(st.tuples(*[moment] * len(group)), min_size=1, max_size=2))]
+        ]
+    lists = [draw(st.lists(each, **of_layers)) for each in (sizes, amounts, amounts, sizes, sizes, sizes)]
+    works, states, saved, entry, forward, loss = lists
+    messages = draw(st.lists(times, min_size=stages - 1, max_size=stages - 1))
+    return Case(works, states, saved, entry, specs, messages, forward, loss, lanes)
 
 
-@given(cases())
-def test_no_balance_that_fits_has_a_faster_slowest_stage(case: Any) -> None:
-    works, states, saved, entry, specs, messages, forward = case
-    layers = Layers(works, amounts_of(states), amounts_of(saved), entry=entry, forward=forward)
-    best = min(walked(case, balance) for balance in balances(len(works), len(specs)))
-    if best == inf:
-        with pytest.raises(PartitionError, match="no balance fits"):
-            cut_layers(layers, specs, messages)
-    else:
-        found = cut_layers(layers, specs, messages)
-        assert len(found) == len(specs) and sum(found) == len(works) and min(found) >= 1
-        assert isclose(walked(case, found), best) and isclose(slowest(layers, specs, messages, found), best)
+@given(cases(), st.booleans())
+def test_no_balance_that_fits_has_a_faster_slowest_stage_and_none_of_these_is_evener(case: Case, many: bool) -> None:
+    every = [case.walked(balance) for balance in balances(len(case.works), len(case.specs))]
+    best = min(map(max, every))
+    with no_case_is_small(many):
+        if best == inf:
+            with pytest.raises(PartitionError, match="no balance fits"):
+                cut_layers(case.layers, case.specs, case.messages)
+            return
+        found = cut_layers(case.layers, case.specs, case.messages)
+    assert len(found) == len(case.specs) and sum(found) == len(case.works) and min(found) >= 1
+    times = case.walked(found)
+    assert isclose(max(times), best) and isclose(slowest(case.layers, case.specs, case.messages, found), best)
+    assert isclose(sum(t**2 for t in times), min(sum(t**2 for t in each) for each in every if max(each) <= best))
+
+
+@given(cases(is_shared=True), st.booleans())
+def test_stages_of_one_device_share_its_memory(case: Case, many: bool) -> None:
+    best = min(max(case.walked(balance)) for balance in balances(len(case.works), len(case.specs)))
+    with no_case_is_small(many):
+        if best == inf:
+            with pytest.raises(PartitionError, match="no balance fits"):
+                cut_layers(case.layers, case.specs, case.messages, case.lanes)
+            return
+        found = cut_layers(case.layers, case.specs, case.messages, case.lanes)
+    assert isclose(max(case.walked(found)), best)
+    assert isclose(slowest(case.layers, case.specs, case.messages, found, case.lanes), best)
+
+
+def by_all_windows(
+    layers: Layers, specs: Sequence[StageSpec], messages: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """The slowest stage and the sum of squares of the best balance, without memory: window by window."""
+    total, sums = len(layers.work), [0.0, *accumulate(layers.work)]
+    none = [0.0] * (total + 1)
+    ways = [none, *(messages or [none] * (len(specs) - 1)), none]
+
+    def time(stage: int, start: int, stop: int) -> float:
+        return (sums[stop] - sums[start]) / specs[stage].speed + ways[stage][start] + ways[stage + 1][stop]
+
+    def fold(add: Callable[[float, float], float], limit: float) -> float:
+        best = {0: 0.0}
+        for stage in range(len(specs)):
+            best = {
+                stop: min(add(value, t) if t <= limit else inf for start, value in best.items() if start < stop
+                          for t in [time(stage, start, stop)])
+                for stop in range(stage + 1, total + 1)
+            }  # fmt: skip
+        return best[total]
+
+    slowest_ = fold(max, inf)
+    return slowest_, fold(lambda value, t: value + t**2, slowest_ * (1 + 1e-12))
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("kind", ["equal", "uniform", "heavy tail", "one giant", "mostly nothing"])
+def test_many_layers_are_cut_as_well_as_few(kind: str, many: bool) -> None:
+    source = random.Random(kind)
+    draw: dict[str, Callable[[], float]] = {
+        "equal": lambda: 7.0, "uniform": lambda: source.randint(1, 100),
+        "heavy tail": lambda: source.paretovariate(0.7),
+        "one giant": lambda: source.choice([1.0, 2.0]), "mostly nothing": lambda: source.choice([0.0, 0.0, 0.0, 5.0]),
+    }  # fmt: skip
+    for stages, with_messages, speeds in product((3, 12), (False, True), ((1.0,), (1.0, 2.0, 0.5))):
+        works = [draw[kind]() for _ in range(70)]
+        if kind == "one giant":
+            works[40] = 400.0
+        messages = [[source.randint(0, 30) for _ in range(71)] for _ in range(stages - 1)] if with_messages else []
+        specs = [StageSpec(source.choice(speeds)) for _ in range(stages)]
+        layers = Layers(works)
+        with no_case_is_small(many):
+            found = cut_layers(layers, specs, messages)
+        ends = [0, *accumulate(found)]
+        ways = [[0.0] * 71, *(messages or [[0.0] * 71] * (stages - 1)), [0.0] * 71]
+        times = [sum(works[a:b]) / spec.speed + ways[s][a] + ways[s + 1][b]
+                 for s, (spec, a, b) in enumerate(zip(specs, ends, ends[1:]))]  # fmt: skip
+        best, squares = by_all_windows(layers, specs, messages)
+        assert isclose(max(times), best, rel_tol=1e-9) and isclose(sum(t**2 for t in times), squares, rel_tol=1e-9)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.integers(1, 12))
@@ -119,3 +233,46 @@ def test_chunks_in_flight_move_layers_to_later_stages() -> None:
     assert cut(measured, [StageSpec(memory=room, kept=4), StageSpec(kept=1)]) == [2, 6]
     slow = cut(measured, 2, latency=0, bandwidth=1.0)
     assert sum(slow) == 8
+
+
+def test_stages_of_one_device_share_memory_where_lane_of_says_so() -> None:
+    measured = profile(nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]), torch.rand(64, 32), device="meta")
+    one = measured.stage(1, 2)
+    small = StageSpec(memory=3 * (one.state + one.saved))
+    specs = [small, StageSpec(), StageSpec(), small]
+    assert cut(measured, specs) == [2, 2, 2, 2]
+    shared = cut(measured, specs, lane_of=[0, 1, 2, 0])
+    assert shared[0] + shared[3] <= 3 and max(shared) == 3
+    specs[3] = StageSpec()
+    with pytest.raises(PartitionError, match="stages .0, 3. share a device, but their specs say that it has"):
+        cut(measured, specs, lane_of=[0, 1, 2, 0])
+    with pytest.raises(PartitionError, match="lane_of has 2 numbers for 4 stages"):
+        cut(measured, specs, lane_of=[0, 1])
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    sizes = [7, 7, 1, 5, 9, 8, 7]
+    case = Layers([1] * 7, amounts_of([Bytes(size) for size in sizes]))
+    lanes = [Lane((0, 2), 22.5, ((Held(0), Held(0)),)), Lane((1, 3), 22.5, ((Held(0), Held(0)),))]
+    found = cut_layers(case, [StageSpec()] * 4, (), lanes)
+    held = [sum(sizes[a:b]) for a, b in zip([0, *accumulate(found)], accumulate(found))]
+    assert max(held[0] + held[2], held[1] + held[3]) <= 22.5
+    with pytest.raises(PartitionError, match="no balance is known to fit: devices with several stages hold"):
+        cut_layers(case, [StageSpec()] * 4, (), lanes, splits=1)
+
+
+@pytest.mark.parametrize("wrong, words", [
+    ({"speed": 0}, "speed is 0, but must be finite and above 0"),
+    ({"memory": float("nan")}, "memory is nan"), ({"kept": -1}, "kept is -1, but must be finite and not negative"),
+])  # fmt: skip
+def test_stages_that_cannot_be_are_refused(wrong: Any, words: str) -> None:
+    with pytest.raises(PartitionError, match=words):
+        StageSpec(**wrong)
+
+
+def test_times_that_cannot_be_are_refused() -> None:
+    for works in ([1.0, float("nan")], [1.0, inf], [1.0, -1.0]):
+        with pytest.raises(PartitionError, match=r"work must be finite and not negative, but work.1. is"):
+            cut_layers(Layers(works), [StageSpec()])
+    with pytest.raises(PartitionError, match=r"messages must be finite and not negative, but messages.1. is nan"):
+        cut_layers(Layers([1, 1]), [StageSpec()] * 2, [[0, float("nan"), 0]])

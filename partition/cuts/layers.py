@@ -1,0 +1,96 @@
+"""Layers in numbers: what the layers of a profile take and hold, for a cut.
+
+    Profile ──► Layers: work, state, saved, read, message; each a number for each layer, and what two layers share
+
+What layers share counts once in a stage that has both. So an amount says, beside the number of each layer alone, which
+earlier layer has the same bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from partition.profiles.amounts import Bytes
+from partition.profiles.profile import Profile
+
+__all__ = ["Amounts", "Layers", "amounts_of", "layers_of"]
+
+
+class Amounts(NamedTuple):
+    """Numbers of layers.
+
+    Attributes:
+        each: of each layer, alone.
+        again: (layer before, layer, number): what a window with both counts twice.
+    """
+
+    each: Sequence[float]
+    again: Sequence[tuple[int, int, float]] = ()
+
+
+class Layers(NamedTuple):
+    """The layers that are cut.
+
+    Attributes:
+        work: of a chunk in each; F and B.
+        state, saved, read: bytes: held once; for each chunk whose activations are kept; for each input that is kept.
+        entry: bytes of the input of a stage that begins at each layer, beside `read`.
+        message: bytes of a chunk at each cut, before layer 0, 1, ... (the first and the last are not used).
+        forward: of `work`, what a recomputation takes.
+        loss: bytes that the loss saves in a last stage that begins at each layer, while its backward runs.
+    """
+
+    work: Sequence[float]
+    state: Amounts = Amounts(())
+    saved: Amounts = Amounts(())
+    read: Amounts = Amounts(())
+    entry: Sequence[float] = ()
+    message: Sequence[float] = ()
+    forward: Sequence[float] = ()
+    loss: Sequence[float] = ()
+
+
+def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:
+    """The bytes of layers.
+
+    Args:
+        layers: of each.
+        first: numbers that a window from layer 0 does not count: they are someone else's there.
+
+    Example:
+        >>> amounts_of([Bytes(1, ((7, 4),)), Bytes(2), Bytes(0, ((7, 4),))])
+        Amounts(each=[5, 2, 4], again=[(0, 2, 4)])
+    """
+    before = dict.fromkeys(first, 0)
+    each, again = [], []
+    for place, amount in enumerate(layers):
+        each.append(amount.total)
+        for number, size in amount.shared:
+            if number in before:
+                again.append((before[number], place, size))
+            before[number] = place
+    return Amounts(each, again)
+
+
+def layers_of(profile: Profile) -> Layers:
+    """The layers of a profile."""
+    layers = profile.layers
+    states = [
+        Bytes(
+            layer.parameters.own + layer.gradients.own + layer.optimizer + layer.buffers + layer.constants,
+            tuple([(number, size) for number, size in layer.parameters.shared])
+            + tuple([(-1 - number, size) for number, size in layer.gradients.shared]),
+        )
+        for layer in layers
+    ]
+    stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.stashes}
+    pops = [(stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.pops]
+    return Layers(
+        [layer.work.total for layer in layers],
+        amounts_of(states),
+        amounts_of([layer.saved for layer in layers], [number for number, _ in profile.entry]),
+        Amounts([sum(size for _, size in layer.pops) for layer in layers], pops),
+        [0, *(layer.output for layer in layers[:-1])],
+        [0, *map(profile.message, range(1, len(layers))), 0],
+        [layer.work.forward.median for layer in layers],
+        list(map(profile.loss_bytes, range(len(layers)))),
+    )
