@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 
@@ -62,6 +64,8 @@ class Sampling:
         kind: of random vectors, "rademacher" or "normal".
         seed: of the random vectors.
         show: whether to show a progress bar, on one process. None: where it goes to a terminal.
+        resume: the file of a run that may be interrupted, or None.
+        save_every: seconds between two saves.
     """
 
     A: LinearMap
@@ -70,6 +74,8 @@ class Sampling:
     kind: str
     seed: int
     show: bool | None
+    resume: str | os.PathLike[str] | None = None
+    save_every: float = 300.0
 
     @classmethod
     def checked(
@@ -81,6 +87,8 @@ class Sampling:
         min_samples: int,
         seed: int,
         show: bool | None,
+        resume: str | os.PathLike[str] | None,
+        save_every: float,
         kind: str = "rademacher",
     ) -> Sampling:
         """Of a call's arguments.
@@ -97,12 +105,19 @@ class Sampling:
                 raise ValueError(f"{name} is {bound}: a bound on the standard error is finite and not negative")
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
-        return cls(A, samples, Goal(rel, abs, min_samples), kind, seed, show)
+        return cls(A, samples, Goal(rel, abs, min_samples), kind, seed, show, resume, save_every)
 
     @property
     def is_exact(self) -> bool:
         """Whether the products are enough for a whole basis."""
         return self.samples >= self.A.space.size
+
+    def resumable(self, what: str, **more: Any) -> Resumable:
+        """The run that estimates `what`, as it was left or from the beginning. `more`: further settings of it."""
+        settings = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
+        return Resumable(
+            self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **self.goal._asdict(), **more}
+        )
 
     def bar(self, what: str) -> Progress:
         """A progress bar over the products to come, for `what` of the matrix."""

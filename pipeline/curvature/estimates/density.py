@@ -10,7 +10,8 @@ Xiao, "An investigation into neural net optimization via Hessian eigenvalue dens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.quadrature import Rule, edges, gauss, smoothed, stacked, width
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.sampling import mean_and_stderr
 from pipeline.curvature.estimates.tridiagonal import tridiagonals
 from pipeline.curvature.linear import LinearMap
@@ -142,6 +144,8 @@ def density(
     margin: float = 0.05,
     seed: int = 0,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Density:
     """The spectral density by stochastic Lanczos quadrature.
 
@@ -159,6 +163,7 @@ def density(
         margin: how far the grid goes on behind the outermost nodes, as a share of their range; at least 6 sigma.
         seed: of the random vectors. The same numbers on any number of devices and processes, up to rounding.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: a number is out of its range, or the matrix has no rows.
@@ -178,22 +183,41 @@ def density(
         True
     """
     _check(A, steps, runs, points, sigma, margin)
-    asked = 0
-    rules: list[Rule] = []
-    with Progress(steps * runs, f"density of {A.name}", A.shows(show)) as bar:
-
-        def advance(products: int) -> None:
-            nonlocal asked
-            asked += products
-            bar.advance(products)
-
-        for first in range(0, runs, A.block):
-            starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
-            rules += [gauss(alphas, betas) for alphas, betas in tridiagonals(A, starts, steps, advance)]
-    rule = stacked(rules, steps)
+    settings = {"file": "density 1", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
+    lanczos = Resumable(A, resume, save_every, settings)
+    with lanczos, Progress(steps * runs, f"density of {A.name}", A.shows(show)) as bar:
+        matrices, asked = _lanczos(A, steps, runs, seed, lanczos, bar)
+    rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)
     widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
     return _curve(A, rule, widths, least, edges(rule.nodes, widths, points, margin), asked)
+
+
+def _lanczos(
+    A: LinearMap, steps: int, runs: int, seed: int, lanczos: Resumable, bar: Progress
+) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Each run's tridiagonal matrix, and the products that all took."""
+    kept = lanczos.kept or {"ended": [], "lanes": None, "products": 0}
+    ended, lanes, asked = [tuple(pair) for pair in kept["ended"]], kept["lanes"], kept["products"]
+    bar.advance(asked)
+
+    def reached(products: int, state: Callable[[], Any]) -> None:
+        nonlocal asked
+        asked += products
+        bar.advance(products)
+        before, now = list(ended), asked
+
+        def whole() -> dict[str, Any] | None:
+            lanes = state()
+            return None if lanes is None else {"ended": before, "lanes": lanes, "products": now}
+
+        lanczos.reached(asked, whole)
+
+    for first in range(len(ended), runs, A.block):
+        starts = [A.space.random("normal", seed, run) for run in range(first, min(first + A.block, runs))]
+        ended += tridiagonals(A, starts, steps, reached, lanes)
+        lanes = None
+    return ended, asked
 
 
 def _curve(A: LinearMap, rule: Rule, widths: Tensor, sigma: float, ends: Tensor, asked: int) -> Density:

@@ -11,15 +11,18 @@ by one product, one with large entries beside the diagonal by many.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import Sampling
-from pipeline.curvature.estimates.sampling import Sampled, basis_products, random_products
+from pipeline.curvature.estimates.resume import from_host, on_host
+from pipeline.curvature.estimates.sampling import Reached, Sampled, basis_products, random_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.tables import plus_minus, table
@@ -78,6 +81,8 @@ def diagonal(
     min_samples: int = 10,
     seed: int = 0,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Diagonal:
     """The diagonal of A, estimated without bias, with an error for each entry.
 
@@ -92,6 +97,7 @@ def diagonal(
         min_samples: draws before the first look at the error.
         seed: of the random vectors; equal seeds give equal results.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: an argument means nothing.
@@ -108,32 +114,40 @@ def diagonal(
         >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
         ([[2.0, 8.0, 18.0]], True)
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     running = _Running(A)
-    with sampling.bar("diagonal") as bar:
-        stopped = _exactly(sampling, running, bar) if sampling.is_exact else _draw(sampling, running, bar)
+    with sampling.resumable("diagonal") as run, sampling.bar("diagonal") as bar:
+        if run.kept is not None:
+            running.go_on(run.kept)
+            bar.advance(running.count)
+        work = _exactly if sampling.is_exact else _draw
+        stopped = work(sampling, running, bar, run.reached)
     return running.result(stopped)
 
 
-def _draw(sampling: Sampling, running: _Running, bar: Progress) -> str:
+def _draw(sampling: Sampling, running: _Running, bar: Progress, reached: Reached) -> str:
     goal = sampling.goal
-    for vectors, products in random_products(sampling, range(sampling.samples)):
+    for vectors, products in random_products(sampling, range(running.count, sampling.samples)):
+        running.change()
         for vec, product in zip(vectors, products, strict=True):
             running.add(_times_(product, vec))
         values, errors = running.sizes() if goal.asked else (torch.zeros(0, device="cpu"), torch.zeros(0, device="cpu"))
         bar.advance(len(vectors), note=f"{float(errors / values):.2g} of rms" if goal.asked and values > 0 else "")
         if goal.reached(values, errors, running.count):
             return "tolerance"
+        reached(running.count, partial(running.state, running.count))
     return "samples"
 
 
-def _exactly(sampling: Sampling, running: _Running, bar: Progress) -> str:
+def _exactly(sampling: Sampling, running: _Running, bar: Progress, reached: Reached) -> str:
     """The sum over an orthonormal basis of q * A q is the diagonal of A Q Q' = A."""
-    for vectors, products in basis_products(sampling):
+    for vectors, products in basis_products(sampling, running.count):
+        running.change()
         for vec, product in zip(vectors, products, strict=True):
             add_(running.mean, _times_(product, vec))
             running.count += 1
         bar.advance(len(vectors))
+        reached(running.count, partial(running.state, running.count))
     return "exact"
 
 
@@ -148,6 +162,20 @@ class _Running:
         self.A = A
         self.mean, self.squares = A.space.zeros(), A.space.zeros()
         self.count = 0
+        self._changed = 0  # the count at which a change began
+
+    def change(self) -> None:
+        """From now on the state is not that of now any more."""
+        self._changed = self.count + 1
+
+    def state(self, count: int) -> dict[str, Any] | None:
+        """All that a run needs to go on after `count` draws; None if they have changed since."""
+        return {"sums": on_host([self.mean, self.squares]), "count": count} if self._changed <= count else None
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.mean, self.squares = from_host(self.A.space, state["sums"])
+        self.count = state["count"]
 
     def add(self, draw: Vec) -> None:
         self.count += 1

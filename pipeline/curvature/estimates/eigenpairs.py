@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
-from pipeline.curvature.estimates.resume import Saves, shard_sizes
+from pipeline.curvature.estimates.resume import Saves, settings_of
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.progress import Progress
@@ -148,7 +148,9 @@ def top_eigenpairs(
             _advance(run, max_products, saves, bar.advance)
             pairs = _measured(run, bar.advance)
     except BaseException as error:
-        _rescue(run, saves, error)
+        state = None if saves is None else run.state()
+        if saves is not None and state is not None:
+            saves.rescue(run.at.products, state, error)
         raise
     if saves is not None and run.at.done:
         saves.remove()
@@ -199,8 +201,7 @@ def _goal(
 
 def _settings(A: LinearMap, goal: EigenpairGoal) -> dict[str, Any]:
     """The settings that must be the same for a run to go on."""
-    space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
-    return {"file": "eigenpairs 1", "matrix": A.name, "fingerprint": A.fingerprint(), **space, **asdict(goal)}
+    return {"file": "eigenpairs 1", **settings_of(A), **asdict(goal)}
 
 
 def _advance(run: Run, most: int | None, saves: Saves | None, advance: Callable[..., None]) -> None:
@@ -263,16 +264,3 @@ def _why(run: Run, residuals: Tensor) -> str:
             f"residual from {worst:.1e} down to {run.goal.tol:.1e}."
         )
     return ""
-
-
-def _rescue(run: Run, saves: Saves | None, error: BaseException) -> None:
-    """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
-    state = None if saves is None else run.state()
-    if saves is None or state is None:
-        return
-    try:
-        saves.write(run.at.products, state)
-    except OSError as failure:
-        error.add_note(f"The run's state could not be saved at {saves.path}: {failure}")
-    else:
-        error.add_note(f"The run's state after {run.at.products} products is in {saves.path}: call again to go on.")

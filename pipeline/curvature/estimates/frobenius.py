@@ -9,6 +9,7 @@ more where many eigenvalues are of one order, as 2 |A|^4 a pair; they are not us
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ def frobenius_squared(
     min_samples: int = 10,
     seed: int = 0,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Norm:
     """The squared Frobenius norm of A, estimated without bias.
 
@@ -82,6 +85,7 @@ def frobenius_squared(
         min_samples: draws before the first look at the error, which few draws often make far too small.
         seed: of the random vectors; equal seeds give equal results.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         ValueError: an argument means nothing.
@@ -98,7 +102,7 @@ def frobenius_squared(
         squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
           3 products, stopped by: exact
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, kind)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
 
     def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
         return paired_dots(A.space, products, products)

@@ -10,23 +10,26 @@ matrix of more than its columns can hide from; products that a sketch of lower r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
+from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, random_products
 from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
 
-def hutchpp(sampling: Sampling, bar: Progress, sketch: int | None = None) -> Drawn:
+def hutchpp(sampling: Sampling, bar: Progress, run: Resumable, sketch: int | None = None) -> Drawn:
     """The trace by Hutch++. Each of its values is the exact part plus what one vector says of the rest.
 
     Args:
         sampling: of at least 4 samples, fewer than the matrix has entries.
+        run: the state is told to it.
         sketch: how many of the sketch; as many vectors are held. None: a third of the samples.
 
     Raises:
@@ -39,8 +42,10 @@ def hutchpp(sampling: Sampling, bar: Progress, sketch: int | None = None) -> Dra
             f"sketch is {sketch} of {samples} samples: it costs two products a column and leaves at least two for the "
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
-    basis = _range(replace(sampling, samples=columns, kind="normal"), bar)
-    caught = _caught(A, basis, bar)
+    at = _Sketch(A, run)
+    bar.advance(at.products)
+    at.draw(replace(sampling, samples=columns, kind="normal"), bar)
+    basis, caught = at.basis, at.catch(bar)
 
     def deflated(vectors: list[Vec]) -> list[Vec]:
         along = A.space.dots(basis, vectors)
@@ -50,24 +55,50 @@ def hutchpp(sampling: Sampling, bar: Progress, sketch: int | None = None) -> Dra
         return caught + paired_dots(A.space, vectors, products)
 
     spent = columns + len(basis)
-    drawn = draw(replace(sampling, samples=samples - spent), rest, bar, first=columns, prepare=deflated)
+
+    def reached(draws: int, values: Callable[[], Tensor]) -> None:
+        at.note(spent + draws, values())
+
+    rest_of = replace(sampling, samples=samples - spent)
+    drawn = draw(rest_of, rest, bar, reached, at.values, first=columns, prepare=deflated)
     return drawn._replace(spent=spent + drawn.spent)
 
 
-def _range(sampling: Sampling, bar: Progress) -> list[Vec]:
-    """Orthonormal vectors that span A times random ones."""
-    basis: list[Vec] = []
-    for _, products in random_products(sampling, range(sampling.samples)):
-        for product in products:
-            append_orthonormal(sampling.A.space, basis, product)
-        bar.advance(len(products), note="sketch")
-    return basis
+class _Sketch:
+    """The basis, its part of the trace, and the values of the rest, as far as they are computed.
 
+    Args:
+        A: the matrix.
+        run: the run, of which this goes on from what was kept.
+    """
 
-def _caught(A: LinearMap, basis: list[Vec], bar: Progress) -> float:
-    """The trace of A on the span of a basis."""
-    total = 0.0
-    for vectors, products in products_of(A, basis):
-        total += float(finite(paired_dots(A.space, vectors, products), A.name).sum())
-        bar.advance(len(vectors), note="exact part")
-    return total
+    def __init__(self, A: LinearMap, run: Resumable) -> None:
+        self.A, self._run = A, run
+        kept = run.kept or {"basis": [], "drawn": 0, "parts": [], "values": None, "products": 0}
+        self.basis = from_host(A.space, kept["basis"])
+        self.products: int = kept["products"]
+        self._drawn: int = kept["drawn"]
+        self._parts: list[float] = list(kept["parts"])  # of the trace on the basis, for each vector
+        self.values: list[Tensor] = [] if kept["values"] is None else [kept["values"]]
+
+    def draw(self, sampling: Sampling, bar: Progress) -> None:
+        """Make the basis: orthonormal vectors that span A times random ones."""
+        for _, products in random_products(sampling, range(self._drawn, sampling.samples)):
+            for product in products:
+                append_orthonormal(self.A.space, self.basis, product)
+            self._drawn += len(products)
+            bar.advance(len(products), note="sketch")
+            self.note(self._drawn)
+
+    def catch(self, bar: Progress) -> float:
+        """The trace of A on the span of the basis."""
+        for vectors, products in products_of(self.A, self.basis[len(self._parts) :]):
+            self._parts += finite(paired_dots(self.A.space, vectors, products), self.A.name)[:, 0].tolist()
+            bar.advance(len(vectors), note="exact part")
+            self.note(self._drawn + len(self._parts))
+        return sum(self._parts)
+
+    def note(self, products: int, values: Tensor | None = None) -> None:
+        """Tell the run how far this is. The basis only grows, and its vectors stay as they are."""
+        basis, state = list(self.basis), {"drawn": self._drawn, "parts": list(self._parts), "values": values}
+        self._run.reached(products, lambda: {"basis": on_host(basis), "products": products, **state})

@@ -8,6 +8,7 @@ What HAWQ (Dong et al. 2019, arXiv 1911.03852) chooses the bits of each layer by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ def layer_traces(
     min_samples: int = 10,
     seed: int = 0,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> LayerTraces:
     """The trace of each layer's own block of A, all from the same products.
 
@@ -85,6 +88,7 @@ def layer_traces(
         min_samples: draws before the first look at the errors, which few draws often make far too small.
         seed: of the random vectors; equal seeds give equal results.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Returns:
         the same numbers on every process.
@@ -107,7 +111,7 @@ def layer_traces(
           layer   trace  entries  mean eigenvalue
           front  4 +- 0        2                2
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     here = _counted_entries(A.space)
     names = agreed_names(A.space, list(here))
     names_of = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
@@ -116,7 +120,8 @@ def layer_traces(
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
-    drawn = estimate(sampling, by_layer, "traces of layers")
+    lists = {layer: list(group) for layer, group in names_of.items()}
+    drawn = estimate(sampling, by_layer, "traces of layers", groups=lists)
     sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in names_of.values()], **HOST))
     return LayerTraces(
         dict(zip(names_of, drawn.mean.tolist(), strict=True)),

@@ -13,14 +13,16 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.curvature.space import HOST, Space
+from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.space import HOST, Space, Vec
 
 Plain: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
 
@@ -101,6 +103,15 @@ class Saves:
         self.path.unlink(missing_ok=True)
         self.before.unlink(missing_ok=True)
 
+    def rescue(self, step: int, state: Plain, error: BaseException) -> None:
+        """Save what was reached, and tell with the error where it is; a failure to do so does not hide the error."""
+        try:
+            self.write(step, state)
+        except OSError as failure:
+            error.add_note(f"The run's state could not be saved at {self.path}: {failure}")
+        else:
+            error.add_note(f"The run's state after {step} products is in {self.path}: call again to go on.")
+
     def _check_folder(self) -> None:
         if not self.path.parent.is_dir():  # now, and not after minutes at the first save
             raise ResumeError(f"{self.path.parent} is no folder: make it, so that the run can be saved in it.")
@@ -148,6 +159,64 @@ class Saves:
                 "missing, or delete them all to begin anew."
             )
         return common
+
+
+class Resumable:
+    """A run of an estimator: within, its state is saved every `every` seconds, and at an exception; then removed.
+
+    Args:
+        A: the matrix.
+        path: see `Saves`; None: nothing is saved.
+        every: seconds.
+        settings: of the run, besides the matrix.
+
+    Attributes:
+        kept: the state to go on from, or None.
+    """
+
+    def __init__(
+        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, Plain]
+    ) -> None:
+        self._saves = None if path is None else Saves(path, A.space, {**settings_of(A), **settings}, every)
+        self.kept: Plain | None = None if self._saves is None else self._saves.latest()
+        self._step = 0
+        self._state: Callable[[], Plain | None] = lambda: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def reached(self, step: int, state: Callable[[], Plain | None]) -> None:
+        """Note the number of products so far, and what gives the state then: None while that is being changed."""
+        self._step, self._state = step, state
+        if self._saves is not None and self._saves.due():
+            self._saves.write(step, state())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._saves is None:
+            return
+        if error is None:
+            self._saves.remove()
+        elif (state := self._state()) is not None:
+            self._saves.rescue(self._step, state, error)
+
+
+def settings_of(A: LinearMap) -> dict[str, Plain]:
+    """The traits of a matrix that must be the same for a run with it to go on."""
+    space = {"dtype": str(A.space.dtype), "shards": shard_sizes(A.space), "ranks": A.space.ranks}
+    return {"matrix": A.name, "fingerprint": A.fingerprint(), **space}
+
+
+def on_host(vecs: Sequence[Vec]) -> list[list[Tensor]]:
+    """Vectors as a state holds them."""
+    return [[shard.cpu() for shard in vec] for vec in vecs]
+
+
+def from_host(space: Space, vecs: Sequence[Sequence[Tensor]]) -> list[Vec]:
+    """Vectors of a state."""
+    like = space.zeros()
+    return [[shard.to(one, copy=True) for shard, one in zip(vec, like, strict=True)] for vec in vecs]
 
 
 def file_of_rank(path: Path, rank: int, ranks: int) -> Path:

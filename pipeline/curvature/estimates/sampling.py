@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
+Reached: TypeAlias = Callable[[int, Callable[[], Any]], None]  # see `Resumable.reached`
 Prepare: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
@@ -52,39 +54,71 @@ class Drawn(NamedTuple):
     stopped: str  # "samples" (all spent), "tolerance" (reached) or "exact"
 
 
-def estimate(sampling: Sampling, measure: Measure, what: str) -> Drawn:
+def estimate(sampling: Sampling, measure: Measure, what: str, **settings: Any) -> Drawn:
     """The mean of a measure over random vectors; exact, over a basis, where there are products enough for one.
 
     Args:
         measure: a quadratic form or several, so that the sum over a basis is the mean over random vectors.
         what: of the matrix is estimated, for the progress bar.
+        settings: of the measure, for a run that goes on.
     """
-    with sampling.bar(what) as bar:
-        return exactly(sampling, measure, bar) if sampling.is_exact else draw(sampling, measure, bar)
+    with sampling.resumable(what, **settings) as run, sampling.bar(what) as bar:
+        values = [] if run.kept is None else [run.kept]
+        bar.advance(sum(map(len, values)))
+        if sampling.is_exact:
+            return exactly(sampling, measure, bar, run.reached, values)
+        return draw(sampling, measure, bar, run.reached, values)
 
 
 def draw(
-    sampling: Sampling, measure: Measure, bar: Progress, first: int = 0, prepare: Prepare | None = None
+    sampling: Sampling,
+    measure: Measure,
+    bar: Progress,
+    reached: Reached,
+    values: list[Tensor],
+    first: int = 0,
+    prepare: Prepare | None = None,
 ) -> Drawn:
-    """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed."""
-    values, stopped = [], "samples"
-    for vectors, products in random_products(sampling, range(first, first + sampling.samples), prepare):
+    """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed.
+
+    Args:
+        reached: told after each group of products how many draws there are, and what gives their values.
+        values: those of draws before.
+    """
+    indices = range(first + sum(map(len, values)), first + sampling.samples)
+    stopped = _stopped(sampling, values)
+    for vectors, products in random_products(sampling, indices, prepare) if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
-        mean, stderr = mean_and_stderr(torch.cat(values))
+        drawn = torch.cat(values)
+        mean, stderr = mean_and_stderr(drawn)
         bar.advance(len(vectors), note=plus_minus(float(mean), float(stderr)) if mean.numel() == 1 else "")
-        if sampling.goal.reached(mean, stderr, sum(map(len, values))):
-            stopped = "tolerance"
+        reached(len(drawn), partial(_same, drawn))
+        stopped = _stopped(sampling, values)
+        if stopped:
             break
     drawn = torch.cat(values)
-    return Drawn(drawn, *mean_and_stderr(drawn), len(drawn), stopped)
+    return Drawn(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
 
 
-def exactly(sampling: Sampling, measure: Measure, bar: Progress) -> Drawn:
+def _stopped(sampling: Sampling, values: Sequence[Tensor]) -> str:
+    """Whether and why the draws are enough before all are spent."""
+    count = sum(map(len, values))
+    return "tolerance" if count and sampling.goal.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def exactly(
+    sampling: Sampling, measure: Measure, bar: Progress, reached: Reached, values: list[Tensor]
+) -> Drawn:
     """The sum of a measure over an orthonormal basis: `size` products, and as many vectors are held."""
-    values = []
-    for vectors, products in basis_products(sampling):
+    for vectors, products in basis_products(sampling, sum(map(len, values))):
         values.append(finite(measure(vectors, products), sampling.A.name))
         bar.advance(len(vectors))
+        drawn = torch.cat(values)
+        reached(len(drawn), partial(_same, drawn))
     total = torch.cat(values).sum(0)
     return Drawn(total[None], total, torch.zeros_like(total), sampling.A.space.size, "exact")
 
@@ -114,15 +148,15 @@ def random_products(
         yield vectors, A.products(vectors)
 
 
-def basis_products(sampling: Sampling) -> Iterator[tuple[list[Vec], list[Vec]]]:
-    """The vectors of an orthonormal basis and A times each, a block at a time."""
+def basis_products(sampling: Sampling, first: int = 0) -> Iterator[tuple[list[Vec], list[Vec]]]:
+    """The vectors of an orthonormal basis, from number `first` on, and A times each, a block at a time."""
     A = sampling.A
     basis: list[Vec] = []
     for index in range(2 * A.space.size + 8):  # one that lies in the span of the others is as good as impossible
         if len(basis) < A.space.size:
             append_orthonormal(A.space, basis, A.space.random("normal", sampling.seed, index))
     assert len(basis) == A.space.size  # random vectors span the space
-    yield from products_of(A, basis)
+    yield from products_of(A, basis[first:])
 
 
 def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:

@@ -14,6 +14,7 @@ held, which are 24 products of XTrace but may be 60 of Hutch++, it was 1.5 to 6 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def trace(
     sketch: int | None = None,
     seed: int = 0,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Trace:
     """The trace of A, estimated without bias.
 
@@ -100,6 +103,7 @@ def trace(
         sketch: columns of the sketch of Hutch++, which are held in memory; None: a third of the samples.
         seed: of the random vectors; equal seeds give equal results.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Returns:
         the same numbers on every process.
@@ -120,11 +124,12 @@ def trace(
         >>> exact.stopped, abs(found.value - exact.value) < 4 * found.stderr
         ('exact', True)
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, _chosen_kind(method, kind, sketch))
+    chosen = _chosen_kind(method, kind, sketch)
+    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every, chosen)
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
-        drawn = estimate(sampling, _quadratic(A), "trace")
+        drawn = estimate(sampling, _quadratic(A), "trace", method=method)
     else:
         drawn = _sketched(sampling, method, sketch)
     value, stderr = float(drawn.mean), float(drawn.stderr)
@@ -147,5 +152,5 @@ def _quadratic(A: LinearMap) -> Measure:
 
 
 def _sketched(sampling: Sampling, method: str, sketch: int | None) -> Drawn:
-    with sampling.bar("trace") as bar:
-        return xtrace(sampling, bar) if method == "xtrace" else hutchpp(sampling, bar, sketch)
+    with sampling.resumable("trace", method=method, sketch=sketch) as run, sampling.bar("trace") as bar:
+        return xtrace(sampling, bar, run) if method == "xtrace" else hutchpp(sampling, bar, run, sketch)

@@ -18,14 +18,15 @@ of variance"). It errs to the safe side: by 1.3 times where eigenvalues fall slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal
+from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
 from pipeline.curvature.results.progress import Progress
@@ -33,16 +34,20 @@ from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
 
 
-def xtrace(sampling: Sampling, bar: Progress) -> Drawn:
+def xtrace(sampling: Sampling, bar: Progress, run: Resumable) -> Drawn:
     """The trace by XTrace. Half as many vectors are held as products are spent.
 
     The error is looked at each time that there are a quarter more vectors than at the last look.
 
     Args:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
+        run: the state is told to it.
     """
     goal, sketch, looked = sampling.goal, _Sketch(sampling.A, sampling.seed), 0
-    for block in blocks(range(sampling.samples // 2), sampling.A.block):
+    if run.kept is not None:
+        looked = sketch.go_on(run.kept)
+        bar.advance(sketch.spent)
+    for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
         bar.advance(sketch.grow(len(block)))
         if goal.asked and sketch.count >= max(goal.least, 1.25 * looked):
             looked = sketch.count
@@ -50,6 +55,7 @@ def xtrace(sampling: Sampling, bar: Progress) -> Drawn:
             bar.advance(0, note=plus_minus(float(drawn.mean), float(drawn.stderr)))
             if goal.reached(drawn.mean, drawn.stderr, sketch.count):
                 return drawn._replace(stopped="tolerance")
+        run.reached(sketch.spent, sketch.state(looked))
     return sketch.drawn()
 
 
@@ -67,6 +73,19 @@ class _Sketch:
     @property
     def count(self) -> int:
         return len(self.columns)
+
+    def state(self, looked: int) -> Callable[[], dict[str, Any]]:
+        """A function that gives the state of now, later too: the lists only grow, and what they hold stays as it is."""
+        basis, alone, columns = list(self.basis), torch.cat(self.alone), list(self.columns)
+        rest = {"within": self.within, "alone": alone, "columns": columns, "spent": self.spent, "looked": looked}
+        return lambda: {"basis": on_host(basis), **rest}
+
+    def go_on(self, state: dict[str, Any]) -> int:
+        """Take over a state. Returns the number of vectors at the last look."""
+        self.basis = from_host(self.A.space, state["basis"])
+        self.columns, self.within, self.alone = list(state["columns"]), state["within"], [state["alone"]]
+        self.spent = state["spent"]
+        return int(state["looked"])
 
     def grow(self, more: int) -> int:
         """By random vectors; the number of products that it took."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,16 @@ from dense_map import DenseMap, DenseSpace, symmetric
 from dense_ranks import RankMap, over_ranks
 from torch import Tensor
 
+from pipeline.curvature.estimates.density import density
+from pipeline.curvature.estimates.diagonal import diagonal
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
+from pipeline.curvature.estimates.frobenius import frobenius_squared
 from pipeline.curvature.estimates.krylov import Basis
+from pipeline.curvature.estimates.layer_traces import layer_traces
 from pipeline.curvature.estimates.resume import ResumeError, Saves
 from pipeline.curvature.estimates.ritz import Ritz, ritz
+from pipeline.curvature.estimates.trace import trace
+from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
 # Two rounds that find something, a third that does not, and restarts on the way.
@@ -162,7 +170,7 @@ def test_a_run_that_ended_at_max_products_goes_on_with_more_of_them(tmp_path: Pa
 def test_a_process_that_is_killed_leaves_the_last_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, path = symmetric(VALUES), tmp_path / "top.pt"
     with monkeypatch.context() as patch:  # killed: nothing is saved on the way out, and a save may be half done
-        patch.setattr("pipeline.curvature.estimates.eigenpairs._rescue", lambda *arguments: None)
+        patch.setattr("pipeline.curvature.estimates.resume.Saves.rescue", lambda *arguments: None)
         with pytest.raises(KeyboardInterrupt):
             top_eigenpairs(Interrupted(matrix, [9]), resume=path, save_every=0, **WANTED)
     path.with_name("top.pt.part").write_bytes(b"half")
@@ -242,6 +250,112 @@ def test_saves_are_as_far_apart_as_asked(tmp_path: Path, monkeypatch: pytest.Mon
     assert saves.due()
     saves.write(1, {})
     assert not saves.due()
+
+
+# ------------------------------------------------------------------------------------------------ the other estimators
+
+SPECTRUM = symmetric(torch.cat([torch.tensor([9.0, 7.0, -4.0]), torch.linspace(-0.3, 1.0, 27)]))
+ESTIMATES: dict[str, Callable[..., Result]] = {
+    "hutchinson": partial(trace, samples=18),
+    "hutchinson, normal, to a tolerance": partial(trace, samples=29, kind="normal", abs=2.9, min_samples=5),
+    "hutch++": partial(trace, samples=25, method="hutch++"),
+    "hutch++ of a sketch": partial(trace, samples=28, method="hutch++", sketch=5, abs=0.4, min_samples=6),
+    "xtrace": partial(trace, samples=26, method="xtrace"),
+    "xtrace to a tolerance": partial(trace, samples=28, method="xtrace", rel=0.05, min_samples=4),
+    "a trace that is exact": partial(trace, samples=30),
+    "traces of layers": partial(layer_traces, samples=18),
+    "the diagonal": partial(diagonal, samples=18, rel=0.2, min_samples=6),
+    "the diagonal, exact": partial(diagonal, samples=30),
+    "the norm": partial(frobenius_squared, samples=18),
+    "the density": partial(density, steps=9, runs=6),
+    "the density, all of it": partial(density, steps=40, runs=3),
+}
+every_estimate = pytest.mark.parametrize("name", ESTIMATES)
+
+
+def fields_of(result: Result) -> list[Any]:
+    """All that it holds, in plain numbers."""
+    values = [value for _, value in sorted(vars(result).items())]
+    return [[str(part) for part in value.items()] if isinstance(value, dict) else str(value) for value in values] + [
+        value.double().flatten().tolist() for value in values if isinstance(value, Tensor)
+    ]
+
+
+@every_estimate
+def test_every_estimate_that_is_interrupted_at_any_product_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+    whole = Interrupted(SPECTRUM, [])
+    straight = estimate(whole)
+    for at in range(1, whole.calls + 1, either(3, 1)):
+        with pytest.raises(KeyboardInterrupt):
+            estimate(Interrupted(SPECTRUM, [at]), resume=path)
+        rest = Interrupted(SPECTRUM, [])
+        assert fields_of(estimate(rest, resume=path)) == fields_of(straight)
+        twice = rest.calls - (whole.calls - at + 1)
+        assert twice in ((0, 1) if "xtrace" in name else (0,))  # of a pair of calls the first is made again
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("at, late", either([(3, True)], [(2, False), (3, True), (4, False), (4, True)]))
+@every_estimate
+def test_every_estimate_over_ranks_goes_on_to_the_same_bits(name: str, at: int, late: bool, tmp_path: Path) -> None:
+    estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+    straight = over_ranks(SPECTRUM, 2, estimate, tied=4)
+    with pytest.raises(OSError, match="the machine is gone"):
+        over_ranks(SPECTRUM, 2, lambda A: estimate(failing(A, at, late), resume=path, save_every=0), tied=4)
+    again = over_ranks(SPECTRUM, 2, lambda A: estimate(A, resume=path), tied=4)
+    assert [fields_of(each) for each in again] == [fields_of(each) for each in straight]
+    assert not list(tmp_path.iterdir())
+
+
+@every_estimate
+def test_an_estimate_does_not_go_on_from_another_ones_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    with pytest.raises(KeyboardInterrupt):
+        ESTIMATES[name](Interrupted(SPECTRUM, [3]), resume=path)
+    with pytest.raises(ResumeError, match="is the state of another run: .*seed was 0 and is 1"):
+        ESTIMATES[name](DenseMap(SPECTRUM), resume=path, seed=1)
+    with pytest.raises(ResumeError, match="is the state of another run: fingerprint was"):
+        ESTIMATES[name](DenseMap(SPECTRUM + torch.eye(30)), resume=path)
+    with pytest.raises(ResumeError, match="is the state of another run: .*file was"):
+        top_eigenpairs(DenseMap(SPECTRUM), resume=path)
+
+
+def test_a_state_is_whole_whenever_the_interrupt_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between products too, in the midst of what is made of them."""
+    for name in ("the diagonal", "the density", "hutch++", "xtrace"):
+        estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+        straight = fields_of(estimate(DenseMap(SPECTRUM)))
+        for at in either([3, 8, 21], range(1, 40)):
+            with interrupted_at(at, monkeypatch):
+                try:
+                    estimate(DenseMap(SPECTRUM), resume=path, save_every=0)
+                except KeyboardInterrupt:
+                    pass
+            assert fields_of(estimate(DenseMap(SPECTRUM), resume=path)) == straight, (name, at)
+
+
+@contextmanager
+def interrupted_at(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, one operation of vectors ends with an interrupt after it has half happened."""
+    left = at
+
+    def once(real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        result = real(*arguments, **options)
+        if left == 0:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        for cls, name in (Basis, "append"), (Basis, "subtract_"), (DenseSpace, "dots"), (Tensor, "addcmul_"):
+            patch.setattr(cls, name, partialmethod(once_of(once, getattr(cls, name))))
+        yield
+
+
+def once_of(once: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **options: once(real, *arguments, **options)
 
 
 # ----------------------------------------------------------------------------------------------------- over ranks
