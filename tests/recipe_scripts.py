@@ -22,12 +22,15 @@ RECIPES = {
     "hessian_llama": ["--steps", "5"],
 }
 
+SECOND_ORDER = ("hessian_product", "gradient_penalty", "maml", "implicit_gradient")  # each compares itself
 
-def ran(name: str) -> str:
+
+def ran(name: str, *arguments: str) -> str:
     """What a recipe prints."""
     script = EXAMPLES / f"{name}.py"
     with (
-        patch.object(sys, "argv", [str(script), *RECIPES[name]]), redirect_stdout(io.StringIO()) as printed,
+        patch.object(sys, "argv", [str(script), *RECIPES.get(name, arguments)]),
+        patch.object(sys, "path", [str(EXAMPLES), *sys.path]), redirect_stdout(io.StringIO()) as printed,
         warnings.catch_warnings()
     ):  # fmt: skip
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # peft's

@@ -43,13 +43,13 @@ def of_tied(size: int) -> list[dict[str, Any]]:
 
 
 def test_second_derivatives_are_those_of_the_plain_module_under_every_schedule(crew2: Crew, crew3: Crew) -> None:
-    agree(crew2, "mixed", on_schedules(2)[:: 17])
-    agree(crew3, "mixed", on_schedules(3)[:: 17])
+    agree(crew2, "mixed", on_schedules(2)[::23])
+    agree(crew3, "mixed", on_schedules(3)[::29])
 
 
 def test_a_weight_that_ranks_have_in_common_counts_once(crew2: Crew, crew3: Crew) -> None:
-    agree(crew2, "mixed", of_tied(2)[:: 4])
-    agree(crew3, "mixed", of_tied(3)[1 :: 7])
+    agree(crew2, "mixed", of_tied(2)[::7])
+    agree(crew3, "mixed", of_tied(3)[1::13])
 
 
 @pytest.mark.soak
@@ -76,7 +76,7 @@ def of_all_models(ranks: int) -> list[dict[str, Any]]:
 
 
 def test_every_model_with_a_second_derivative_has_it_over_two_ranks(crew2: Crew) -> None:
-    agree(crew2, "mixed", of_all_models(2)[::9])
+    agree(crew2, "mixed", of_all_models(2)[::11])
 
 
 def test_gradients_in_grad_are_differentiated_too(crew2: Crew) -> None:
@@ -134,7 +134,7 @@ WORDS = {
 
 def test_what_ranks_do_otherwise_is_an_error_on_all_and_the_next_call_is_right(crew2: Crew, crew3: Crew) -> None:
     kinds = list(WORDS)
-    for crew, which in ((crew2, kinds), (crew3, kinds[1:6])):
+    for crew, which in ((crew2, kinds), (crew3, kinds[1:3])):
         for rank, answers in enumerate(crew.run("rank_second_order:refused", which, timeout=120.0)):
             for how, (words, error) in zip(which, answers, strict=True):
                 assert re.search(WORDS[how], words, re.DOTALL), f"{how}, rank {rank}: {words}"
