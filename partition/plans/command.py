@@ -109,11 +109,12 @@ def profile(target: str, as_json: bool, path: str | None, timeout: float | None,
 @click.option("--latency", type=NUMBER, default=0.0, metavar="SECONDS", help="Of a message between devices.")
 @click.option("--bandwidth", type=NUMBER, metavar="BYTES", help="Of a link, in a second.")
 @click.option("--flops", type=NUMBER, metavar="X", help="That a device does in a second, with --device meta.")
+@click.option("--keep-order", is_flag=True, help="Let the layers go through the devices in the given order.")
 @click.option("--effort", type=NUMBER, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
     target: str, as_json: bool, path: str | None, devices: str, memory: list[float] | None, chunks: str | None,
     schedules: str | None, speed: str | None, latency: float, bandwidth: float | None, timeout: float | None,
-    **given: Any,
+    keep_order: bool, **given: Any,
 ) -> int:  # fmt: skip
     """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
 
@@ -126,6 +127,8 @@ def plan(
       penstock plan train.py:build --devices 8 --memory 80GB --device meta --flops 4e14 --save plan.json
     """
     given["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
+    if keep_order:
+        given["reorder"] = False
     if memory is not None:
         given["memory"] = memory[0] if len(memory) == 1 else memory
     if chunks is not None:

@@ -86,6 +86,11 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The numbers of the devices, in the order in which the layers come to them first."""
+        return tuple(dict.fromkeys(self.lane_of))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The arguments of `Pipe`, beside the module."""
         settings: dict[str, Any] = {"balance": list(self.balance), "chunks": self.chunks, "schedule": self.schedule}
@@ -147,6 +152,7 @@ class Plan:
             else f"stage{'s' * (len(self.checkpoint.stages) > 1)} " + ", ".join(map(str, self.checkpoint.stages))
         )  # fmt: skip
         gap = f", {expected.step / expected.bound - 1:.1%} above" if expected.bound else ""
+        order = list(self.order)
         rows: list[tuple[str, ...]] = [("device", "stages", "layers", "busy", "state", "saved", "inputs", "peak", "of")]
         for lane, (peak, busy) in enumerate(zip(expected.peaks, expected.busy)):
             stages = [stage for stage, host in enumerate(self.lane_of) if host == lane]
@@ -162,6 +168,7 @@ class Plan:
             f"a step: {spelt(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; no order of these stages "
             f"takes less than {spelt(expected.bound, expected.unit)}{gap}",
             *aligned(rows, left=1),
+            *([f"the layers go through devices {order}, in this order"] if order != sorted(order) else ()),
             *self.notes,
         ])
 

@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.hardware.selection import Choice
+from partition.plans.device_orders import fitting, tried_in_orders
 from partition.plans.memory import DevicePeak
 from partition.plans.plan import Expected, Plan, spelt
 from partition.plans.trials import Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
@@ -51,6 +52,7 @@ def plan(
     device: Device = None,
     timeout: float = 2.0,
     effort: float = 0.0,
+    reorder: bool | None = None,
 ) -> Plan:
     """Choose balance, chunks, schedule and what to recompute, for the shortest step that fits the devices.
 
@@ -59,7 +61,7 @@ def plan(
     Args:
         module: the layers in order; its parameters may be on the meta device.
         sample: a mini-batch of any number of rows: its rows are repeated or left out to make chunks.
-        devices: how many (ranks), or their names in the order of the stages, or a Choice of `partition.devices()`.
+        devices: how many (ranks), or their names, or a Choice of `partition.devices()`. Rank k is device k of the plan.
         memory: bytes that each may hold: a number for all, or one for each. None: a Choice's free memory, or any.
         rows: of the mini-batch to plan for (default: the sample's).
         chunks: the numbers to choose from (default: some of those that divide the rows).
@@ -75,6 +77,8 @@ def plan(
         device: where to profile; "meta" runs nothing.
         timeout: seconds to measure for, in all.
         effort: how long to search for a better schedule than the named ones, as for `scheduler.search`; 0: not.
+        reorder: whether stages may go to devices in another order than the given one, where these differ in speed or
+            memory. None: they may, but not with a Choice or links by pairs: those are in an order for their links.
 
     Returns:
         The plan. `Pipe.from_plan(module, plan)` carries it out.
@@ -115,20 +119,25 @@ def plan(
     if link is None and unit != "s" and flops is None:
         machine = machine._replace(link=0.0)  # a Choice's are in seconds
     machine = _with_unit(machine, unit, flops, overhead)
-    trials = [
-        trial for number in profiles for schedule in _schedules(known, len(machine.speeds), number, len(module))
-        for trial in tried(profiles[number], machine, *schedule)
+    bases = [
+        (profiles[number], machine, *schedule)
+        for number in profiles for schedule in _schedules(known, len(machine.speeds), number, len(module))
     ]  # fmt: skip
-    if not trials:
+    if not bases:
         raise PartitionError(
             f"none of {', '.join(known)} is defined for {len(machine.speeds)} devices, {len(module)} layers and "
             f"{', '.join(map(str, profiles))} chunks. Ask for fewer devices, or other schedules or chunks."
         )
+    may = not isinstance(devices, Choice) and not isinstance(machine.link, Mapping) if reorder is None else reorder
+    trials, orders, is_all = tried_in_orders(bases, may)
     best = polished(min(trials, key=lambda trial: trial.rank), machine)
+    if not best.fits:
+        best, is_each = fitting(best, bases, orders)
+        is_all = is_all and is_each
     if best.fits and effort > 0:
         best = _searched(best, machine, effort)
     if not best.fits:
-        raise PartitionError(_nearest(best, labels, machine))
+        raise PartitionError(_nearest(best, labels, machine, is_all))
     free = [_FREE] if link is None and not machine.link and isinstance(devices, Choice) else []
     notes = [*_notes(best, trials, machine), *free, *(_failure(number, error) for number, error in failed.items())]
     return Plan(
@@ -300,7 +309,7 @@ def _why(second: Trial, best: Trial) -> str:
     return f"its devices are idle for {second.timeline.bubble:.1%} of the step instead of {best.timeline.bubble:.1%}"
 
 
-def _nearest(best: Trial, labels: Sequence[str], machine: Machine) -> str:
+def _nearest(best: Trial, labels: Sequence[str], machine: Machine, is_all: bool) -> str:
     """The words that say why nothing fits, and what to change."""
     lane = max(range(len(best.over)), key=best.over.__getitem__)
     peak: DevicePeak = best.peaks[lane]
@@ -311,8 +320,9 @@ def _nearest(best: Trial, labels: Sequence[str], machine: Machine) -> str:
     if peak.total - peak.state > cap / 10:
         words.append("more chunks of fewer rows, or a smaller mini-batch")
     words.append("more devices")
+    fault = "no plan fits" if is_all else "no plan was found that fits, of those that were tried"
     return (
-        f"no plan fits. The nearest, {best.words}, balance {list(best.balance)}, needs {spelt_bytes(peak.total)} on "
+        f"{fault}. The nearest, {best.words}, balance {list(best.balance)}, needs {spelt_bytes(peak.total)} on "
         f"{name}, which may hold {spelt_bytes(cap)}: {spelt_bytes(peak.state)} are parameters, gradients, optimizer "
         f"state and buffers, {spelt_bytes(peak.total - peak.state)} activations. Take {'; or '.join(words)}; or "
         f"{spelt_bytes(best.over[lane])} more of memory."

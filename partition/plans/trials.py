@@ -8,13 +8,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from math import isfinite
+from itertools import accumulate, chain, combinations
+from math import comb, inf, isfinite
 from typing import NamedTuple
 
-from partition.cuts.cutting import cut_layers
+from partition.contiguous import check_stages
 from partition.cuts.layers import layers_of
-from partition.cuts.windows import Lane, StageSpec
+from partition.cuts.sharing import shared
+from partition.cuts.windows import Lane, StageSpec, Windows
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak, moments_of, peaks, values_of
 from partition.plans.plan import RecomputedStages
@@ -23,7 +24,7 @@ from scheduler import Costs, Link, Schedule, Timeline, simulate
 from scheduler.interruptions import interrupted
 from scheduler.links import between
 
-__all__ = ["Machine", "Trial", "costs_of", "polished", "recomputed", "replayed", "stages_of", "tried"]
+__all__ = ["Machine", "Trial", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of", "tried"]
 
 Checkpoint = str | RecomputedStages
 Pairs = frozenset[tuple[int, int]]
@@ -197,8 +198,20 @@ def _trial(
     profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint,
     caps: Sequence[float] | None = None,
 ) -> Trial:  # fmt: skip
+    windows = _windows(profile, machine, schedule, checkpoint, caps)
+    balance = shared(windows, _SPLITS).balance
+    if not balance:
+        raise PartitionError("no balance is known to fit")
+    return replayed(profile, machine, label, given, schedule, checkpoint, balance)
+
+
+def _windows(
+    profile: Profile, machine: Machine, schedule: Schedule, checkpoint: Checkpoint, caps: Sequence[float] | None
+) -> Windows:
+    """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
     again = recomputed(checkpoint, schedule)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
+    check_stages(schedule.stages, len(profile.layers))
     loss = profile.loss
     specs = [
         StageSpec(
@@ -219,8 +232,42 @@ def _trial(
          for size in layers.message]
         for stage, (lane, after) in enumerate(zip(lane_of, lane_of[1:])) if machine.link
     ]  # fmt: skip
-    balance = cut_layers(layers, specs, messages, lanes, _SPLITS)
-    return replayed(profile, machine, label, given, schedule, checkpoint, balance)
+    return Windows(layers, specs, messages, lanes)
+
+
+def enumerated(
+    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, budget: int
+) -> tuple[Trial | None, int]:
+    """A trial that fits, of all balances and all stages that may recompute; and what is left of a budget.
+
+    Those whose devices hold too much of their stages alone are left out, also by the cut, all at once; others are
+    replayed, since what waits to be read counts as well.
+
+    Args:
+        budget: cuts and balances to look at; less than 0 is left where that was not enough to look at all.
+    """
+    stages = range(schedule.stages)
+    subsets = chain.from_iterable(combinations(stages, size) for size in stages)
+    choices: list[Checkpoint] = ["never", "except_last"]
+    for checkpoint in chain(choices, (RecomputedStages(some) for some in subsets if some)):
+        windows = _windows(profile, machine, schedule, checkpoint, machine.caps)
+        budget -= 1 + windows.layers * windows.stages // 64  # a cut of many takes longer
+        if budget < 0:
+            break
+        if shared(windows, _SPLITS).bound == inf:
+            continue
+        budget -= comb(windows.layers - 1, windows.stages - 1)
+        if budget < 0:
+            break
+        for cuts in combinations(range(1, windows.layers), windows.stages - 1):
+            balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, windows.layers))]
+            held = windows.bytes(balance)
+            if any(held[rows].sum() > memory for memory, rows in windows.limits):
+                continue
+            trial = replayed(profile, machine, label, given, schedule, checkpoint, balance)
+            if trial.fits:
+                return trial, budget
+    return None, budget
 
 
 def replayed(

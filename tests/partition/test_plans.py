@@ -5,18 +5,23 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import combinations, permutations
 from math import inf
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_profiles import Table, models
 from torch import Tensor, nn
 
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
+from partition.plans import device_orders
+from partition.plans.device_orders import fitting, tried_in_orders
+from partition.plans.memory import moments_of, peaks
 from partition.plans.plan import RecomputedStages
-from partition.plans.trials import Machine, Trial, polished, replayed, tried
+from partition.plans.trials import Machine, Trial, polished, recomputed, replayed, stages_of, tried
 from partition.profiles.amounts import Bytes, Measured
 from partition.profiles.profile import Work
 from partition.profiles.profiling import with_rows
@@ -118,9 +123,9 @@ def random_profile(source: random.Random, layers: int) -> Profile:
 
 def every_choice(profile: Profile, machine: Machine, schedule: Schedule) -> Iterator[Trial]:
     """All balances, and all stages that may recompute."""
-    lanes, layers = schedule.lanes, len(profile.layers)
-    some = [RecomputedStages(c) for size in range(1, lanes) for c in combinations(range(lanes), size)]
-    for cuts in combinations(range(1, layers), lanes - 1):
+    stages, layers = schedule.stages, len(profile.layers)
+    some = [RecomputedStages(c) for size in range(1, stages) for c in combinations(range(stages), size)]
+    for cuts in combinations(range(1, layers), stages - 1):
         for checkpoint in ("never", "except_last", *some):
             balance = [stop - start for start, stop in zip((0, *cuts), (*cuts, layers))]
             yield replayed(profile, machine, "", "", schedule, checkpoint, balance)
@@ -144,6 +149,72 @@ def test_what_fits_is_found_and_hardly_slower_than_the_best_of_all_balances(seed
     assert 1 - 1e-9 <= min(ratios) and max(ratios) < 1.15  # 96 of 100 are the best itself
 
 
+tight = st.builds(
+    lambda seed, name, share: (random.Random(seed), name, share), st.integers(0, 10**6),
+    st.sampled_from(["interleaved", "looped-bfs", "v-half", "zb-v", "dualpipev", "1f1b"]), st.floats(0.9, 1.1),
+)  # fmt: skip
+
+
+@given(tight)
+def test_no_plan_is_said_to_fit_or_not_to_fit_in_vain_where_a_device_has_several_stages(case: Any) -> None:
+    source, name, share = case
+    schedule = by_name(name, 2, 4)
+    measured = random_profile(source, schedule.stages + source.randint(0, 1))
+    free = Machine((1.0, 1.0), (inf, inf), source.choice([0.0, 1.0]), 1.0, 0.0, "s")
+    every = list(every_choice(measured, free, schedule))
+    least = min(max(peak.total for peak in trial.peaks) for trial in every)
+    machine = free._replace(caps=(least * share,) * 2)  # as much as the smallest of all holds, and some more or less
+    bases = [(measured, machine, name, name, schedule)]
+    trials, orders, is_all = tried_in_orders(bases, False)
+    best, is_each = min(trials, key=lambda trial: trial.rank), True
+    if not best.fits:
+        best, is_each = fitting(best, bases, orders)
+    assert best.fits == (share >= 1) and is_all and (is_each or best.fits)
+    assert best.fits == all(peak.total <= least * share for peak in best.peaks)
+
+
+@given(st.integers(0, 10**6), st.booleans())
+def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int, recompute: bool) -> None:
+    source = random.Random(seed)
+    name = source.choice(["interleaved", "v-half", "zb-h1", "1f1b", "gpipe", "zb-v"])
+    schedule = by_name(name, 2, source.randint(4, 6))
+    measured = random_profile(source, schedule.stages)
+    machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
+    some = tuple(stage for stage in range(schedule.stages) if source.random() < 0.5)
+    checkpoint = RecomputedStages(some) if recompute else "except_last"
+    trial = replayed(measured, machine, "", "", schedule, checkpoint, [1] * schedule.stages)
+    stages, again = stages_of(measured, trial.balance), recomputed(checkpoint, schedule)
+    alone = peaks(trial.timeline, schedule.placement, stages, [], again)  # no values wait
+    for lane, order in enumerate(schedule.orders):
+        hosted = schedule.placement.stages_of(lane)
+        moments = moments_of(order, hosted, again, schedule.stages)
+        most = max(sum(kept * stages[s].saved + inputs * stages[s].read for s, (kept, inputs, _) in zip(hosted, moment))
+                   for moment in moments)  # fmt: skip
+        assert alone[lane].total == most + sum(stages[stage].state for stage in hosted)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_unequal_devices_are_taken_in_the_best_of_all_orders(seed: int, many: bool) -> None:
+    source = random.Random(seed)
+    schedule = by_name(source.choice(["1f1b", "gpipe", "interleaved"]), 3, 4)
+    measured = random_profile(source, 7)
+    caps = (inf,) * 3 if seed % 2 else tuple(source.choice([250.0, 400.0]) for _ in range(3))
+    speeds = tuple(source.sample([1.0, 2.0, 3.0], 3))
+    machine = Machine(speeds, caps, source.choice([0.0, 2.0]), 1.0, 0.0, "s")
+    with pytest.MonkeyPatch.context() as patch:
+        if many:
+            patch.setattr(device_orders, "_TRIALS", 0)  # no order but likely ones, and exchanges
+        trials, orders, is_all = tried_in_orders([(measured, machine, "", "name", schedule)], True)
+    found = min(trials, key=lambda trial: trial.rank)
+    each = []
+    for order in permutations(range(3)):  # the devices themselves in another order
+        other = machine._replace(speeds=tuple(machine.speeds[d] for d in order), caps=tuple(caps[d] for d in order))
+        each.append(min(trial.rank for trial in tried(measured, other, "", "", schedule)))
+    assert is_all != many and found.rank == pytest.approx(min(each))
+    assert (found.given == "name") == (found.schedule.placement == schedule.placement)
+
+
 def test_memory_decides_what_is_recomputed_and_nothing_else_is() -> None:
     model, x = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(32, 32), nn.Tanh())]), torch.rand(256, 32)
     given = {"devices": 2, "chunks": [4], "schedules": ["gpipe"], "device": "meta", "optimizer": 0}
@@ -164,6 +235,17 @@ def test_unequal_devices_and_links_move_the_cut() -> None:
     assert plan(model, x, devices=3, **given).balance == (3, 3, 3)
     fast = plan(model, x, devices=["cpu", "cpu", "cpu"], speed=[2.0, 1.0, 1.0], **given)
     assert fast.balance[0] > 3 and fast.settings["devices"] == ["cpu"] * 3
+    given["devices"] = 3
+    one = plan(model, x, speed=[1.0, 1.0, 4.0], **given)
+    kept = plan(model, x, speed=[1.0, 1.0, 4.0], reorder=False, **given)
+    assert kept.order == (0, 1, 2) and kept.schedule == "1f1b" and "in this order" not in str(kept)
+    assert one.expected.step < kept.expected.step
+    assert f"the layers go through devices {list(one.order)}, in this order" in str(one) and one.order != (0, 1, 2)
+    assert Plan.from_json(one.to_json()) == one and one.expected.busy[2] == max(one.expected.busy)
+    by_pairs = {(a, b): 0.0 for a in range(3) for b in range(3)}
+    assert plan(model, x, speed=[1.0, 1.0, 4.0], link=by_pairs, flops=1e9, **given).order == (0, 1, 2)
+    assert plan(model, x, speed=[1.0, 1.0, 4.0], link=by_pairs, flops=1e9, reorder=True, **given).order != (0, 1, 2)
+    del given["devices"]
     slow = plan(model, x, devices=3, link=1.0, flops=1e9, **given)
     assert slow.expected.unit == "s" and slow.expected.step > 2 * 2  # two boundaries, there and back
 

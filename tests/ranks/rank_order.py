@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from pipeline_probes import labelled, probes, run, sum_of
 from torch import Tensor, nn
 
+import partition
 from pipeline import Pipe
 from pipeline.distributed import exchange
 from pipeline.entry import entry_points
@@ -159,3 +161,18 @@ def on_clocks(schedule: str, ahead: float) -> Any:
     assert timeline is not None
     ways = [reader.start - giver.start for giver, reader, _ in exchanges(timeline.by_lane)]
     return timeline.makespan, timeline.outside, ways
+
+
+def planned(speed: list[float]) -> Any:
+    """The layers of each stage of this rank, by a plan for ranks of these speeds, and whether its step is right."""
+    torch.manual_seed(1)
+    model, x = nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)]), torch.rand(8, 16)
+    plain = copy.deepcopy(model)
+    plan = partition.plan(model, x, devices=len(speed), speed=speed, device="meta", schedules=["1f1b"], chunks=[4])
+    pipe = Pipe.from_plan(model, plan)
+    step = pipe.step(x, torch.zeros(8, 16), loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(plain(x), torch.zeros(8, 16)).backward()
+    whole = dict(plain.named_parameters())
+    right = all(torch.allclose(p.grad, whole[name].grad) for name, p in pipe.named_parameters() if p.grad is not None)
+    has = len({name.split(".")[0] for name, p in pipe.named_parameters() if p.grad is not None})
+    return plan.balance, plan.lane_of, has, right, torch.allclose(step.loss, nn.functional.mse_loss(plain(x), x * 0))

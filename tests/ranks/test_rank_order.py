@@ -121,6 +121,19 @@ def test_a_schedule_given_as_data_is_what_the_ranks_run(crew2: Crew) -> None:
     assert crew2.run("rank_order:given", text) == [seen(order) for order in schedule.orders]
 
 
+def test_a_rank_has_the_layers_of_its_device_in_the_plan_whatever_the_order_of_devices(crew2: Crew) -> None:
+    orders = set()
+    for speed in ([1.0, 3.0], [3.0, 1.0]):
+        told = crew2.run("rank_order:planned", speed)
+        (balance, lane_of, *_), _ = told
+        orders.add(lane_of)
+        assert sorted(balance)[0] < 4  # a third of the speed
+        for rank, (_, _, has, right, same) in enumerate(told):
+            assert right and same and has == balance[lane_of.index(rank)]
+            assert (has < 4) == (speed[rank] == 1.0)
+    assert orders == {(0, 1), (1, 0)}  # one of them in another order than the given one
+
+
 UNIT = 0.03  # seconds: what a busy machine adds to a sleep is little beside it
 SLEEPS = {2: ((1, 2), (2, 4)), 3: ((1, 2, 1), (2, 4, 2))}  # of forwards and of backwards, stage by stage; no ties
 

@@ -1,0 +1,146 @@
+"""The order of unequal devices along the pipeline: which device runs the first lane of a schedule, which the next.
+
+    schedule: lane 0, 1, 2 ──reordered by (2, 0, 1)──► the same orders and stages, on devices 2, 0, 1
+
+Devices of one speed and memory are equal, unless there is a link for each pair: to exchange them changes nothing, so an
+order is told by the kinds of devices in it. A device keeps its number, and so its links, its memory and its rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, repeat
+from math import factorial, prod
+from typing import NamedTuple
+
+from partition.plans.trials import Machine, Trial, enumerated, polished, tried
+from partition.profiles.profile import Profile
+from scheduler import Placement, Schedule
+
+__all__ = ["Base", "fitting", "reordered", "tried_in_orders"]
+
+Order = tuple[int, ...]
+Base = tuple[Profile, Machine, str, str | Schedule, Schedule]  # arguments of `tried`, with devices as given
+
+
+class Tried(NamedTuple):
+    """Trials of schedules.
+
+    Attributes:
+        trials: all of them.
+        orders: in which devices were taken.
+        is_all: True where no other order was left out, that may be taken.
+    """
+
+    trials: list[Trial]
+    orders: list[Order]
+    is_all: bool
+
+
+def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> Tried:
+    """The trials of schedules on devices, in the orders that may be good.
+
+    All orders that differ, where there are few enough for so many schedules. Else the given one, and those by memory
+    and by speed; and for the best of all these, two devices exchanged at a time, for as long as that is better.
+    """
+    machine = bases[0][1]
+    orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given(machine)]
+    if orders:
+        return Tried([trial for base in bases for order in orders for trial in _tried(base, order)], orders, True)
+    orders = _likely_orders(machine)
+    trials = [(trial, base, order) for base in bases for order in orders for trial in _tried(base, order)]
+    best, base, order = min(trials, key=lambda each: each[0].rank)
+    found = [trial for trial, _, _ in trials]
+    while True:
+        changed = [(trial, other) for other in _exchanges(order, machine) for trial in _tried(base, other)]
+        found += [trial for trial, _ in changed]
+        better, other = min(changed, key=lambda each: each[0].rank)
+        if better.rank >= best.rank:
+            return Tried(found, list(dict.fromkeys([*orders, order])), False)
+        best, order = better, other
+
+
+def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[Order]) -> tuple[Trial, bool]:
+    """A trial that fits, where the best of those that were tried does not, and whether all there is was looked at.
+
+    That is all balances and recomputations of the schedules, in these orders of the devices. Where none fits, or none
+    is come upon, it is the best one.
+    """
+    budget = _BUDGET
+    for base in bases:
+        for order in orders:
+            trial, budget = enumerated(*_placed(base, order), budget)
+            if trial is not None or budget < 0:
+                return best if trial is None else polished(trial, base[1]), False
+    return best, True
+
+
+def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """A schedule with each lane on the device of an order.
+
+    Example:
+        >>> from scheduler import by_name
+        >>> reordered(by_name("1f1b", 3, 4), (2, 0, 1)).placement
+        Placement(lane_of=(2, 0, 1))
+    """
+    lane_at = sorted(range(len(order)), key=order.__getitem__)
+    placement = Placement(tuple([order[lane] for lane in schedule.placement.lane_of]))
+    return Schedule(schedule.name, placement, schedule.chunks, tuple([schedule.orders[lane] for lane in lane_at]))
+
+
+def _tried(base: Base, order: Order) -> list[Trial]:
+    return tried(*_placed(base, order))
+
+
+def _placed(base: Base, order: Order) -> Base:
+    profile, machine, label, given, schedule = base
+    if order == _given(machine):
+        return base
+    schedule = reordered(schedule, order)
+    return profile, machine, label, schedule, schedule
+
+
+def _given(machine: Machine) -> Order:
+    return tuple(range(len(machine.speeds)))
+
+
+def _all_orders(machine: Machine, most: int) -> list[Order]:
+    """All orders of the devices that differ, the given one first; none, where there are more than so many."""
+    kinds = _kinds(machine)
+    count = factorial(len(kinds)) // prod(map(factorial, Counter(kinds).values()))
+    return list(dict.fromkeys([_given(machine), *_distinct(list(_given(machine)), kinds)])) if count <= most else []
+
+
+def _likely_orders(machine: Machine) -> list[Order]:
+    given = _given(machine)
+    keys = [machine.caps, machine.speeds]
+    by_key = [tuple(sorted(given, key=key.__getitem__, reverse=down)) for key in keys for down in (True, False)]
+    return list(dict.fromkeys([given, *by_key]))
+
+
+def _exchanges(order: Order, machine: Machine) -> Iterator[Order]:
+    """The orders with two unequal devices in each other's place."""
+    kinds = _kinds(machine)
+    for one, other in combinations(range(len(order)), 2):
+        if kinds[order[one]] != kinds[order[other]]:
+            changed = list(order)
+            changed[one], changed[other] = order[other], order[one]
+            yield tuple(changed)
+
+
+def _kinds(machine: Machine) -> list[tuple[float, ...]]:
+    """The kind of each device; with links by pairs no two are of one."""
+    numbers = range(len(machine.speeds)) if isinstance(machine.link, Mapping) else repeat(0)
+    return list(zip(machine.speeds, machine.caps, numbers))
+
+
+def _distinct(left: list[int], kinds: Sequence[tuple[float, ...]]) -> Iterator[Order]:
+    """The orders of some devices of which no two have the same kinds, equal devices by number."""
+    if not left:
+        yield ()
+    for first in {kinds[device]: device for device in reversed(left)}.values():
+        for rest in _distinct([device for device in left if device != first], kinds):
+            yield first, *rest
+
+
+_TRIALS = 240  # schedules in orders: then it takes some seconds
+_BUDGET = 3000  # balances to look at before no plan is said to fit
