@@ -14,7 +14,7 @@ TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(a
 # and beside torch's CPU build one breaks what imports it.
 PEERS := curvlinops-for-pytorch backpack-for-pytorch einconv einops linear_operator opt_einsum unfoldNd
 
-.PHONY: demo test test-accelerator check docs soak bench test-gpu test-gpu-sanitize clean
+.PHONY: demo test test-accelerator check docs package soak bench test-gpu test-gpu-sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -41,6 +41,10 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 	@echo open build/docs/index.html
+
+# Wheel and sdist, built and installed into an empty environment: some minutes, most of which are torch's.
+package: $(READY)
+	$(BIN)/python -m pytest -q tests/packaging
 
 soak: $(READY)
 	$(ONE) $(TESTS) --whole -m "soak or not soak"

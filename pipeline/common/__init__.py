@@ -2,3 +2,7 @@
 
 Imports no other room.
 """
+
+from pipeline.common.neighbours import check_neighbours
+
+check_neighbours()
