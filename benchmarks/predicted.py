@@ -5,22 +5,23 @@
     python benchmarks/predicted.py --json FILE
 
 Two stages of two blocks each, 8 chunks, each rank on a core of its own, gloo. Steps under one setting are traced (1F1B,
-every chunk recomputed); `Costs.measured` takes medians of F, B, recomputations and messages over these steps. From
-them `simulate` predicts the step under that setting and under others that were not traced:
+every chunk recomputed); `Costs.measured` takes F, B, recomputations and messages from these steps, and what I and W
+are of a B from a profile of the layers, which each rank takes between its rounds. From them `simulate` predicts the step
+under that setting and under others that were not traced:
 
     1f1b, always    the traced one: what the order explains
     1f1b, never     without the recomputations
     gpipe, never    another order
-    zb-h1, never    another one, with B split in halves, which nobody measured
+    zb-h1, never    another one, with B split in halves, which nobody traced
     1f1b, 3 + 1     one block more on the first stage, as if blocks were equal
 
-Two measured times: `actions` from the start of a step's first action to the end of its last, which is what `simulate`
-predicts; and `step` from when both ranks begin to when both have ended, with what a step does besides: it cuts the
-batch, exchanges words with the other rank at its begin and its end, and hands out gradients. That is some milliseconds
-here, the more the more other processes use the cores, and predicted by nobody.
+`actions`: from the start of a step's first action to the end of its last. `step`: from when both ranks begin to when both
+have ended, with what a step does besides: it cuts the batch, exchanges words with the other rank, hands out gradients.
+That is predicted as it was in the traced steps (`timeline.outside`).
 
 Settings take turns within a round. Where other processes use the cores, all times are theirs too, so of each setting
-the three fastest rounds count, of the traced one in its costs as well, and the median of these.
+the fastest eighth of the rounds counts, of the traced one in its costs as well, and the median of these; and the fastest
+of the profiles.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ from models import blocks, hugging_face  # noqa: E402
 from ranks_launch import Pair, machine, start_together  # noqa: E402
 from torch import nn  # noqa: E402
 
+from partition import Profile, profile  # noqa: E402
 from pipeline import Pipe  # noqa: E402
 from scheduler import Costs, Timeline, by_name, simulate  # noqa: E402
+from scheduler.measurement import measure  # noqa: E402
 
-MODELS = ("gpt", "llama", "bottleneck", "lstm", "hf-gpt2")
+MODELS = ("gpt", "llama", "bottleneck", "experts", "hf-gpt2", "lstm")
 STAGES, CHUNKS, ROWS, BLOCKS = 2, 8, 8, 4
-FASTEST = 3  # rounds
+PROFILES = 5  # of each rank, between rounds
 VALIDATING = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # these calls compare more, and take longer
 
 
@@ -76,22 +79,23 @@ class Row(NamedTuple):
     model: str
     setting: str
     step: float
+    predicted_step: float
     actions: float
-    predicted: float
+    predicted_actions: float
 
 
-def measured(name: str, rounds: int) -> tuple[list[float], list[list[Timeline]]]:
-    """The step's time under each setting, and timelines of its fastest steps. On every rank."""
+def measured(name: str, rounds: int) -> tuple[list[list[float]], list[list[Timeline]], list[Profile]]:
+    """The step's times under each setting, its timelines, and profiles of the layers. On every rank."""
     pipes: list[Pipe] = []
     times: list[list[float]] = [[] for _ in SETTINGS]
     timelines: list[list[Timeline]] = [[] for _ in SETTINGS]
+    profiles = []
     for setting in SETTINGS:
         torch.manual_seed(0)
         layers, x, y = built(name)
-        per_stage = len(layers) // BLOCKS  # equal blocks; a beginning and an end go with the first and the last
-        first = (BLOCKS // 2 + setting.moved) * per_stage + len(layers) % BLOCKS // 2
-        balance = [first, len(layers) - first]
-        pipes.append(Pipe(layers, balance, CHUNKS, schedule=setting.schedule, checkpoint=setting.checkpoint))
+        pipes.append(Pipe(
+            layers, balance(layers, setting), CHUNKS, schedule=setting.schedule, checkpoint=setting.checkpoint
+        ))
     number, done = 0, 0
     while done < rounds:
         number += 1
@@ -106,8 +110,18 @@ def measured(name: str, rounds: int) -> tuple[list[float], list[list[Timeline]]]
                 times[place].append(time)
                 timelines[place].append(trace.timeline)
             pipe.zero_grad()
-    fastest = [sorted(of_setting, key=lambda timeline: timeline.makespan)[:FASTEST] for of_setting in timelines]
-    return [median(sorted(column)[:FASTEST]) for column in times], fastest
+        if counts and done % (rounds // PROFILES) == 0:
+            start_together()
+            profiles.append(profile(built(name)[0], x, chunks=CHUNKS, timeout=0.2))
+    fastest = [sorted(of_setting, key=lambda timeline: timeline.makespan)[: rounds // 8] for of_setting in timelines]
+    return [sorted(of_step)[: rounds // 8] for of_step in times], fastest, profiles
+
+
+def balance(layers: nn.Sequential, setting: Setting) -> list[int]:
+    """Equal blocks; a beginning and an end go with the first and the last."""
+    per_stage = len(layers) // BLOCKS
+    first = (BLOCKS // 2 + setting.moved) * per_stage + len(layers) % BLOCKS // 2
+    return [first, len(layers) - first]
 
 
 def built(name: str) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
@@ -125,7 +139,7 @@ def ended() -> float:
 
 
 def predicted(costs: Costs, setting: Setting) -> float:
-    """The step by `simulate`, from the costs of the traced setting."""
+    """The actions of the step by `simulate`, from the costs of the traced setting."""
     if setting.checkpoint == "never":
         costs = replace(costs, recompute=0)
     if setting.moved:
@@ -138,18 +152,36 @@ def predicted(costs: Costs, setting: Setting) -> float:
     return float(simulate(by_name(setting.schedule, STAGES, CHUNKS), costs).makespan)
 
 
+def halves(profiles: Sequence[Profile], layers: nn.Sequential) -> Costs:
+    """I, W and B of both stages, each by the profile in which they were fastest."""
+    first, _ = balance(layers, TRACED)
+    stages = [
+        min((profile.stage(*ends) for profile in profiles), key=lambda stage: stage.input + stage.weight + stage.backward)
+        for ends in ((0, first), (first, len(layers)))
+    ]
+    return Costs(
+        input=[stage.input for stage in stages], weight=[stage.weight for stage in stages],
+        backward=[stage.backward for stage in stages],
+    )
+
+
 def rows_of(names: Sequence[str], rounds: int) -> list[Row]:
     """Each model under each setting."""
     rows = []
     with Pair() as pair:
         for name in names:
-            times, timelines = pair.call(measured, name, rounds, seconds=600)[0]
-            costs = Costs.measured(timelines[SETTINGS.index(TRACED)])
-            for setting, time, of_setting in zip(SETTINGS, times, timelines):
+            answers = pair.call(measured, name, rounds, seconds=900)
+            times, timelines, _ = answers[0]
+            profiles = [profile for _, _, of_rank in answers for profile in of_rank]
+            traced = timelines[SETTINGS.index(TRACED)]
+            costs = Costs.measured(traced, halves=halves(profiles, built(name)[0]))
+            outside = measure(traced).outside
+            for setting, of_step, of_setting in zip(SETTINGS, times, timelines):
                 actions = median(timeline.makespan for timeline in of_setting)
-                rows.append(row := Row(name, str(setting), time, actions, predicted(costs, setting)))
-                cells = [f"{time * 1e3:.1f}" for time in (row.step, row.actions, row.predicted)]
-                ratios = [f"{row.predicted / time:.2f}" for time in (row.actions, row.step)]
+                makespan = predicted(costs, setting)
+                rows.append(row := Row(name, str(setting), median(of_step), makespan + outside, actions, makespan))
+                cells = [f"{time * 1e3:.1f}" for time in row[2:]]
+                ratios = [f"{row.predicted_step / row.step:.2f}", f"{row.predicted_actions / row.actions:.2f}"]
                 print("|", " | ".join([row.model, row.setting, *cells, *ratios]), "|", flush=True)
     return rows
 
@@ -157,15 +189,15 @@ def rows_of(names: Sequence[str], rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS[:5], choices=MODELS)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     print(f"{machine()}\n")
-    print("| model | setting | step, ms | actions, ms | predicted, ms | of actions | of step |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| model | setting | step, ms | predicted | actions, ms | predicted | of step | of actions |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     rows = rows_of(arguments.models, 20 if arguments.quick else 80)
-    for what in ("actions", "step"):
-        off = sorted(abs(row.predicted / getattr(row, what) - 1) for row in rows)
+    for what in ("step", "actions"):
+        off = sorted(abs(getattr(row, f"predicted_{what}") / getattr(row, what) - 1) for row in rows)
         within = sum(share <= 0.15 for share in off)
         words = f"off by {median(off):.1%} in the median of {len(off)}, {off[-1]:.1%} at most"
         print(f"\n{what}: {words}; {within} within 15 %")
