@@ -6,8 +6,8 @@
 
 Two stages of two blocks each, 8 chunks, each rank on a core of its own, gloo. Steps under one setting are traced (1F1B,
 every chunk recomputed); `Costs.measured` takes F, B, recomputations and messages from these steps, and what I and W
-are of a B from a profile of the layers, which each rank takes between its rounds. From them `simulate` predicts the step
-under that setting and under others that were not traced:
+are of a B from a profile of the layers, which each rank takes between its rounds. From them `simulate` predicts the
+step under that setting and under others that were not traced:
 
     1f1b, always    the traced one: what the order explains
     1f1b, never     without the recomputations
@@ -15,13 +15,13 @@ under that setting and under others that were not traced:
     zb-h1, never    another one, with B split in halves, which nobody traced
     1f1b, 3 + 1     one block more on the first stage, as if blocks were equal
 
-`actions`: from the start of a step's first action to the end of its last. `step`: from when both ranks begin to when both
-have ended, with what a step does besides: it cuts the batch, exchanges words with the other rank, hands out gradients.
-That is predicted as it was in the traced steps (`timeline.outside`).
+`actions`: from the start of a step's first action to the end of its last. `step`: from when both ranks begin to when
+both have ended, with what a step does besides: it cuts the batch, exchanges words with the other rank, hands out
+gradients. That is predicted as it was in the traced steps (`timeline.outside`).
 
 Settings take turns within a round. Where other processes use the cores, all times are theirs too, so of each setting
-the fastest eighth of the rounds counts, of the traced one in its costs as well, and the median of these; and the fastest
-of the profiles.
+the fastest eighth of the rounds counts, of the traced one in its costs as well, and the median of these; and the
+fastest of the profiles.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def halves(profiles: Sequence[Profile], layers: nn.Sequential) -> Costs:
     """I, W and B of both stages, each by the profile in which they were fastest."""
     first, _ = balance(layers, TRACED)
     stages = [
-        min((profile.stage(*ends) for profile in profiles), key=lambda stage: stage.input + stage.weight + stage.backward)
+        min((each.stage(*ends) for each in profiles), key=lambda stage: stage.input + stage.weight + stage.backward)
         for ends in ((0, first), (first, len(layers)))
     ]
     return Costs(

@@ -115,6 +115,23 @@ class Block(Part):
         passing = self.outline.passing.filled(self._number, leaves, passing)
         return tuple([leaves[place] for place in chain.exits]), kept, travelling, passing
 
+    @property
+    def block(self) -> nn.Module:
+        """The block itself."""
+        (block,) = self.own().values()
+        assert isinstance(block, nn.Module)
+        return block
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """The outline and the chain, which blocks that are called alike have in common."""
+        return id(self.outline), chain_of(self.outline.chains, self._number).first
+
+    def called(self, value: Value) -> tuple[list[Any], dict[str, Any]] | None:
+        """What the block is called with. None: what it does with what it returns depends on its number."""
+        hidden, kept, travelling, passing = value
+        return None if passing else self.outline.call(self._number, hidden, kept, travelling)
+
     def _leaves(self, returned: Any, chain: Chain) -> Leaves:
         """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
         leaves = tree_leaves(returned)

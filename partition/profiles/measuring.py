@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from partition.profiles.alike import Memory
 from partition.profiles.sandbox import Sandbox
 from partition.profiles.skips import renew, skips_of, values_of
 
@@ -26,6 +27,7 @@ __all__ = ["Given", "Layer", "Loss", "Saved", "Storages", "each_layer", "tensors
 
 T = TypeVar("T")
 Visit = Callable[[nn.Module, Any, "Layer"], tuple[T, Any]]
+Again = Callable[[T, Any, Any], T]
 
 
 class Layer(NamedTuple):
@@ -53,9 +55,12 @@ class Loss(NamedTuple):
 
 
 def each_layer(
-    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None = None
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None = None,
+    again: Again[T] = lambda result, x, y: result,
 ) -> list[T]:
     """visit(copy of the layer, its input, Layer) -> (result, output), layer after layer; the results.
+
+    Without numbers, layers that are alike run once (alike.py).
 
     Args:
         module: the layers.
@@ -63,14 +68,16 @@ def each_layer(
         sandbox: where they run.
         visit: what to do with each.
         loss: of the output, visited like a layer behind the last; None: there is none.
+        again: (result of a layer, input and output of one that is like it) -> its result.
     """
-    return copy_context().run(_each_layer, module, sample, sandbox, visit, loss)
+    return copy_context().run(_each_layer, module, sample, sandbox, visit, loss, again)
 
 
 def _each_layer(
-    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None
+    module: nn.Sequential, sample: Any, sandbox: Sandbox, visit: Visit[T], loss: Loss | None, again: Again[T]
 ) -> list[T]:
     results = []
+    memory = Memory()
     with sandbox.within():
         x = sandbox.moved(sample)
         # Not named_children(), which leaves out the second place of a layer that stands in two.
@@ -80,7 +87,10 @@ def _each_layer(
                 here = Layer(index, sandbox, *skips_of(layer), [])
                 made = sandbox.copy(layer)
                 with sandbox.running():
-                    result, y = visit(made, x, here)
+                    if sandbox.fake and not here.stashes and not here.pops:
+                        result, y = _remembered(memory, layer, made, x, here, visit, again)
+                    else:
+                        result, y = visit(made, x, here)
                 del made
             x = _cut(y)
             del y
@@ -92,6 +102,20 @@ def _each_layer(
                 with sandbox.running():
                     results.append(visit(behind, x, Layer(len(module), sandbox, [], [], tensors_of(behind.target)))[0])
     return results
+
+
+def _remembered(
+    memory: Memory, layer: nn.Module, made: nn.Module, x: Any, here: Layer, visit: Visit[T], again: Again[T]
+) -> tuple[T, Any]:
+    """The result and the output of a layer that runs, or that is like one that ran."""
+    before = memory.find(layer, made, x)
+    if before is not None:
+        y = before.output(x)
+        return again(before.result, x, y), y
+    with memory.watched(made) as read:
+        result, y = visit(made, x, here)
+    memory.add(x, y, result, read)
+    return result, y
 
 
 @contextmanager
@@ -130,6 +154,7 @@ class Saved(NamedTuple):
         stashed, popped: (number, bytes) of skips, as messages.
         parameters: each, in the order of `named_parameters`, without numbers.
         buffers: of all buffers.
+        leaves: the numbers of the storages of the tensors that it is given, and then of those that it returns.
     """
 
     inner: int
@@ -140,6 +165,7 @@ class Saved(NamedTuple):
     popped: tuple[tuple[int, int], ...]
     parameters: list[Tensor]
     buffers: int
+    leaves: tuple[int, ...] = ()
 
     @property
     def activations(self) -> int:
@@ -191,9 +217,21 @@ class Storages:
         stashed = tuple([self._skips[key] for key in here.stashes])
         shapes = [torch.empty_like(parameter, device="meta") for _, parameter in _parameters(layer)]
         buffers = sum(buffer.nbytes for buffer in layer.buffers())
-        result = Saved(inner, tuple(sorted(outer.items())), constants, _message(y), stashed, popped, shapes, buffers)
+        result = Saved(inner, tuple(sorted(outer.items())), constants, _message(y), stashed, popped, shapes, buffers,
+                       self._leaves(x, y))  # fmt: skip
         self._forget(y)
         return result, y
+
+    def again(self, before: Saved, x: Any, y: Any) -> Saved:
+        """What a layer saves that is like one that ran: the same, in storages of its own."""
+        self._number([x, y])
+        leaves = self._leaves(x, y)
+        number = dict(zip(before.leaves, leaves, strict=True))
+        self._forget(y)
+        return before._replace(outer=tuple(sorted((number[old], size) for old, size in before.outer)), leaves=leaves)
+
+    def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
+        return tuple([self._numbers[_storage(tensor)] for tensor in tensors_of([x, y])])
 
     def _enter(self, x: Any, first: bool) -> None:
         self._number(x)

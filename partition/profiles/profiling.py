@@ -109,7 +109,7 @@ def layer_bytes(
 ) -> tuple[list[Saved], tuple[tuple[int, int], ...]]:
     """The bytes that each layer saves, has and returns, the loss behind them; and the storages of the chunk."""
     storages = Storages([*module.parameters(), *module.buffers()])
-    return each_layer(module, chunk, Sandbox(device), storages, loss), storages.entry
+    return each_layer(module, chunk, Sandbox(device), storages, loss, storages.again), storages.entry
 
 
 def layer_work(

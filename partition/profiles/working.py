@@ -77,17 +77,12 @@ def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
     given = Given(x, here.pops)
     with counter() as forward:
         y = layer(given.value)
-    with counter() as backward:
-        _backward(y, here.stashes, given.targets(layer), retain=True)
-    parts: Sequence[Part] = ()
     with counter() as inputs:
-        if _is_trained(layer):
-            parts = _first_half(y, here.stashes, given, layer)
+        parts = _first_half(y, here.stashes, given, layer)
     with counter() as weights:
         _second_half(parts)
-    whole = backward.get_total_flops()
-    first = inputs.get_total_flops() if _is_trained(layer) else whole
-    return Pass(forward.get_total_flops(), first, weights.get_total_flops(), whole), y
+    first, second = inputs.get_total_flops(), weights.get_total_flops()
+    return Pass(forward.get_total_flops(), first, second, first + second), y  # W calls the kernels that B would call
 
 
 def counter() -> FlopCounterMode:
@@ -112,7 +107,7 @@ _ON_CPU = {
 # ------------------------------------------------------------------------------------------------------------ halves
 
 
-def _backward(y: Any, stashes: list[Hashable], targets: Sequence[Any], retain: bool = False) -> None:
+def _backward(y: Any, stashes: list[Hashable], targets: Sequence[Any]) -> None:
     """Backward of all that can have one; to `targets` alone, for a closure may reach tensors of the caller.
 
     Args:
@@ -121,7 +116,7 @@ def _backward(y: Any, stashes: list[Hashable], targets: Sequence[Any], retain: b
     outputs = _outputs(y, stashes)
     if outputs and targets:
         # An output is a gradient of the right shape, dtype and device that costs nothing to make.
-        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], retain, inputs=targets)
+        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], inputs=targets)
 
 
 def _first_half(y: Any, stashes: list[Hashable], given: Given, layer: nn.Module) -> list[Part]:

@@ -1,0 +1,295 @@
+"""Layers that are alike, so that one run without numbers tells what all of them take and hold.
+
+    layer, its input --differences--> names of attributes that differ from an earlier layer's
+          none, or only such as that one's run did not read ──► the earlier result, and an output like the earlier one
+          others ──► it runs, and what it reads of these is watched: later layers may differ in what it did not read
+
+Two layers are alike if their modules are of the same types under the same names, their parameters and buffers have the
+same shapes, types and ties, their inputs have the same shapes, strides, types and share memory in the same places, and
+all else that stands in their modules is the same object or an equal plain value, but for what no run reads (the number
+of a block, say). Whoever reads the same does the same: without numbers nothing else can differ. What cannot be compared
+so is run by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from partition.models.parts import Block
+
+__all__ = ["Likeness", "Memory"]
+
+Attribute = tuple[str, str]  # path of a module in a layer, name
+
+
+class Likeness(NamedTuple):
+    """One layer that has run, and its result.
+
+    Attributes:
+        layer: what ran: the layer, or the block of a part of a model.
+        around: of what surrounds a block: its outline and its chain.
+        given: the form of the input, and of the arguments of a block.
+        unread: attributes that differ from those of another layer, and that its run did not read.
+        result: of the visit.
+        made: how its output follows from its input.
+    """
+
+    layer: nn.Module
+    around: tuple[Hashable, ...]
+    given: Hashable
+    unread: frozenset[Attribute]
+    result: Any
+    made: Form
+
+    def output(self, x: Any) -> Any:
+        """An output like that of the layer that ran, for an input like its own."""
+        return self.made.build(pytree.tree_leaves(x))
+
+
+class Memory:
+    """The layers that have run without numbers, in one pass over all."""
+
+    def __init__(self) -> None:
+        self._ran: list[Likeness] = []
+        self._layer: nn.Module = nn.Identity()
+        self._around: tuple[Hashable, ...] = ()
+        self._given: Hashable = None
+        self._differs: frozenset[Attribute] = frozenset()
+
+    def find(self, layer: nn.Module, copy: nn.Module, x: Any) -> Likeness | None:
+        """An earlier layer that this one is like. None: it must run, within `watched`, and then `add` remembers it.
+
+        Args:
+            layer: the layer.
+            copy: of it, that would run.
+            x: its input, of fakes.
+        """
+        self._layer, self._around, self._given = layer, (), _form_of(x)
+        if isinstance(layer, Block) and isinstance(copy, Block):
+            called = copy.called(x)
+            if called is None:
+                self._given = None
+            else:
+                self._layer, self._around = layer.block, layer.around
+                arguments = _form_of(called, x)
+                self._given = None if self._given is None or arguments is None else (self._given, arguments)
+        self._differs = frozenset()
+        if self._given is None:
+            return None
+        before: Likeness
+        for before in reversed(self._ran):
+            if (before.given, before.around) == (self._given, self._around):
+                differs = _differences(before.layer, self._layer)
+                if differs is not None and differs <= before.unread:
+                    return before
+                self._differs = self._differs or differs or frozenset()
+        return None
+
+    @contextmanager
+    def watched(self, copy: nn.Module) -> Iterator[set[Attribute]]:
+        """Within, what a copy of the layer reads of the attributes that differ is added to the set."""
+        inner = copy.block if isinstance(copy, Block) and self._around else copy
+        read: set[Attribute] = set()
+        by_path: dict[str, set[str]] = {}
+        for path, name in self._differs:
+            by_path.setdefault(path, set()).add(name)
+        watched = [(inner.get_submodule(path), path, names) for path, names in by_path.items()]
+        try:
+            for module, path, names in watched:
+                module.__class__ = _watching(type(module), path, frozenset(names), read)
+            yield read
+        finally:
+            for module, *_ in watched:
+                if len(type(module).__mro__) > 1 and "_watches" in vars(type(module)):
+                    module.__class__ = type(module).__mro__[1]
+
+    def add(self, x: Any, y: Any, result: Any, read: set[Attribute]) -> None:
+        """Remember the layer that was not found, once it has run."""
+        made = Form.of(x, y)
+        if self._given is not None and made is not None:
+            unread = self._differs - read
+            self._ran.append(Likeness(self._layer, self._around, self._given, unread, result, made))
+
+
+def _watching(kind: Any, path: str, names: frozenset[str], read: set[Attribute]) -> Any:
+    def watch(module: Any, name: str) -> Any:
+        if name in names:
+            read.add((path, name))
+        elif name == "__dict__" and sys._getframe(1).f_globals is not vars(nn.modules.module):  # that looks up others
+            read.update((path, each) for each in names)
+        return kind.__getattribute__(module, name)
+
+    space = {"__getattribute__": watch, "__module__": kind.__module__, "_watches": names}
+    return type(kind.__name__, (kind,), space)
+
+
+# ------------------------------------------------------------------------------------------------------------ modules
+
+
+def _differences(one: nn.Module, other: nn.Module) -> frozenset[Attribute] | None:
+    """The attributes in which two layers differ. None: they differ in more."""
+    pairs = list(zip(one.named_modules(remove_duplicate=False), other.named_modules(remove_duplicate=False)))
+    if len(pairs) != sum(1 for _ in one.modules()) or len(pairs) != sum(1 for _ in other.modules()):
+        return None  # a module stands in two places, or one has more
+    differs = set()
+    tensors: list[tuple[Any, Any]] = []
+    for (path, module), (other_path, its) in pairs:
+        same = path == other_path and type(module) is type(its) and vars(module).keys() == vars(its).keys()
+        if not same or isinstance(module, torch.jit.ScriptModule):
+            return None
+        for name, value in vars(module).items():
+            other_value = vars(its)[name]
+            if name in ("_parameters", "_buffers"):
+                if value.keys() != other_value.keys():
+                    return None
+                tensors += zip(value.values(), other_value.values())
+            elif name == "_modules":
+                if value.keys() != other_value.keys() or [each is None for each in value.values()] != [
+                    each is None for each in other_value.values()
+                ]:
+                    return None
+            elif not _is_same(value, other_value):
+                differs.add((path, name))
+    return frozenset(differs) if _have_same_form(tensors) else None
+
+
+def _have_same_form(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether parameters and buffers have the same form, and stand in the same places."""
+    partners: dict[int, int] = {}
+    for one, other in pairs:
+        if one is None or other is None:
+            if one is not other:
+                return False
+        elif partners.setdefault(id(one), id(other)) != id(other) or _of_tensor(one) != _of_tensor(other):
+            return False
+    return len(set(partners.values())) == len(partners)
+
+
+def _of_tensor(tensor: Tensor) -> Hashable:
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor._backward_hooks:
+        return id(tensor)  # like no other
+    return type(tensor), tensor.size(), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, repr(
+        sorted(vars(tensor)) if hasattr(tensor, "__dict__") else ""
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two attributes are one object, or equal plain values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    return isinstance(one, _PLAIN) and bool(one == other)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, set, frozenset)
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def _form_of(value: Any, beside: Any = None) -> Hashable:
+    """The form of a value: its tree, its plain leaves, and of its tensors all but numbers. None: it has other leaves.
+
+    Args:
+        value: a pytree.
+        beside: another, with which its tensors may share memory.
+    """
+    leaves, tree = pytree.tree_flatten(value)
+    known = [tensor for tensor in pytree.tree_leaves(beside) if isinstance(tensor, Tensor)]
+    storages = {_storage(tensor): number for number, tensor in reversed(list(enumerate(known)))}
+    forms: list[Hashable] = [tree]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                return None
+            storage = storages.setdefault(_storage(leaf), len(storages))
+            forms.append((type(leaf), leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
+                          leaf.requires_grad, storage, leaf.untyped_storage().nbytes()))  # fmt: skip
+        elif leaf is None or isinstance(leaf, _PLAIN):
+            forms.append((type(leaf), repr(leaf)))
+        else:
+            return None
+    return tuple(forms)
+
+
+class _Leaf(NamedTuple):
+    """A tensor of an output: where it lies."""
+
+    source: int  # the leaf of the input in whose storage it lies, or -1 - the number of a new storage
+    nbytes: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+
+
+class Form(NamedTuple):
+    """The form of an output, in that of an input."""
+
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, x: Any, y: Any) -> Form | None:
+        """None: there are leaves that cannot be made anew."""
+        given = {_storage(leaf): number for number, leaf in reversed(list(enumerate(pytree.tree_leaves(x))))
+                 if isinstance(leaf, Tensor)}  # fmt: skip
+        leaves, tree = pytree.tree_flatten(y)
+        new: dict[int, tuple[int, torch.dtype]] = {}
+        made: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                storage = _storage(leaf)
+                source = given.get(storage)
+                if source is None:
+                    number, dtype = new.setdefault(storage, (-1 - len(new), leaf.dtype))
+                    source = number
+                    if dtype is not leaf.dtype:
+                        return None
+                elif pytree.tree_leaves(x)[source].dtype is not leaf.dtype:
+                    return None
+                made.append(_Leaf(source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
+                                  leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad))  # fmt: skip
+            elif leaf is None or isinstance(leaf, _PLAIN):
+                made.append(leaf)
+            else:
+                return None
+        return cls(tuple(made), tree)
+
+    def build(self, given: Sequence[Any]) -> Any:
+        """An output of this form, of an input with these leaves."""
+        new: dict[int, Tensor] = {}
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Leaf):
+                if leaf.source >= 0:
+                    base = given[leaf.source].detach()
+                else:
+                    if leaf.source not in new:
+                        count = leaf.nbytes // leaf.dtype.itemsize
+                        new[leaf.source] = torch.empty(count, dtype=leaf.dtype, device=leaf.device)
+                    base = new[leaf.source]
+                made = base.as_strided(leaf.size, leaf.stride, leaf.offset).detach()
+                leaf = made.requires_grad_(leaf.needs_grad)
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
