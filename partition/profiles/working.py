@@ -35,11 +35,14 @@ class Pass(NamedTuple):
 def timed(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
     """Seconds of the actions.
 
-    What is done once (lazy parameters, choice of kernels) is done in a run that does not count.
+    What is done once (lazy parameters, choice of kernels) is done in runs that do not count, one of each kind.
     """
     then = copy_context()  # what was stashed before is there for each run
     then.copy().run(_clocked, layer, x, here)
-    halves = then.copy().run(_clocked_halves, layer, x, here)[0] if _is_trained(layer) else None
+    halves = None
+    if _is_trained(layer):
+        then.copy().run(_clocked_halves, layer, x, here)
+        halves, _ = then.copy().run(_clocked_halves, layer, x, here)
     (forward, backward), y = _clocked(layer, x, here)
     return Pass(forward, *(halves or (backward, 0.0)), backward), y
 
