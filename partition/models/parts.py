@@ -128,7 +128,7 @@ class Block(Part):
         return id(self.outline), chain_of(self.outline.chains, self._number).first
 
     def called(self, value: Value) -> tuple[list[Any], dict[str, Any]] | None:
-        """What the block is called with. None: what it does with what it returns depends on its number."""
+        """The arguments of the block. None: what it does with what it returns depends on its number."""
         hidden, kept, travelling, passing = value
         return None if passing else self.outline.call(self._number, hidden, kept, travelling)
 

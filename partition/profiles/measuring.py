@@ -223,7 +223,7 @@ class Storages:
         return result, y
 
     def again(self, before: Saved, x: Any, y: Any) -> Saved:
-        """What a layer saves that is like one that ran: the same, in storages of its own."""
+        """The bytes of a layer that is like one that ran: the same, in storages of its own."""
         self._number([x, y])
         leaves = self._leaves(x, y)
         number = dict(zip(before.leaves, leaves, strict=True))

@@ -85,7 +85,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, model: nn.Sequential, x: Any
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, model: nn.Sequential, x: Any) -> int:
-    """How many layers run to count FLOPs."""
+    """The number of layers that run to count FLOPs."""
     counts = [0]
     real = working.counted
 
