@@ -98,25 +98,26 @@ class TiedGradients(Gradients):
         return pairs
 
     def shared(self, pairs: dict[int, Pair]) -> dict[int, Pair]:
-        """The tensor of the first rank that gives one for its copy goes to all copies."""
+        """The tensor of the first rank that gives one for its copy, and no zeros, goes to all copies."""
         if not self._assignment.tied_parameters:
             return pairs
         here, rank_of = self._assignment.rank, self._assignment.rank_of
-        rows = self._ranks.exchange([id(copy) in pairs for copy in self.copies])
+        mine = {key: tensor for key, (_, tensor) in pairs.items() if bool(tensor.any())}
+        rows = self._ranks.exchange([id(copy) in mine for copy in self.copies])
         parts = []
         for index, (tied, copy) in enumerate(zip(self._assignment.tied_parameters, self.copies, strict=True)):
             givers = [rank for rank in tied.holders if rows[rank][index]]
             if copy is not None and givers[:1] == [here]:
                 stage = next(stage for stage, _ in tied.readers if rank_of[stage] == here)
-                parts.append((stage, copy, pairs[id(copy)][1]))
+                parts.append((stage, copy, mine[id(copy)]))
         whole = self.join(parts)
         for tied, copy in zip(self._assignment.tied_parameters, self.copies, strict=True):
-            if copy is not None and id(copy) in pairs:
-                mine, theirs = Sketches([pairs[id(copy)][1], whole[id(copy)][1]]).values
-                if not mine.is_like(theirs):
+            if copy is not None and id(copy) in mine:
+                own, theirs = Sketches([mine[id(copy)], whole[id(copy)][1]]).values
+                if not own.is_like(theirs):
                     raise MismatchError(
                         f"the second backward begins with other gradients at the gradient of the tied parameter "
-                        f"'{tied.name}' on rank {here} than on another of ranks {list(tied.holders)}: {mine}; "
+                        f"'{tied.name}' on rank {here} than on another of ranks {list(tied.holders)}: {own}; "
                         f"{theirs}. Its gradient is the same on all of them and counts once: compute the same from it "
                         "on each, or leave it out on all but one."
                     )

@@ -184,7 +184,7 @@ class Gradients(ABC):
         """One tensor for each parameter, wherever it has copies.
 
         Args:
-            pairs: (owner, tensor) of this process, by the owner's id. A copy may be left out, but not all.
+            pairs: (owner, tensor) of this process, by the owner's id. One for a copy may be left out, or be zeros.
 
         Raises:
             MismatchError: the tensors of two copies differ.

@@ -89,7 +89,8 @@ def mixed(net: nn.Module, case: Case, names: Names, how: str, count: int, live: 
     Args:
         how: "product", of a vector with the gradients of parameters and of x; "curved", a number that bends in each of
             them, with the loss beside it; "inputs", of the gradient of x alone; "weights", of some parameters alone,
-            by these; "summed", whose cotangents are views of one number.
+            by these; "summed", whose cotangents are views of one number; "once", where only the owner of a tied
+            parameter has its gradient in the number.
         live: whether x has a gradient.
     """
     x = case.make_input(count)
@@ -104,6 +105,9 @@ def mixed(net: nn.Module, case: Case, names: Names, how: str, count: int, live: 
     labels = [*[f"x{number}" for number in range(len(own))], *[name for name, _ in pairs]]
     labels += [f"extra{number}" for number in range(len(case.extras))]
     kept = {label: grad for label, grad in zip(labels, firsts, strict=True) if grad is not None}
+    if how == "once" and isinstance(net, Pipe):
+        copies = {id(copy) for tied, copy in net.runtime.tied() if tied.owner != dist.get_rank()}
+        kept = {label: grad for label, grad in kept.items() if id(dict(pairs).get(label)) not in copies}
     number = 0 * loss if how == "curved" else 0 * sum((grad.sum() for grad in firsts if grad is not None), loss * 0)
     for label, grad in kept.items():
         vector = names.vector(label, grad)

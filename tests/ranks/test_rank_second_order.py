@@ -50,6 +50,7 @@ def test_second_derivatives_are_those_of_the_plain_module_under_every_schedule(c
 def test_a_weight_that_ranks_have_in_common_counts_once(crew2: Crew, crew3: Crew) -> None:
     agree(crew2, "mixed", of_tied(2)[::7])
     agree(crew3, "mixed", of_tied(3)[1::13])
+    agree(crew2, "mixed", [{"model": model, "stages": 2, "how": "once", "count": 7} for model in MODELS[1:]])
 
 
 @pytest.mark.soak
