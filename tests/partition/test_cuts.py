@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_profiles import models
 from torch import nn
@@ -109,6 +109,7 @@ def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
     return Case(works, states, saved, entry, specs, messages, forward, loss, lanes)
 
 
+@settings(max_examples=120)
 @given(cases(), st.booleans())
 def test_no_balance_that_fits_has_a_faster_slowest_stage_and_none_of_these_is_evener(case: Case, many: bool) -> None:
     every = [case.walked(balance) for balance in balances(len(case.works), len(case.specs))]
@@ -125,6 +126,7 @@ def test_no_balance_that_fits_has_a_faster_slowest_stage_and_none_of_these_is_ev
     assert isclose(sum(t**2 for t in times), min(sum(t**2 for t in each) for each in every if max(each) <= best))
 
 
+@settings(max_examples=120)
 @given(cases(is_shared=True), st.booleans())
 def test_stages_of_one_device_share_its_memory(case: Case, many: bool) -> None:
     best = min(max(case.walked(balance)) for balance in balances(len(case.works), len(case.specs)))
@@ -210,6 +212,24 @@ def test_layers_of_a_profile_add_up_as_its_stages_do(name: str) -> None:
                 assert sum(amounts_.each[start:stop]) - twice == size
             again = sum(size for before, later, size in layers.read.again if start <= before and later < stop)
             assert sum(layers.read.each[start:stop]) - again + layers.entry[start] == stage.read
+
+
+@pytest.mark.parametrize("name", models())
+def test_bytes_of_windows_are_those_of_the_stages_of_a_profile(name: str) -> None:
+    model, x = models()[name]
+    measured = profile(model, x, device="meta", optimizer=2)
+    lane = Lane((0, 1), 1e18, ((Held(3, 2), Held(3, 2)),))
+    sums = windows.Windows(layers_of(measured), [StageSpec()] * 2, (), [lane])
+    for cut_ in range(1, len(model)):
+        stages = [measured.stage(0, cut_), measured.stage(cut_, len(model))]
+        wanted = [stage.state + 3 * stage.saved + 2 * stage.read for stage in stages]
+        assert sums.bytes([cut_, len(model) - cut_]).tolist() == wanted
+
+
+def test_stages_with_work_of_their_own_and_layers_without_any_are_cut() -> None:
+    specs = [StageSpec(0.5), StageSpec(0.5), StageSpec(0.5, work=1.0), StageSpec(0.5)]
+    found = cut_layers(Layers([0] * 7), specs, [[0] * 8] * 3)
+    assert sum(found) == 7 and min(found) >= 1 and slowest(Layers([0] * 7), specs, (), found) == 2
 
 
 def test_what_does_not_fit_is_said_of_a_stage_and_a_layer() -> None:
