@@ -29,7 +29,8 @@ class Bytes:
     def hold(self, tensor: Tensor, holder: Any) -> None:
         """Count the storage of a tensor for as long as `holder` lives."""
         storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
+        size = 0 if storage.device.type == "meta" else storage.nbytes()
+        address = storage.data_ptr() if size else 0
         if size == 0 or address in self._aside:
             return
         held = self._held.get(address, 0)

@@ -20,6 +20,8 @@ RECIPES = {
     "unet_denoise": ["--epochs", "1"],
     "lora": ["--steps", "15"],
     "hessian_llama": ["--steps", "5"],
+    "influence": ["--points", "2"],
+    "natural_gradient": ["--steps", "4"],
 }
 
 SECOND_ORDER = ("hessian_product", "gradient_penalty", "maml", "implicit_gradient")  # each compares itself

@@ -50,6 +50,17 @@ class LinearMap(ABC):
         given, give = taken(self.space, vectors)
         return give(self.products(given))
 
+    def dot(self, left: Vectors, right: Vectors) -> float:
+        """The inner product of two vectors, over all processes, the same on each.
+
+        Args:
+            left, right: one vector each, in a form that `@` takes.
+        """
+        ours, theirs = taken(self.space, left)[0], taken(self.space, right)[0]
+        if len(ours) != 1 or len(theirs) != 1:
+            raise ValueError(f"dot takes two vectors, not {len(ours)} and {len(theirs)}.")
+        return float(self.space.dots(ours, theirs))
+
     def shows(self, asked: bool | None) -> bool:
         """Whether to show a progress bar: if asked to, or on a terminal; on one process."""
         return self.space.rank == 0 and (sys.stderr.isatty() if asked is None else asked)

@@ -10,16 +10,14 @@ A product is a call of the Pipe: its schedule, checkpoint mode, places, threads 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.curvature.analysis import Analysis
+from pipeline.curvature.by_layers import ByLayers
 from pipeline.curvature.checking import Report, check, names_of
-from pipeline.curvature.estimates.eigenpairs import Eigenpairs
-from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
@@ -27,8 +25,6 @@ from pipeline.curvature.products.passes import Passes
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import ParameterSpace
 from pipeline.curvature.products.task import OnResult
-from pipeline.curvature.results.layers import LayerSpectra
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
@@ -39,7 +35,7 @@ from pipeline.recompute.randomness import draw_seed
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
-class Operator(Analysis):
+class Operator(ByLayers):
     """A matrix of second derivatives as its products with vectors. Use one of the classes below."""
 
     rule: Rule
@@ -160,49 +156,11 @@ class Operator(Analysis):
     # ---------------------------------------------------------------------------------------------------- by layers
 
     def restricted(self, names: Collection[str]) -> Self:
-        """The block of the matrix that belongs to some parameters.
-
-        Args:
-            names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
-        """
         space = space_of(self._pipe, self._prefix, lambda name, _: name in names)
         return self._twin(_space=space, _passes=self._passes.of(space=space))
 
-    def per_layer(
-        self,
-        k: int = 1,
-        *,
-        samples: int | None = None,
-        groups: Mapping[str, Sequence[str]] | None = None,
-        which: str = "LM",
-        tol: float = 1e-4,
-        seed: int = 0,
-        show: bool | None = None,
-    ) -> LayerSpectra:
-        """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
-
-        A block's products begin at its layer: stages before it only run forward.
-
-        Args:
-            k: how many eigenvalues; fewer of a layer that has fewer entries.
-            samples: products for the traces, of all layers together; None: no traces.
-            groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
-            which, tol, seed: see `top_eigenpairs`.
-            show: a progress bar, on one process. None: where it goes to a terminal.
-        """
-        found = by_module(agreed_names(self._space, self._counted())) if groups is None else groups
-        pairs: dict[str, Eigenpairs] = {}
-        sizes: dict[str, int] = {}
-        with Progress(len(found), f"layers of the {self.name}", self.shows(show)) as bar:
-            for layer, names in found.items():
-                block = self.restricted(frozenset(names))
-                sizes[layer] = block.shape[0]
-                pairs[layer] = block.top_eigenpairs(min(k, sizes[layer]), which=which, tol=tol, seed=seed, show=False)
-                bar.advance(note=f"{layer}: {pairs[layer].values[0]:.3g}")
-        traces = None if samples is None else self.layer_traces(found, samples, seed=seed, show=show)
-        return LayerSpectra.of(self.name, sizes, pairs, traces)
-
-    def _counted(self) -> list[str]:
+    @property
+    def counted_names(self) -> list[str]:
         return [member.name for member in self._space.members if member.counts]
 
     def _twin(self, **others: Any) -> Self:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from dense_map import DenseMap, symmetric
+from dense_ranks import over_ranks
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
+from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.plots import symlog
 from pipeline.curvature.results.result import Result
@@ -232,3 +234,24 @@ def test_an_axis_of_zeros_stays_linear():
     ax = axes()
     symlog(ax, "y", torch.zeros(3), torch.tensor([math.nan]))
     assert ax.get_yscale() == "linear"
+
+
+def test_over_ranks_each_has_the_same_history_and_goes_on_from_its_file(tmp_path):
+    matrices = [symmetric(torch.linspace(-1.0, top, 12)) for top in (3.0, 4.0)]
+
+    def measured(A, history, step):
+        return history.with_entry(step, top_eigenpairs(A, 1), trace(A, 6), lr=0.5)
+
+    whole = SharpnessHistory("dense")
+    for step, matrix in enumerate(matrices):
+        whole = measured(DenseMap(matrix), whole, step)
+    first = over_ranks(matrices[0], 2, lambda A: measured(A, SharpnessHistory("dense"), 0))
+    for rank, history in enumerate(first):
+        history.save(tmp_path / f"run.rank{rank}.json")
+    on_each = over_ranks(
+        matrices[1], 2, lambda A: measured(A, SharpnessHistory.load(tmp_path / f"run.rank{A.space.rank}.json"), 1)
+    )
+    assert str(on_each[0]) == str(on_each[1])
+    torch.testing.assert_close(on_each[0].values, whole.values, rtol=1e-9, atol=0)
+    torch.testing.assert_close(on_each[0].traces, whole.traces, rtol=1e-9, atol=0)
+    assert "2 / lr" in str(on_each[0]) and on_each[0].steps.tolist() == [0, 1]
