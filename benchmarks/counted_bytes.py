@@ -29,8 +29,10 @@ class Bytes:
     def hold(self, tensor: Tensor, holder: Any) -> None:
         """Count the storage of a tensor for as long as `holder` lives."""
         storage = tensor.untyped_storage()
-        size = 0 if storage.device.type == "meta" else storage.nbytes()
-        address = storage.data_ptr() if size else 0
+        try:
+            address, size = storage.data_ptr(), storage.nbytes()
+        except RuntimeError:  # of a fake or meta tensor: it has no memory
+            return
         if size == 0 or address in self._aside:
             return
         held = self._held.get(address, 0)
