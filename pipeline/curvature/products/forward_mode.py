@@ -77,6 +77,8 @@ class ForwardMode:
             if graph is not None and self._is_believed(stage, chunk, inbox, graph, tangents):
                 return graph, [tangents]
             self._is_on = False
+            if chunk == 0:  # nor will it be so in other products
+                self._agrees[index] = False
             stage.forwards.snapshot.put_back(chunk, chunk == 0)
         return adjoint(stage, chunk, inbox, drops)
 
