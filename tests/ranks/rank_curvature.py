@@ -328,7 +328,7 @@ def _density(A: Operator) -> Estimate:
 
 
 def _solution(A: Operator) -> Estimate:
-    found = solve(A, A.space.random("normal", 3, 0), damping=0.3, tol=1e-12)
+    found = solve(A, A.space.random("normal", 3, 0), damping=0.3, tol=1e-9)
     assert found.converged
     return [found.products], [found.x]
 

@@ -3,9 +3,10 @@
     h, h', parameters with their parts of v  --layers, on dual tensors-->  y, y' = J (h', v)      and the graph, for B
 
 Per linear layer that is 3 matrix products, and 5 by the adjoint of the adjoint (stage/stage_rule.py). It is used for
-one direction at a time: of four the adjoint's graph is shared, which costs less. And where the graph is dropped: one
-that is kept must hold values. It is plain forward mode, with no reverse mode under it: forward over reverse, and
-reverse over forward, are wrong for layer norm in torch 2.13 (pytorch/pytorch#196700).
+one direction at a time: of four the adjoint's graph is shared, which costs less. A graph that is kept must hold values,
+so it is made by a run of its own, which makes 4: so numbers do not depend on what is kept. It is plain forward mode,
+with no reverse mode under it: forward over reverse, and reverse over forward, are wrong for layer norm in torch 2.13
+(pytorch/pytorch#196700).
 
 A chunk takes the adjoint all the same where forward mode could be another function's derivative, or has none:
 
@@ -69,13 +70,13 @@ class ForwardMode:
 
     def __call__(self, stage: StageRule, chunk: int, inbox: Inbox, drops: bool) -> Pushed:
         index = stage.layers.index
-        if drops and self._is_on and self._agrees.get(index, True):
+        if self._is_on and self._agrees.get(index, True):
             with checkpointing(drops):
                 graph, tangents = self._run(stage, chunk, inbox)
             if graph is not None and not graph.roots:
                 return graph, [[]]
             if graph is not None and self._is_believed(stage, chunk, inbox, graph, tangents):
-                return graph, [tangents]
+                return graph if drops else _once_more(stage, chunk, inbox), [tangents]
             self._is_on = False
             if chunk == 0:  # nor will it be so in other products
                 self._agrees[index] = False

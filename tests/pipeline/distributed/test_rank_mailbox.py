@@ -31,7 +31,7 @@ class Link:
     def __init__(self) -> None:
         self.under_way: dict[str, Message] = {}
         self.expected: set[tuple[str, ...]] = set()
-        self.position = 0
+        self.position, self.arrived = 0, 0.0
 
     def begin(self, series: str, names: list[str]) -> None:
         self.expected.add((series, *names))
