@@ -76,9 +76,12 @@ def layers_of(profile: Profile) -> Layers:
     layers = profile.layers
     states = [
         Bytes(
-            layer.parameters.own + layer.gradients.own + layer.optimizer + layer.buffers + layer.constants,
-            tuple([(number, size) for number, size in layer.parameters.shared])
-            + tuple([(-1 - number, size) for number, size in layer.gradients.shared]),
+            layer.parameters.own + layer.gradients.own + layer.optimizer.own + layer.buffers + layer.constants,
+            tuple([
+                (3 * number + kind, size)
+                for kind, amount in enumerate((layer.parameters, layer.gradients, layer.optimizer))
+                for number, size in amount.shared
+            ]),
         )
         for layer in layers
     ]

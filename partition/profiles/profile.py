@@ -48,7 +48,7 @@ class LayerProfile:
         work: what it takes.
         parameters: bytes; those that other layers have as well (tied weights) by number.
         gradients: bytes of the gradients of parameters that need one.
-        optimizer: bytes of the optimizer's state. That of a tied weight counts in its first layer.
+        optimizer: bytes of the optimizer's state for these.
         buffers: bytes.
         saved: bytes that autograd holds for the backward: storages, each once and whole, without parameters and
             buffers. Those that are the layer's input or output, or a skip, by number: its neighbour may hold them too.
@@ -62,7 +62,7 @@ class LayerProfile:
     work: Work
     parameters: Bytes
     gradients: Bytes
-    optimizer: int
+    optimizer: Bytes
     buffers: int
     saved: Bytes
     constants: int
@@ -136,7 +136,7 @@ class Profile:
             sum(work.weight.median for work in works),
             sum(work.backward.median for work in works),
             joined(layer.parameters for layer in inside) + joined(layer.gradients for layer in inside)
-            + sum(layer.optimizer + layer.buffers + layer.constants for layer in inside),
+            + joined(layer.optimizer for layer in inside) + sum(layer.buffers + layer.constants for layer in inside),
             joined(saved),
             (self.layers[start - 1].output if start else 0) + sum(popped.values()),
         )
@@ -203,14 +203,14 @@ class Profile:
             "all", "", *map(self.spelt, (whole.forward, whole.input, whole.weight, whole.backward)),
             spelt_bytes(joined(layer.parameters for layer in self.layers)),
             spelt_bytes(joined(layer.gradients for layer in self.layers)),
-            spelt_bytes(sum(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
+            spelt_bytes(joined(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
         ))  # fmt: skip
         head = f"a chunk of {self.rows} rows, on {self.device}"
         return "\n".join([head, *aligned(rows)])
 
     def _row(self, layer: LayerProfile) -> tuple[str, ...]:
         works = [self._measured(each) for each in layer.work]
-        sizes = (layer.parameters.total, layer.gradients.total, layer.optimizer, layer.saved.total, layer.output)
+        sizes = (layer.parameters.total, layer.gradients.total, layer.optimizer.total, layer.saved.total, layer.output)
         return layer.name, layer.kind, *works, *map(spelt_bytes, sizes)
 
     def _measured(self, measured: Measured) -> str:
@@ -241,9 +241,12 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
+_AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
+
+
 def _layer(given: dict[str, Any]) -> LayerProfile:
     work = Work(*[Measured(*each) for each in given["work"]])
-    amounts = {name: Bytes(given[name][0], _pairs(given[name][1])) for name in ("parameters", "gradients", "saved")}
+    amounts = {name: Bytes(given[name][0], _pairs(given[name][1])) for name in _AMOUNTS}
     skips = {name: _pairs(given[name]) for name in ("stashes", "pops")}
     return LayerProfile(**{**given, **amounts, **skips, "work": work})
 

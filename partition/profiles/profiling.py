@@ -99,7 +99,7 @@ def profile(
     behind = None
     if loss_fn is not None:
         each, none = saved[-1], Bytes(0)
-        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, 0, each.buffers,
+        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, each.buffers,
                               Bytes(each.inner, each.outer), each.constants, each.output)  # fmt: skip
     return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, behind)
 
@@ -169,7 +169,7 @@ def with_rows(sample: Any, rows: int, have: int | None = None) -> Any:
     return pytree.tree_map_only(Tensor, cut, sample)
 
 
-def _states(module: nn.Sequential, saved: Sequence[Saved], optimizer: StateOf) -> list[tuple[Bytes, Bytes, int]]:
+def _states(module: nn.Sequential, saved: Sequence[Saved], optimizer: StateOf) -> list[tuple[Bytes, Bytes, Bytes]]:
     """For each layer bytes of parameters, of gradients and of optimizer state."""
     owners = [[id(p) for _, p in layer.named_parameters(remove_duplicate=False)] for layer in module._modules.values()
               if layer is not None]  # fmt: skip
@@ -182,7 +182,8 @@ def _states(module: nn.Sequential, saved: Sequence[Saved], optimizer: StateOf) -
     for ids in map(dict.fromkeys, owners):
         sizes = [(owner, known[owner].nbytes) for owner in ids]
         grads = [(owner, size) for owner, size in sizes if owner in trained]
-        found.append((_bytes(sizes, tied), _bytes(grads, tied), sum(states.pop(owner, 0) for owner in ids)))
+        kept = [(owner, states[owner]) for owner, _ in grads]
+        found.append((_bytes(sizes, tied), _bytes(grads, tied), _bytes(kept, tied)))
     return found
 
 

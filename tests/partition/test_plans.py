@@ -114,7 +114,7 @@ def random_profile(source: random.Random, layers: int) -> Profile:
     return Profile(tuple([
         LayerProfile(
             f"{number}", "Layer", Work(work(), work(), work(), work()), Bytes(source.randint(0, 20)),
-            Bytes(source.randint(0, 10)), source.randint(0, 20), 0,
+            Bytes(source.randint(0, 10)), Bytes(source.randint(0, 20)), 0,
             Bytes(source.randint(0, 20), ((number, source.randint(0, 8)),)), 0, source.randint(1, 8),
         )
         for number in range(layers)
