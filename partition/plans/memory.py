@@ -6,9 +6,10 @@
     waiting    values and gradients that have arrived and are not read yet; the output of the last stage, until its B
 
 What operators allocate and free within themselves is not in it, nor is what the allocator loses between blocks. `saved`
-is exact but for these, which are small: split backwards free some at I that is counted until W; what two neighbours on
-one device both save counts twice; and a recomputation has copies of the buffers that it writes (BatchNorm's running
-statistics).
+is exact but for these. A backward in halves frees at I some that is counted until W, and holds from I to W the
+gradients of the outputs of its matrix products, which are not counted: up to as many bytes as these outputs, for each
+chunk between its I and its W. What two neighbours on one device both save counts twice; and a recomputation has copies
+of the buffers that it writes (BatchNorm's running statistics).
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -77,12 +77,31 @@ def tall() -> tuple[nn.Sequential, Tensor]:
     return model, x
 
 
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).transpose(1, 3).unbind(2)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def blocks() -> tuple[nn.Sequential, Tensor]:
+    return nn.Sequential(*[Block() for _ in range(6)]), torch.rand(12, 3, 8)
+
+
 @pytest.mark.inline
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "some"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"])
-@pytest.mark.parametrize("name", ["tall", "plain", "tables", "skips"])
+@pytest.mark.parametrize("name", ["tall", "plain", "tables", "skips", "blocks"])
 def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, schedule: str, checkpoint: str) -> None:
-    model, x = tall() if name == "tall" else models()[name]
+    model, x = tall() if name == "tall" else blocks() if name == "blocks" else models()[name]
     model = nn.Sequential(*[layer for layer in model if not isinstance(layer, nn.BatchNorm1d)])  # see memory.py
     x = with_rows(x, 12)
     loss_fn = nn.functional.mse_loss
