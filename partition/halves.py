@@ -17,19 +17,19 @@ A stage splits its chunks so (pipeline/stage/split_backward.py), and a profile i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["REENTRANT", "Part", "Site", "ends_without", "late_gradients", "survey", "waiting"]
+__all__ = ["REENTRANT", "Part", "Site", "ends_without", "held_by", "late_gradients", "survey", "waiting"]
 
 REENTRANT = "CheckpointFunctionBackward"  # a node of torch.utils.checkpoint(use_reentrant=True): it only writes `.grad`
-Late = Callable[[Tensor], Sequence[Tensor]]  # from the gradient of an output to those of the weights
+Late: TypeAlias = "partial[Sequence[Tensor]]"  # from the gradient of an output to those of the weights
 
 
 class Site(NamedTuple):
@@ -155,6 +155,16 @@ def late_gradients(parts: Sequence[Part], what: str) -> tuple[list[GradientEdge]
             tails += site.tails
             grads += site.late(of_output)
     return tails, grads
+
+
+def held_by(parts: Iterable[Part]) -> list[Tensor]:
+    """The tensors that parts hold from I to W, some of them weights."""
+    return [
+        tensor
+        for site, gradient, _ in parts
+        for tensor in (gradient, site.given, *site.late.args)
+        if isinstance(tensor, Tensor)
+    ]
 
 
 def _keep(parts: list[Part], site: Site, grads: Sequence[Tensor | None]) -> None:

@@ -37,6 +37,7 @@ class Layers(NamedTuple):
         message: bytes of a chunk at each cut, before layer 0, 1, ... (the first and the last are not used).
         forward: of `work`, what a recomputation takes.
         loss: bytes that the loss saves in a last stage that begins at each layer, while its backward runs.
+        late: bytes for each chunk of which gradients wait from I to W.
     """
 
     work: Sequence[float]
@@ -47,6 +48,7 @@ class Layers(NamedTuple):
     message: Sequence[float] = ()
     forward: Sequence[float] = ()
     loss: Sequence[float] = ()
+    late: Amounts = Amounts(())
 
 
 def amounts_of(layers: Iterable[Bytes], first: Iterable[int] = ()) -> Amounts:
@@ -85,15 +87,19 @@ def layers_of(profile: Profile) -> Layers:
         )
         for layer in layers
     ]
-    stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.stashes}
-    pops = [(stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.pops]
+    stashed_at = {number: place for place, layer in enumerate(layers) for number, _ in layer.skips.stashes}
+    pops = [
+        (stashed_at[number], place, size) for place, layer in enumerate(layers) for number, size in layer.skips.pops
+    ]
+    entry = [number for number, _ in profile.entry]
     return Layers(
         [layer.work.total for layer in layers],
         amounts_of(states),
-        amounts_of([layer.saved for layer in layers], [number for number, _ in profile.entry]),
-        Amounts([sum(size for _, size in layer.pops) for layer in layers], pops),
+        amounts_of([layer.saved for layer in layers], entry),
+        Amounts([sum(size for _, size in layer.skips.pops) for layer in layers], pops),
         [0, *(layer.output for layer in layers[:-1])],
         [0, *map(profile.message, range(1, len(layers))), 0],
         [layer.work.forward.median for layer in layers],
         list(map(profile.loss_bytes, range(len(layers)))),
+        amounts_of([layer.waits.late for layer in layers], entry),
     )

@@ -72,11 +72,13 @@ class Held(NamedTuple):
         kept: chunks whose activations it has.
         inputs: chunks whose input it has, to recompute.
         loss: 1 while the backward of the loss runs.
+        late: chunks of which gradients wait from I to W.
     """
 
     kept: int
     inputs: int = 0
     loss: int = 0
+    late: int = 0
 
 
 class Lane(NamedTuple):
@@ -295,8 +297,9 @@ class _Rows:
 
     def __init__(self, layers: Layers, specs: Sequence[StageSpec], lanes: Sequence[Lane]) -> None:
         none = Amounts([0] * len(layers.work))
-        sums = [_Sums(amounts if len(amounts.each) else none) for amounts in (layers.state, layers.saved, layers.read)]
-        state, saved, read = sums
+        of_chunks = layers.saved, layers.read, layers.late
+        sums = [_Sums(amounts if len(amounts.each) else none) for amounts in (layers.state, *of_chunks)]
+        state, *of_chunk = sums
         entry, tail = numpy.zeros(len(layers.work) + 1), numpy.zeros(len(layers.work) + 1)
         entry[: len(layers.entry)] = layers.entry
         tail[: len(layers.loss)] = layers.loss
@@ -308,15 +311,16 @@ class _Rows:
             for moment in lane.moments:
                 rows = list(range(len(self.lines), len(self.lines) + len(moment)))
                 self.limits.append((lane.memory, rows))
-                for stage, row, (kept, inputs, loss) in zip(lane.stages, rows, moment, strict=True):
+                for stage, row, held in zip(lane.stages, rows, moment, strict=True):
                     self.of[stage].append(row)
-                    ends, begins = state.ends + kept * saved.ends, state.begins + kept * saved.begins
-                    if inputs:
-                        ends, begins = ends + inputs * read.ends, begins + inputs * (read.begins - entry)
-                    if loss:
-                        begins = begins - loss * tail
-                    self.lines.append(Line(ends + specs[stage].state, begins, float(begins[0])))
-                    sizes = [w * size for w, each in zip((1, kept, inputs), sums) for *_, size in each.apart]
+                    counts = held.kept, held.inputs, held.late
+                    ends, begins = state.ends + specs[stage].state, state.begins
+                    for count, amount in zip(counts, of_chunk):
+                        if count:
+                            ends, begins = ends + count * amount.ends, begins + count * amount.begins
+                    begins = begins - held.inputs * entry - held.loss * tail
+                    self.lines.append(Line(ends, begins, float(begins[0])))
+                    sizes = [w * size for w, each in zip((1, *counts), sums) for *_, size in each.apart]
                     self._sizes.append(numpy.array(sizes, dtype=float))
         pairs = [(before, later) for each in sums for before, later, _ in each.apart]
         self._before, self._later = numpy.array(pairs, dtype=numpy.intp).reshape(-1, 2).T

@@ -1,15 +1,14 @@
 """The memory of devices under a schedule: replayed action by action, in bytes.
 
     state      parameters, gradients, optimizer state, buffers: all the time
-    saved      what autograd holds: of a kept chunk from F to B (or W), of a recomputed one during its B
+    saved      what autograd holds: of a kept chunk from F to B or I, of a recomputed one during its B or I; of a
+               backward in halves from I to W: the inputs of products, and the gradients of their outputs
     inputs     of a recomputed chunk its input, from F to B
     waiting    values and gradients that have arrived and are not read yet; the output of the last stage, until its B
 
 What operators allocate and free within themselves is not in it, nor is what the allocator loses between blocks. `saved`
-is exact but for these. A backward in halves frees at I some that is counted until W, and holds from I to W the
-gradients of the outputs of its matrix products, which are not counted: up to as many bytes as these outputs, for each
-chunk between its I and its W. What two neighbours on one device both save counts twice; and a recomputation has copies
-of the buffers that it writes (BatchNorm's running statistics).
+is exact but for these. What two neighbours on one device both save counts twice; and a recomputation has copies of the
+buffers that it writes (BatchNorm's running statistics).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -42,7 +41,7 @@ class DevicePeak(NamedTuple):
 
     Attributes:
         state: all the time.
-        saved: the most that autograd holds.
+        saved: the most that autograd, and backwards in halves, hold.
         inputs: the most inputs of recomputed chunks.
         total: the most of all together, `state` and what waits to be read among it.
     """
@@ -58,9 +57,9 @@ def values_of(profile: Profile, balance: Sequence[int]) -> list[Value]:
     stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
     ends = [sum(balance[: stage + 1]) - 1 for stage in range(len(balance))]
     values = [Value(stage, stage + 1, profile.layers[end].output) for stage, end in enumerate(ends[:-1])]
-    stashed = {number: stage for stage, layer in zip(stage_of, profile.layers) for number, _ in layer.stashes}
+    stashed = {number: stage for stage, layer in zip(stage_of, profile.layers) for number, _ in layer.skips.stashes}
     for stage, layer in zip(stage_of, profile.layers):
-        values += [Value(stashed[number], stage, size) for number, size in layer.pops if stashed[number] != stage]
+        values += [Value(stashed[number], stage, size) for number, size in layer.skips.pops if stashed[number] != stage]
     if profile.loss is not None:
         values.append(Value(len(balance) - 1, len(balance) - 1, profile.layers[-1].output))
     return values
@@ -71,7 +70,8 @@ def moments_of(
 ) -> tuple[tuple[Held, ...], ...]:
     """The moments at which a device may hold the most, each with what its stages hold then.
 
-    One of them is its peak, whatever the stages' bytes are: at each other moment some of them has as much of all.
+    One of them is its peak, whatever the stages' bytes are, but for moments within an I: at each other moment some of
+    them has as much of all.
 
     Args:
         order: of the device's actions.
@@ -81,25 +81,28 @@ def moments_of(
 
     Example:
         >>> moments_of([Action.parse(text) for text in "0F0 0F1 0B0 0B1".split()], [0], [(0, 1)], last=3)
-        ((Held(kept=1, inputs=1, loss=0),),)
+        ((Held(kept=1, inputs=1, loss=0, late=0),),)
     """
     place_of = {stage: place for place, stage in enumerate(stages)}
     held = [Held(0)] * len(stages)
     most: dict[tuple[Held, ...], None] = {}
     for stage, kind, chunk in order:
         place, is_again = place_of[stage], (stage, chunk) in again
-        kept, inputs, _ = held[place]
-        if kind is Kind.F:
-            kept, inputs = (kept, inputs + 1) if is_again else (kept + 1, inputs)
-        elif kind is not Kind.W:
-            held[place] = Held(kept + is_again, inputs, int(stage == last))  # while it runs
+        for held[place] in _course(held[place], kind, is_again, stage == last):
             most[tuple(held)] = None
-            kept, inputs = kept + is_again - (kind is Kind.B), inputs - is_again
-        else:
-            kept -= 1
-        held[place] = Held(kept, inputs)
-        most[tuple(held)] = None
     return tuple([one for one in most if not any(one != other and _is_within(one, other) for other in most)])
+
+
+def _course(held: Held, kind: Kind, is_again: bool, is_last: bool) -> Iterator[Held]:
+    """The chunks of which a stage holds something, while an action runs and after it."""
+    kept, inputs, _, late = held
+    if kind is Kind.F:
+        yield Held(kept, inputs + 1, 0, late) if is_again else Held(kept + 1, inputs, 0, late)
+    elif kind is Kind.W:
+        yield Held(kept, inputs, 0, late - 1)
+    else:
+        yield Held(kept + is_again, inputs, int(is_last), late)  # while it runs
+        yield Held(kept + is_again - 1, inputs - is_again, 0, late + (kind is Kind.I))
 
 
 def _is_within(one: Sequence[Held], other: Sequence[Held]) -> bool:
@@ -149,15 +152,16 @@ def _changes(
 ) -> Iterator[Change]:  # fmt: skip
     """The changes that one action makes on its device."""
     stage, kind, chunk = action
-    saved, read = stages[stage].saved, stages[stage].read
+    of = stages[stage]
     is_again, of_loss = (stage, chunk) in again, loss if stage == len(stages) - 1 else 0
     if kind is Kind.F:
-        yield (start, 0, read, 0) if is_again else (start, saved, 0, 0)
+        yield (start, 0, of.read, 0) if is_again else (start, of.saved, 0, 0)
     elif kind is Kind.W:
-        yield end, -saved, 0, 0
+        yield end, -of.late, 0, 0
     else:
-        yield start, (saved if is_again else 0) + of_loss, 0, 0
-        yield end, -of_loss - (saved if kind is Kind.B else 0), -read if is_again else 0, 0
+        more, left = (max(of_loss, of.split - of.saved), of.late) if kind is Kind.I else (of_loss, 0)
+        yield start, of.saved * is_again + more, 0, 0
+        yield end, left - of.saved - more, -of.read * is_again, 0
 
 
 def _waiting(timeline: Timeline, placement: Placement, values: Sequence[Value]) -> list[list[Change]]:

@@ -5,7 +5,7 @@
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = ["Bytes", "Measured", "joined", "spelt_bytes", "spelt_count", "spelt_seconds"]
@@ -26,6 +26,10 @@ class Bytes(NamedTuple):
     def total(self) -> int:
         """All of them, of this layer alone."""
         return self.own + sum(size for _, size in self.shared)
+
+    def without(self, numbers: Container[int]) -> "Bytes":
+        """Those that are not shared under one of these numbers."""
+        return self._replace(shared=tuple([pair for pair in self.shared if pair[0] not in numbers]))
 
 
 def joined(amounts: Iterable[Bytes]) -> int:

@@ -6,7 +6,8 @@
 """
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_count, spelt_seconds
 
-__all__ = ["LayerProfile", "Profile", "StageProfile", "Work"]
+__all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work"]
 
 
 class Work(NamedTuple):
@@ -39,6 +40,36 @@ class Work(NamedTuple):
         return self.forward.median + self.backward.median
 
 
+class Skips(NamedTuple):
+    """Values that go past layers.
+
+    Attributes:
+        stashes, pops: (number, bytes) of those that leave a layer, and of those that come to it.
+    """
+
+    stashes: tuple[tuple[int, int], ...] = ()
+    pops: tuple[tuple[int, int], ...] = ()
+
+
+class Waits(NamedTuple):
+    """The bytes that the backward of a layer in halves, I and W, holds for one chunk.
+
+    Attributes:
+        inputs: of what it saved, those that it holds from I to W: the inputs of products.
+        gradients: those that it holds beside from I to W: the gradients of the outputs of products.
+        rise: by how much it holds more during I than before, at the most.
+    """
+
+    inputs: Bytes = Bytes(0)
+    gradients: int = 0
+    rise: int = 0
+
+    @property
+    def late(self) -> Bytes:
+        """The bytes held from I to W."""
+        return self.inputs._replace(own=self.inputs.own + self.gradients)
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """One layer, for one chunk.
@@ -54,7 +85,8 @@ class LayerProfile:
             buffers. Those that are the layer's input or output, or a skip, by number: its neighbour may hold them too.
         constants: bytes that autograd holds once, for all chunks: tables that the layer keeps as attributes.
         output: bytes of what it returns.
-        stashes, pops: (number, bytes) of values that go to a later layer directly, and that come so.
+        skips: values that go to a later layer directly.
+        waits: what a backward in halves holds.
     """
 
     name: str
@@ -67,8 +99,8 @@ class LayerProfile:
     saved: Bytes
     constants: int
     output: int
-    stashes: tuple[tuple[int, int], ...] = ()
-    pops: tuple[tuple[int, int], ...] = ()
+    skips: Skips = Skips()
+    waits: Waits = Waits()
 
 
 class StageProfile(NamedTuple):
@@ -79,6 +111,8 @@ class StageProfile(NamedTuple):
         state: bytes of parameters, gradients, optimizer state, buffers and constants.
         saved: bytes that autograd holds from F to B.
         read: bytes of what comes from other stages: what is kept instead, where the stage is recomputed.
+        split: the most of these while I runs: it frees some, and leaves others to W.
+        late: bytes held from I to W.
     """
 
     forward: float
@@ -88,6 +122,8 @@ class StageProfile(NamedTuple):
     state: int
     saved: int
     read: int
+    split: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,9 +163,8 @@ class Profile:
         inside = self.layers[start:stop]
         works = [layer.work for layer in inside]
         own = {number for number, _ in self.entry} if not start else set()
-        saved = [Bytes(layer.saved.own, tuple(s for s in layer.saved.shared if s[0] not in own)) for layer in inside]
-        made = {number for layer in inside for number, _ in layer.stashes}
-        popped = dict(skip for layer in inside for skip in layer.pops if skip[0] not in made)
+        made = {number for layer in inside for number, _ in layer.skips.stashes}
+        popped = dict(skip for layer in inside for skip in layer.skips.pops if skip[0] not in made)
         return StageProfile(
             sum(work.forward.median for work in works),
             sum(work.input.median for work in works),
@@ -137,8 +172,9 @@ class Profile:
             sum(work.backward.median for work in works),
             joined(layer.parameters for layer in inside) + joined(layer.gradients for layer in inside)
             + joined(layer.optimizer for layer in inside) + sum(layer.buffers + layer.constants for layer in inside),
-            joined(saved),
+            joined(layer.saved.without(own) for layer in inside),
             (self.layers[start - 1].output if start else 0) + sum(popped.values()),
+            *_split(inside, own),
         )
 
     def loss_bytes(self, start: int) -> int:
@@ -146,13 +182,12 @@ class Profile:
         if self.loss is None:
             return 0
         known = {number for layer in self.layers[start:] for number, _ in layer.saved.shared}
-        shared = tuple([(number, size) for number, size in self.loss.saved.shared if number not in known])
-        return joined([self.loss.saved._replace(shared=shared)]) + self.loss.constants
+        return self.loss.saved.without(known).total + self.loss.constants
 
     def message(self, cut: int) -> int:
         """Bytes of a chunk that pass a cut before layer `cut`: what the layer before returns, and skips."""
-        before = dict(chain.from_iterable(layer.stashes for layer in self.layers[:cut]))
-        after = {number for layer in self.layers[cut:] for number, _ in layer.pops}
+        before = dict(chain.from_iterable(layer.skips.stashes for layer in self.layers[:cut]))
+        after = {number for layer in self.layers[cut:] for number, _ in layer.skips.pops}
         return self.layers[cut - 1].output + sum(size for number, size in before.items() if number in after)
 
     def to_json(self) -> str:
@@ -218,6 +253,27 @@ class Profile:
         return self.spelt(measured.median) + share
 
 
+def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, int]:
+    """The most bytes that some layers hold together while their I runs, and those that they hold after it.
+
+    Args:
+        layers: from the last to the first of which I runs.
+        aside: numbers of storages that do not count.
+    """
+    saved = [layer.saved.without(aside) for layer in layers]
+    times = Counter(number for amount in saved for number, _ in amount.shared)
+    held, most = joined(saved), 0
+    for layer, amount in zip(reversed(layers), reversed(saved)):
+        most = max(most, held + layer.waits.rise)
+        held += layer.waits.gradients + layer.waits.inputs.own - amount.own
+        stays = dict(layer.waits.inputs.shared)
+        for number, size in amount.shared:
+            if number not in stays:
+                times[number] -= 1
+                held -= size * (not times[number])
+    return most, held
+
+
 def aligned(rows: Iterable[Iterable[str]], left: int = 2) -> list[str]:
     """Lines of a table: the first `left` columns to the left, the others to the right."""
     cells = [list(row) for row in rows]
@@ -246,9 +302,15 @@ _AMOUNTS = ("parameters", "gradients", "optimizer", "saved")
 
 def _layer(given: dict[str, Any]) -> LayerProfile:
     work = Work(*[Measured(*each) for each in given["work"]])
-    amounts = {name: Bytes(given[name][0], _pairs(given[name][1])) for name in _AMOUNTS}
-    skips = {name: _pairs(given[name]) for name in ("stashes", "pops")}
-    return LayerProfile(**{**given, **amounts, **skips, "work": work})
+    amounts = {name: _bytes(given[name]) for name in _AMOUNTS}
+    inputs, *waits = given["waits"]
+    skips = Skips(*map(_pairs, given["skips"]))
+    return LayerProfile(**{**given, **amounts, "work": work, "skips": skips, "waits": Waits(_bytes(inputs), *waits)})
+
+
+def _bytes(given: Sequence[Any]) -> Bytes:
+    own, shared = given
+    return Bytes(own, _pairs(shared))
 
 
 def _pairs(given: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

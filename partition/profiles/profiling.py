@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from partition.contiguous import whole
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured
-from partition.profiles.measuring import Loss, Saved, Storages, each_layer
+from partition.profiles.measuring import Loss, each_layer
 from partition.profiles.optimizer_state import StateOf, state_bytes
 from partition.profiles.profile import LayerProfile, Profile, Work
 from partition.profiles.sandbox import Device, Sandbox, device_of
+from partition.profiles.storages import Saved, Storages
 from partition.profiles.working import Pass, counted, timed
 from partition.splitting import check_module
 
@@ -92,7 +93,7 @@ def profile(
     states = _states(module, saved, optimizer)
     layers = [
         LayerProfile(name, type(layer).__name__, work, parameters, gradients, state, each.buffers,
-                     Bytes(each.inner, each.outer), each.constants, each.output, each.stashed, each.popped)
+                     Bytes(each.inner, each.outer), each.constants, each.output, each.skips, each.waits)
         for (name, layer), work, (parameters, gradients, state), each
         in zip(module._modules.items(), works, states, saved)
     ]  # fmt: skip

@@ -4,18 +4,17 @@
     x ──► layer ──► y ──► I ──gradients that wait──► W  (partition/halves.py)
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from partition.halves import Part, ends_without, late_gradients, survey, waiting
-from partition.profiles.measuring import Given, Layer, tensors_of
-from partition.profiles.skips import values_of
+from partition.halves import Part
+from partition.profiles.backwards import backward, first_half, second_half
+from partition.profiles.measuring import Given, Layer, outputs_of
 
 __all__ = ["Pass", "counted", "counter", "timed"]
 
@@ -57,7 +56,8 @@ def _clocked(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float, float]
     begun = here.sandbox.now()
     y = layer(given.value)
     made = here.sandbox.now()
-    _backward(y, here.stashes, given.targets(layer))
+    outputs = outputs_of(y, here.stashes)
+    backward(outputs, _like(outputs), given.targets(layer))
     return (made - begun, here.sandbox.now() - made), y
 
 
@@ -66,10 +66,20 @@ def _clocked_halves(layer: nn.Module, x: Any, here: Layer) -> tuple[tuple[float,
     given = Given(x, here.pops)
     y = layer(given.value)
     made = here.sandbox.now()
-    parts = _first_half(y, here.stashes, given, layer)
+    parts = _first_half(y, here, given, layer)
     halfway = here.sandbox.now()
-    _second_half(parts)
+    second_half(parts)
     return (halfway - made, here.sandbox.now() - halfway if parts else 0.0), y
+
+
+def _first_half(y: Any, here: Layer, given: Given, layer: nn.Module) -> list[Part]:
+    outputs = outputs_of(y, here.stashes)
+    return first_half(outputs, _like(outputs), given.targets(layer), list(layer.parameters()))
+
+
+def _like(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the right shape, dtype and device that cost nothing to make: the outputs themselves."""
+    return [tensor.detach() for tensor in outputs]
 
 
 # -------------------------------------------------------------------------------------------------------------- FLOPs
@@ -81,9 +91,9 @@ def counted(layer: nn.Module, x: Any, here: Layer) -> tuple[Pass, Any]:
     with counter() as forward:
         y = layer(given.value)
     with counter() as inputs:
-        parts = _first_half(y, here.stashes, given, layer)
+        parts = _first_half(y, here, given, layer)
     with counter() as weights:
-        _second_half(parts)
+        second_half(parts)
     first, second = inputs.get_total_flops(), weights.get_total_flops()
     return Pass(forward.get_total_flops(), first, second, first + second), y  # W calls the kernels that B would call
 
@@ -105,51 +115,3 @@ _ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-
-
-# ------------------------------------------------------------------------------------------------------------ halves
-
-
-def _backward(y: Any, stashes: list[Hashable], targets: Sequence[Any]) -> None:
-    """Backward of all that can have one; to `targets` alone, for a closure may reach tensors of the caller.
-
-    Args:
-        targets: tensors, or edges of the graph.
-    """
-    outputs = _outputs(y, stashes)
-    if outputs and targets:
-        # An output is a gradient of the right shape, dtype and device that costs nothing to make.
-        torch.autograd.backward(outputs, [tensor.detach() for tensor in outputs], inputs=targets)
-
-
-def _first_half(y: Any, stashes: list[Hashable], given: Given, layer: nn.Module) -> list[Part]:
-    """I, and what it leaves to W."""
-    outputs, targets = _outputs(y, stashes), given.targets(layer)
-    own = {id(parameter) for parameter in layer.parameters()}
-    sites = survey(outputs, _nodes(outputs), lambda leaf: id(leaf) in own)
-    with waiting(sites) as parts:
-        _backward(y, stashes, ends_without(sites, targets))
-    return parts
-
-
-def _second_half(parts: Sequence[Part]) -> None:
-    """W."""
-    tails, grads = late_gradients(parts, "the layer")
-    if tails:
-        torch.autograd.backward(tails, grads)
-
-
-def _outputs(y: Any, stashes: list[Hashable]) -> list[Tensor]:
-    return [tensor for tensor in tensors_of([y, values_of(stashes)]) if tensor.requires_grad]
-
-
-def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the graph behind some tensors, each once."""
-    nodes: list[Any] = list(dict.fromkeys(get_gradient_edge(tensor).node for tensor in outputs))
-    seen = {None, *nodes}
-    for node in nodes:  # which grow
-        for nearer, _ in node.next_functions:
-            if nearer not in seen:
-                seen.add(nearer)
-                nodes.append(nearer)
-    return nodes

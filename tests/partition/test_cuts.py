@@ -39,12 +39,13 @@ class Case(NamedTuple):
     messages: list[list[int]]
     forward: list[int]
     loss: list[int]
+    late: list[Bytes]
     lanes: list[Lane]
 
     @property
     def layers(self) -> Layers:
         return Layers(self.works, amounts_of(self.states), amounts_of(self.saved), entry=self.entry,
-                      forward=self.forward, loss=self.loss)  # fmt: skip
+                      forward=self.forward, loss=self.loss, late=amounts_of(self.late))  # fmt: skip
 
     def walked(self, balance: Sequence[int]) -> list[float]:
         """The times of all stages; [inf] where a device holds too much."""
@@ -52,12 +53,13 @@ class Case(NamedTuple):
         parts = [slice(stop - size, stop) for stop, size in zip(stops, balance)]
         for lane in self.lanes:
             for moment in lane.moments:
-                held = sum(
-                    joined(self.states[parts[s]]) + kept * joined(self.saved[parts[s]]) + self.specs[s].state
-                    + inputs * self.entry[parts[s].start] + loss * self.loss[parts[s].start]
-                    for s, (kept, inputs, loss) in zip(lane.stages, moment)
+                taken = sum(
+                    joined(self.states[parts[s]]) + held.kept * joined(self.saved[parts[s]]) + self.specs[s].state
+                    + held.inputs * self.entry[parts[s].start] + held.loss * self.loss[parts[s].start]
+                    + held.late * joined(self.late[parts[s]])
+                    for s, held in zip(lane.stages, moment)
                 )  # fmt: skip
-                if held > lane.memory:
+                if taken > lane.memory:
                     return [inf]
         times = []
         for s, (part, spec) in enumerate(zip(parts, self.specs)):
@@ -97,16 +99,16 @@ def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
     if is_shared:
         lane_of = draw(st.lists(st.integers(0, 1), min_size=stages, max_size=stages))
         groups = [tuple(s for s in range(stages) if lane_of[s] == lane) for lane in set(lane_of)]
-        moment = st.builds(Held, st.integers(0, 3), st.integers(0, 2), st.integers(0, 1))
+        moment = st.builds(Held, *[st.integers(0, most) for most in (3, 2, 1, 2)])
         lanes = [
             Lane(group, draw(memories), tuple(moments))
             for group in groups
             for moments in [draw(st.lists(st.tuples(*[moment] * len(group)), min_size=1, max_size=2))]
         ]
-    lists = [draw(st.lists(each, **of_layers)) for each in (sizes, amounts, amounts, sizes, sizes, sizes)]
-    works, states, saved, entry, forward, loss = lists
+    kinds = (sizes, amounts, amounts, sizes, sizes, sizes, amounts)
+    works, states, saved, entry, forward, loss, late = [draw(st.lists(kind, **of_layers)) for kind in kinds]
     messages = draw(st.lists(times, min_size=stages - 1, max_size=stages - 1))
-    return Case(works, states, saved, entry, specs, messages, forward, loss, lanes)
+    return Case(works, states, saved, entry, specs, messages, forward, loss, late, lanes)
 
 
 @settings(max_examples=120)

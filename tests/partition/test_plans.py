@@ -4,7 +4,7 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import combinations, permutations
 from math import inf
 from typing import Any
@@ -23,14 +23,15 @@ from partition.plans.memory import moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import Machine, Trial, polished, recomputed, replayed, stages_of, tried
 from partition.profiles.amounts import Bytes, Measured
-from partition.profiles.profile import Work
+from partition.profiles.profile import Waits, Work
 from partition.profiles.profiling import with_rows
 from pipeline import Pipe, Place
+from pipeline.stage.split_backward import SplitBackward
 from scheduler import Schedule, by_name
 
 
 class SavedByStage:
-    """Counts the bytes that autograd holds for each lane, in the stage whose layer runs; its most."""
+    """Counts the bytes that autograd, and what waits from I to W, hold for each lane; the most of them."""
 
     def __init__(self, pipe: Pipe, lane_of: Sequence[int], aside: list[Tensor]) -> None:
         self._aside = {tensor.untyped_storage().data_ptr() for tensor in aside}
@@ -48,22 +49,36 @@ class SavedByStage:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda holder: holder[0]):
-            yield
+        first_half = SplitBackward.first_half
 
-    def _pack(self, tensor: Tensor) -> Any:
-        class Holder(list[Tensor]):
-            pass
+        @contextmanager
+        def counting(split: Any, chunk: int, sites: Sequence[Any], retain: bool) -> Iterator[None]:
+            stage = int(split._stage.split()[1])
+            with first_half(split, chunk, sites, retain), ExitStack() as hooks:
+                for site in sites:
+                    self._hold(site.given, stage)
+                    hook = site.node.register_prehook(lambda grads: self._hold(grads[0], stage))
+                    hooks.callback(hook.remove)
+                yield
 
-        holder, storage = Holder([tensor.detach()]), tensor.untyped_storage()
-        stage = len(self._lane_of) - 1 if self._stage is None else self._stage  # the loss, on the last
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SplitBackward, "first_half", counting)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        self._hold(kept, len(self._lane_of) - 1 if self._stage is None else self._stage)  # the loss, on the last
+        return kept
+
+    def _hold(self, tensor: Tensor, stage: int) -> None:
+        storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._aside and storage.nbytes():
             key, lane, size = (stage, storage.data_ptr()), self._lane_of[stage], storage.nbytes()
             self.now[lane] += size * (not self._held[key])
             self._held[key] += 1
             self.peak[lane] = max(self.peak[lane], self.now[lane])
-            weakref.finalize(holder, self._free, key, lane, size)
-        return holder
+            weakref.finalize(tensor, self._free, key, lane, size)
 
     def _free(self, key: tuple[int, int], lane: int, size: int) -> None:
         self._held[key] -= 1
@@ -98,7 +113,7 @@ def blocks() -> tuple[nn.Sequential, Tensor]:
 
 @pytest.mark.inline
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "some"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("name", ["tall", "plain", "tables", "skips", "blocks"])
 def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, schedule: str, checkpoint: str) -> None:
     model, x = tall() if name == "tall" else blocks() if name == "blocks" else models()[name]
@@ -126,17 +141,27 @@ def test_activation_bytes_are_those_that_autograd_saves_in_a_pipe(name: str, sch
     assert [counter.peak[lane] for lane in range(2)] == [peak.saved for peak in trial.peaks]
 
 
-def random_profile(source: random.Random, layers: int) -> Profile:
+def random_profile(source: random.Random, layers: int, most_gradients: int = 20) -> Profile:
+    """A profile of random numbers.
+
+    Args:
+        source: of them.
+        layers: how many.
+        most_gradients: bytes that wait from I to W in a layer.
+    """
+
     def work() -> Measured:
         return Measured(float(source.randint(1, 20)))
 
     return Profile(tuple([
         LayerProfile(
             f"{number}", "Layer", Work(work(), work(), work(), work()), Bytes(source.randint(0, 20)),
-            Bytes(source.randint(0, 10)), Bytes(source.randint(0, 20)), 0,
-            Bytes(source.randint(0, 20), ((number, source.randint(0, 8)),)), 0, source.randint(1, 8),
+            Bytes(source.randint(0, 10)), Bytes(source.randint(0, 20)), 0, saved, 0, source.randint(1, 8),
+            waits=Waits(source.choice([saved, Bytes(saved.own // 2)]), gradients, gradients),
         )
         for number in range(layers)
+        for gradients in [source.randint(0, most_gradients)]
+        for saved in [Bytes(source.randint(0, 20), ((number, source.randint(0, 8)),))]
     ]), 4, "s", "cpu", ())  # fmt: skip
 
 
@@ -197,7 +222,7 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
     source = random.Random(seed)
     name = source.choice(["interleaved", "v-half", "zb-h1", "1f1b", "gpipe", "zb-v"])
     schedule = by_name(name, 2, source.randint(4, 6))
-    measured = random_profile(source, schedule.stages)
+    measured = random_profile(source, schedule.stages, 0)  # with gradients the most may be in the middle of an I
     machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
     some = tuple(stage for stage in range(schedule.stages) if source.random() < 0.5)
     checkpoint = RecomputedStages(some) if recompute else "except_last"
@@ -207,8 +232,8 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
     for lane, order in enumerate(schedule.orders):
         hosted = schedule.placement.stages_of(lane)
         moments = moments_of(order, hosted, again, schedule.stages)
-        most = max(sum(kept * stages[s].saved + inputs * stages[s].read for s, (kept, inputs, _) in zip(hosted, moment))
-                   for moment in moments)  # fmt: skip
+        most = max(sum(held.kept * stages[s].saved + held.inputs * stages[s].read + held.late * stages[s].late
+                       for s, held in zip(hosted, moment)) for moment in moments)  # fmt: skip
         assert alone[lane].total == most + sum(stages[stage].state for stage in hosted)
 
 

@@ -1,0 +1,74 @@
+"""The backward of one layer, whole or in two halves as a stage runs it (partition/halves.py).
+
+    outputs, their gradients ──► B
+    outputs, their gradients ──► I ──parts that wait──► W
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from partition.halves import Part, ends_without, late_gradients, survey, waiting
+
+__all__ = ["backward", "first_half", "second_half"]
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Any]) -> None:
+    """B, to `targets` alone: a closure may reach tensors of the caller.
+
+    Args:
+        outputs: that need a gradient.
+        gradients: of these.
+        targets: tensors, or edges of the graph.
+    """
+    if outputs and targets:
+        torch.autograd.backward(outputs, gradients, inputs=targets)
+
+
+def first_half(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], targets: Sequence[Tensor], own: Collection[Tensor],
+    waits: Callable[[Tensor], None] = lambda gradient: None,
+) -> list[Part]:  # fmt: skip
+    """I, and what it leaves to W.
+
+    Args:
+        outputs, gradients, targets: as of `backward`.
+        own: parameters whose gradients can wait.
+        waits: called with each gradient that waits from now on.
+    """
+    weights = {id(parameter) for parameter in own}
+    sites = survey(outputs, _nodes(outputs), lambda leaf: id(leaf) in weights)
+    with waiting(sites) as parts, ExitStack() as hooks:
+        for site in sites:
+            hooks.callback(site.node.register_prehook(partial(_tell, waits)).remove)
+        backward(outputs, gradients, ends_without(sites, targets))
+    return parts
+
+
+def _tell(waits: Callable[[Tensor], None], gradients: Sequence[Tensor | None]) -> None:
+    if gradients[0] is not None:
+        waits(gradients[0])
+
+
+def second_half(parts: Sequence[Part]) -> None:
+    """W."""
+    tails, grads = late_gradients(parts, "the layer")
+    if tails:
+        torch.autograd.backward(tails, grads)
+
+
+def _nodes(outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the graph behind some tensors, each once."""
+    nodes: list[Any] = list(dict.fromkeys(get_gradient_edge(tensor).node for tensor in outputs))
+    seen = {None, *nodes}
+    for node in nodes:  # which grow
+        for nearer, _ in node.next_functions:
+            if nearer not in seen:
+                seen.add(nearer)
+                nodes.append(nearer)
+    return nodes

@@ -1,0 +1,236 @@
+"""The bytes of layers: what each saves, has and returns, and holds between the halves of its backward.
+
+    x ──► layer twice ──► storages that both save: its constants; the others: its activations
+                    └──► I ──► storages that stay until W                                 (backwards.py)
+
+A storage that passes from layer to layer has a number, so that what neighbours share can count once.
+"""
+
+import itertools
+import weakref
+from collections.abc import Container, Hashable, Iterable, Mapping
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from partition.halves import held_by
+from partition.profiles.amounts import Bytes
+from partition.profiles.backwards import first_half
+from partition.profiles.measuring import Given, Layer, outputs_of, tensors_of
+from partition.profiles.profile import Skips, Waits
+from partition.profiles.skips import values_of
+
+__all__ = ["Saved", "Storages"]
+
+
+class Saved(NamedTuple):
+    """The bytes that autograd holds of one layer for its backward, that the layer has, and that it returns.
+
+    Attributes:
+        inner: of storages that are made and saved within the layer.
+        outer: (number, bytes) of saved storages that are its input or output, or a skip.
+        constants: of storages that every forward saves again: tables that the layer keeps.
+        output: of what it returns, as a message.
+        skips: as messages.
+        parameters: each, in the order of `named_parameters`, without numbers.
+        buffers: of all buffers.
+        leaves: the numbers of the storages of the tensors that it is given, and then of those that it returns.
+        waits: what a backward in halves holds.
+    """
+
+    inner: int
+    outer: tuple[tuple[int, int], ...]
+    constants: int
+    output: int
+    skips: Skips
+    parameters: list[Tensor]
+    buffers: int
+    leaves: tuple[int, ...] = ()
+    waits: Waits = Waits()
+
+    @property
+    def activations(self) -> int:
+        """Bytes that its backward needs, of this layer alone."""
+        return self.inner + self.constants + sum(size for _, size in self.outer)
+
+    @property
+    def held(self) -> int:
+        """Bytes of its parameters, each once."""
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.parameters}.values())
+
+
+class Storages:
+    """A visit that counts what layers save, and numbers the storages that pass from layer to layer.
+
+    Args:
+        aside: tensors whose storages are not counted: the parameters and buffers of the module.
+
+    Attributes:
+        entry: (number, bytes) of the storages of the sample.
+    """
+
+    def __init__(self, aside: Iterable[Tensor]) -> None:
+        self.entry: tuple[tuple[int, int], ...] = ()
+        self._aside = {_storage(tensor) for tensor in aside if not is_lazy(tensor)}
+        self._skips: dict[Hashable, tuple[int, int]] = {}
+        self._numbers: dict[int, int] = {}  # of the storages that stand between two layers now
+        self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
+        self._count = itertools.count()
+
+    def __call__(self, layer: nn.Module, x: Any, here: Layer) -> tuple[Saved, Any]:
+        """Run F of a layer twice, on a clone and on its input: what both save is no activation. Then its I."""
+        self._enter(x, not here.number)
+        first = copy_context().run(_Run, layer, pytree.tree_map_only(Tensor, _cloned, x), here).saved
+        popped = tuple([self._skips.pop(key) for key in here.pops])
+        run = _Run(layer, x, here)
+        y = run.output
+        self._leave(y, here)
+        own = {_storage(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
+        constants = (run.saved.keys() & first.keys()) - own - self._numbers.keys()
+        own |= constants
+        inner, outer = self._sorted({key: size for key, size in run.saved.items() if key not in own})
+        waits = {key: size for key, size in run.first_half(layer, here).items() if key not in own}
+        inputs = Bytes(*self._sorted({key: waits[key] for key in waits.keys() & run.saved.keys()}))
+        gradients = sum(waits[key] for key in waits.keys() - run.saved.keys())
+        result = Saved(
+            inner, outer, sum(run.saved[key] for key in constants), _message(y),
+            Skips(tuple([self._skips[key] for key in here.stashes]), popped),
+            [torch.empty_like(parameter, device="meta") for _, parameter in _parameters(layer)],
+            sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
+            Waits(inputs, gradients, run.rise(own | self._numbers.keys() | waits.keys())),
+        )  # fmt: skip
+        self._forget(y)
+        return result, y
+
+    def _sorted(self, saved: Mapping[int, int]) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The bytes of storages: of those within the layer, and of others by number."""
+        inner = sum(size for storage, size in saved.items() if storage not in self._numbers)
+        outer = [(self._numbers[storage], size) for storage, size in saved.items() if storage in self._numbers]
+        return inner, tuple(sorted(outer))
+
+    def again(self, before: Saved, x: Any, y: Any) -> Saved:
+        """The bytes of a layer that is like one that ran: the same, in storages of its own."""
+        self._number([x, y])
+        leaves = self._leaves(x, y)
+        number = dict(zip(before.leaves, leaves, strict=True))
+        self._forget(y)
+
+        def renumbered(outer: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            return tuple(sorted((number[old], size) for old, size in outer))
+
+        inputs = before.waits.inputs
+        waits = before.waits._replace(inputs=inputs._replace(shared=renumbered(inputs.shared)))
+        return before._replace(outer=renumbered(before.outer), waits=waits, leaves=leaves)
+
+    def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
+        return tuple([self._numbers[_storage(tensor)] for tensor in tensors_of([x, y])])
+
+    def _enter(self, x: Any, first: bool) -> None:
+        self._number(x)
+        if first:
+            self.entry = tuple([(self._numbers[_storage(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
+
+    def _leave(self, y: Any, here: Layer) -> None:
+        self._number(y)
+        for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
+            self._number(value)
+            tensors = tensors_of(value)
+            number = self._numbers[_storage(tensors[0])] if tensors else next(self._count)
+            self._skips[key] = number, _message(value)
+
+    def _number(self, value: Any) -> None:
+        for tensor in tensors_of(value):
+            if _storage(tensor) not in self._numbers:
+                self._numbers[_storage(tensor)] = next(self._count)
+                self._alive.append(tensor.detach())
+
+    def _forget(self, y: Any) -> None:
+        """Forget storages that no later layer reads."""
+        between = {_storage(tensor) for tensor in tensors_of([y, values_of(self._skips)])}
+        self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
+        self._alive = [tensor for tensor in self._alive if _storage(tensor) in between]
+
+
+class _Run:
+    """One forward of a layer, and its I.
+
+    Attributes:
+        output: what it returns.
+        saved: the bytes of the storages that it saves.
+    """
+
+    def __init__(self, layer: nn.Module, x: Any, here: Layer) -> None:
+        self.saved: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
+        self._tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
+        self._changes: list[tuple[int, int]] = []  # during I: storages that the graph frees, or that wait
+        self._given = Given(x, here.pops)
+        with torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held[1]):
+            self.output = layer(self._given.value)
+
+    def _hold(self, tensor: Tensor) -> tuple["_Token", Tensor]:
+        kept = tensor.detach()  # the graph holds this; an output that its own graph holds would never be freed
+        storage, size = _storage(kept), _nbytes(kept)
+        token = self._tokens.get(storage)
+        if token is None:
+            token = self._tokens[storage] = _Token()
+            weakref.finalize(token, self._changes.append, (storage, -size))
+        if storage not in self.saved:
+            self.saved[storage] = size
+            self._alive.append(kept)
+        return token, kept
+
+    def first_half(self, layer: nn.Module, here: Layer) -> dict[int, int]:
+        """Run I: the bytes of the storages that are held from then to W."""
+        self._changes.clear()
+        outputs = outputs_of(self.output, here.stashes)
+        gradients = [tensor.detach().clone() for tensor in outputs]
+        parts = first_half(outputs, gradients, self._given.targets(layer), list(layer.parameters()), self._wait)
+        self._alive += held_by(parts)
+        return {_storage(tensor): _nbytes(tensor) for tensor in held_by(parts)}
+
+    def _wait(self, gradient: Tensor) -> None:
+        self._changes.append((_storage(gradient), _nbytes(gradient)))
+
+    def rise(self, stays: Container[int]) -> int:
+        """By how much more was held in I than before it, at the most.
+
+        Args:
+            stays: storages that are not freed in I.
+        """
+        known = set(self.saved)
+        held = most = 0
+        for storage, change in self._changes:
+            if (change > 0 and storage not in known) or (change < 0 and storage not in stays):
+                held, most = held + change, max(most, held + change)
+                known.add(storage)
+        return most
+
+
+class _Token:
+    """Of a storage: it is there as long as a graph holds the storage."""
+
+
+def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(layer.named_parameters(remove_duplicate=False))
+
+
+def _message(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for fakes and for empty tensors
+    return address
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
