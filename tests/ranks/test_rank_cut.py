@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from cover import either, pairwise
 from crew import Crew
@@ -33,6 +34,7 @@ ROWS = pairwise({
 })  # fmt: skip
 
 
+@pytest.mark.soak
 def test_families_train_over_ranks_as_in_one_process_and_go_on_after_loading(crew2: Crew) -> None:
     agree_all(crew2, "rank_families:trained", [tuple(row.values()) for row in ROWS], timeout=either(120.0, 600.0))
 
