@@ -282,22 +282,26 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(entry, calls_be
         check(entry, calls_before, Sender(draws.randrange(1, counting.count)))
 
 
+def is_interrupted_at_the_end(at):
+    """Whether an interrupt came at an instruction of what ends a section; it has left no handler in place."""
+    section = interrupts.Deferral()
+    section.begin()
+    is_interrupted = False
+    try:
+        with AtTheEnd(at):
+            section.end()
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        is_interrupted = True
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not section.is_on, at
+    return is_interrupted
+
+
 def test_an_interrupt_at_any_instruction_that_ends_a_section_leaves_no_handler_in_place():
     """One that came while handlers were put back left those that had not been."""
-    interrupts_sent = 0
-    for at in range(1, 400):
-        section = interrupts.Deferral()
-        section.begin()
-        try:
-            with AtTheEnd(at) as sender:
-                section.end()
-        except KeyboardInterrupt:
-            sys.settrace(None)
-            interrupts_sent += 1
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not section.is_on, at
-        if not sender.is_sent:
-            break
-    assert interrupts_sent > 50
+    # Twice each: Python 3.13 shows a trace function no instructions of the first call after another trace.
+    interrupted = [at for at in range(1, 400) if is_interrupted_at_the_end(at) or is_interrupted_at_the_end(at)]
+    assert interrupted == list(range(1, len(interrupted) + 1)) and 50 < len(interrupted) < 399
 
 
 MECHANISMS = {  # functions of which a part is in place when they return
