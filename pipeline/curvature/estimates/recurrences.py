@@ -4,7 +4,8 @@
                --Dots(u.w, ...)> numbers, from who can sum over the processes: the same on all of them
 
 A recurrence is a generator for one right-hand side: it reads as in its paper. Who drives several of them answers their
-products in one call and their inner products in one all-reduce (systems.py).
+products in one call and their inner products in one all-reduce (systems.py). Whenever it waits for a product, its
+Standing is all that it needs to go on from there.
 
 Conjugate gradients: Hestenes and Stiefel 1952; for positive definite M, 5 vectors.
 MINRES: Paige and Saunders, "Solution of sparse indefinite systems of linear equations", 1975; for any M, 8 vectors.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -43,6 +44,14 @@ class Dots:
     pairs: tuple[tuple[Vec, Vec], ...]
 
 
+@dataclass
+class Standing:
+    """The place of a recurrence that asks for a product; empty: at its beginning."""
+
+    vectors: list[Vec] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+
+
 Steps: TypeAlias = Generator[Product | Dots, Any, T]
 
 
@@ -67,16 +76,17 @@ class System:
 
 
 def conjugate_gradients(
-    system: System, residual: Vec, aim: float, limit: int, norm: float = 0.0
+    system: System, residual: Vec, aim: float, limit: int, norm: float, standing: Standing
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual.
 
     Args:
-        residual: is used up.
+        residual: is used up; not read where `standing` is not empty.
         aim: the norm of the residual to end at.
         limit: on steps, each one product.
         norm: of M with the preconditioner, as far as it is known, a lower bound. MINRES asks for it: a residual that M
             makes nothing of shows only beside what M makes of others.
+        standing: where to go on; kept up to date.
 
     Returns:
         x, the number of steps, and what is known of the norm now.
@@ -84,12 +94,17 @@ def conjugate_gradients(
     Raises:
         IndefiniteError: M is not positive definite.
     """
-    left, x = residual, [torch.zeros_like(part) for part in residual]
-    scaled = system.scaled(left)
-    along = copy(scaled)
-    energy, square = yield Dots(((left, scaled), (left, left)))
-    step = 0
+    if standing.vectors:
+        x, left, along = standing.vectors
+        energy, square, step = standing.numbers
+    else:
+        left, x = residual, [torch.zeros_like(part) for part in residual]
+        scaled = system.scaled(left)
+        along = copy(scaled)
+        energy, square = yield Dots(((left, scaled), (left, left)))
+        step = 0
     while step < limit and math.sqrt(square) > aim:
+        standing.vectors, standing.numbers = [x, left, along], [energy, square, step]
         step += 1
         image = yield Product(along, math.sqrt(square))
         curvature, length, reach = yield Dots(((along, image), (along, along), (image, image)))
@@ -106,22 +121,28 @@ def conjugate_gradients(
 
 
 def minimal_residual(
-    system: System, residual: Vec, aim: float, limit: int, norm: float = 0.0
+    system: System, residual: Vec, aim: float, limit: int, norm: float, standing: Standing
 ) -> Steps[tuple[Vec, int, float]]:
     """Solves M x = residual for any symmetric M; where there is no solution, it heads for the smallest residual.
 
     Takes and returns what `conjugate_gradients` does; the names of numbers are those of the paper's section 6.
     """
-    x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
-    fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
-    scaled = system.scaled(fresh)
-    energy, square = yield Dots(((fresh, scaled), (fresh, fresh)))
-    beta = phi_bar = math.sqrt(energy)
-    here, along = _unit(fresh, scaled, beta)
-    rest, left = copy(here), math.sqrt(square)  # residual = phi_bar * rest
-    cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
-    step = 0
+    if standing.vectors:
+        x, older, old, last, here, along, rest = standing.vectors
+        beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step = standing.numbers
+    else:
+        x, older, old, last = ([torch.zeros_like(part) for part in residual] for _ in range(4))
+        fresh = residual  # the next Lanczos vector; divided by its norm it is `here`, and preconditioned `along`
+        scaled = system.scaled(fresh)
+        energy, square = yield Dots(((fresh, scaled), (fresh, fresh)))
+        beta = phi_bar = math.sqrt(energy)
+        here, along = _unit(fresh, scaled, beta)
+        rest, left = copy(here), math.sqrt(square)  # residual = phi_bar * rest
+        cos, sin, delta_bar, epsilon = -1.0, 0.0, 0.0, 0.0
+        step = 0
     while step < limit and left > aim:
+        standing.vectors = [x, older, old, last, here, along, rest]
+        standing.numbers = [beta, phi_bar, left, cos, sin, delta_bar, epsilon, norm, step]
         step += 1
         fresh = yield Product(along, left)
         (alpha,) = yield Dots(((along, fresh),))

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from pipeline.curvature.estimates.recurrences import IndefiniteError
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.systems import SolveSettings, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.space import Vec
+from pipeline.curvature.space import Space, Vec
 
 __all__ = ["IndefiniteError", "Solution", "solutions", "solve"]
 
@@ -57,6 +60,8 @@ def solve(
     start: Vec | Mapping[str, Tensor] | None = None,
     method: str = "cg",
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Solution:
     """Solves (A + damping I) x = b.
 
@@ -75,11 +80,13 @@ def solve(
         method: "cg", conjugate gradients, for A + damping I positive definite; "minres" for any that has an inverse; it
             leaves alone what lies along eigenvalues below about 1e-9 of the largest, in float32 below 7e-4.
         show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a product, or b, has entries that are not finite.
         ValueError: an argument is out of its range, or a vector does not fit.
+        ResumeError: the file is of another run, of another b or start among others, or cannot be read.
 
     Example:
         >>> import torch
@@ -93,7 +100,7 @@ def solve(
         (True, [[1.0, 2.0, 1.0]])
     """
     plan = planned(A, damping, tol, max_products, preconditioner, method)
-    return solutions(A, plan, [b], None if start is None else [start], show)[0]
+    return solutions(A, plan, [b], None if start is None else [start], show, resume, save_every)[0]
 
 
 def solutions(
@@ -102,6 +109,8 @@ def solutions(
     bs: Sequence[Vec | Mapping[str, Tensor]],
     starts: Sequence[Vec | Mapping[str, Tensor]] | None = None,
     show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> list[Solution]:
     """The solution for each of several right-hand sides, which are solved `A.block` at a time by common products.
 
@@ -109,18 +118,15 @@ def solutions(
         plan: how, the same for each.
         bs: the right-hand sides.
         starts: a guess for each of them.
-        show: see `solve`.
+        show, resume, save_every: see `solve`.
     """
     space = A.space
     if starts is not None and len(starts) != len(bs):
         raise ValueError(f"{len(starts)} starts for {len(bs)} right-hand sides: give one each, or none")
-    ends = solved(
-        A,
-        plan,
-        [fitting(space, b, "b") for b in bs],
-        None if starts is None else [fitting(space, start, "start") for start in starts],
-        show,
-    )
+    vecs = [fitting(space, b, "b") for b in bs]
+    guesses = None if starts is None else [fitting(space, start, "start") for start in starts]
+    run = None if resume is None else Resumable(A, resume, save_every, _settings(A, plan, vecs, guesses or []))
+    ends = solved(A, plan, vecs, guesses, show, run)
     return [
         Solution(
             matrix=A.name,
@@ -134,3 +140,19 @@ def solutions(
         )
         for end in ends
     ]
+
+
+def _settings(A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec]) -> dict[str, Any]:
+    """The traits that must be the same for a run to go on."""
+    scales = plan.system.scales
+    return {
+        "file": "solve 1", "method": plan.method, "damping": plan.system.damping, "tol": plan.tol,
+        "max_products": plan.limit, "block": A.block, "b": _digests(A.space, bs), "start": _digests(A.space, starts),
+        "preconditioner": _digests(A.space, [] if scales is None else [scales]),
+    }  # fmt: skip
+
+
+def _digests(space: Space, vecs: Sequence[Vec]) -> list[list[float]]:
+    """Numbers that hardly two vectors have in common, the same on all processes: a norm, and a product with noise."""
+    noise = space.random("normal", 0, 0)
+    return [space.sum_over(space.local_pairs([(vec, vec), (vec, noise)])).tolist() for vec in vecs]

@@ -3,14 +3,16 @@
     b, b, ... --a recurrence for each, in lockstep--> one call of products, one or two all-reduces a step --> x, x, ...
               <--again, from what is left of b--------- b - (A + damping I) x, by a product
 
-The recurrences are in recurrences.py.
+The recurrences are in recurrences.py. Whenever all wait for products, a Place each says where they stand: a run that is
+interrupted goes on from there (resume.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,12 +21,13 @@ from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.recurrences import (
     Dots,
     Product,
+    Standing,
     Steps,
     System,
-    T,
     conjugate_gradients,
     minimal_residual,
 )
+from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
@@ -52,51 +55,110 @@ class End:
     products: int
 
 
+@dataclass
+class Place:
+    """The place of one system that asks for a product.
+
+    Attributes:
+        at: "start", in the "steps" of a recurrence, at the "check" of what that gave, or at the "end".
+        standing: of the recurrence.
+        vectors: x; at the check what may take its place.
+        numbers: the residual and the number of products; before the end the rounds, the norm, at the check its steps.
+    """
+
+    at: str = "start"
+    standing: Standing = field(default_factory=Standing)
+    vectors: list[Vec] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+
+    def now(self, at: str, vectors: list[Vec], numbers: list[Any]) -> None:
+        """Note where the system stands; a recurrence begins there, if any."""
+        self.at, self.vectors, self.numbers, self.standing = at, vectors, numbers, Standing()
+
+    def plain(self) -> dict[str, Any]:
+        """As a state holds it."""
+        of_steps = {"vectors": on_host(self.standing.vectors), "numbers": self.standing.numbers}
+        return {"at": self.at, "steps": of_steps, "vectors": on_host(self.vectors), "numbers": self.numbers}
+
+    @classmethod
+    def of(cls, space: Space, plain: Mapping[str, Any]) -> Self:
+        """That of a state."""
+        steps = plain["steps"]
+        standing = Standing(from_host(space, steps["vectors"]), steps["numbers"])
+        return cls(plain["at"], standing, from_host(space, plain["vectors"]), plain["numbers"])
+
+
 def solved(
-    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None
-) -> list[End]:
+    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None,
+    run: Resumable | None = None,
+) -> list[End]:  # fmt: skip
     """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
+
+    Args:
+        A: the matrix.
+        plan: how.
+        bs, starts: the right-hand sides, and a guess for each.
+        show: see `solve`.
+        run: that may be interrupted; the state is of all systems. None: none.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
+    run = Resumable(A, None, 0.0, {}) if run is None else run
+    kept = run.kept or {"products": 0, "places": [Place().plain() for _ in bs]}
+    places, asked = [Place.of(A.space, plain) for plain in kept["places"]], kept["products"]
     ends: list[End] = []
-    with Progress(None, f"solve with {A.name}", A.shows(show)) as bar:
+    with run, Progress(None, f"solve with {A.name}", A.shows(show)) as bar:
+        bar.advance(asked, "")
+
+        def products(asks: Sequence[Product]) -> list[Vec]:
+            nonlocal asked
+            waits, before = True, asked
+            run.reached(before, lambda: _state(before, places) if waits else None)
+            images = A.products([ask.vec for ask in asks])
+            waits, asked = False, asked + len(asks)
+            bar.advance(len(asks), f"residual {max(ask.residual for ask in asks):.1e}")
+            return images
+
         for first in range(0, len(bs), A.block):
             members = range(first, min(first + A.block, len(bs)))
-            runs = [_refined(plan, bs[index], None if starts is None else starts[index]) for index in members]
-            ends += _in_lockstep(A, plan.system.damping, runs, bar.advance)
+            runs = [_refined(plan, bs[i], None if starts is None else starts[i], places[i]) for i in members]
+            ends += _in_lockstep(A, plan.system.damping, runs, products)
     return ends
 
 
+def _state(products: int, places: Sequence[Place]) -> dict[str, Any]:
+    return {"products": products, "places": [place.plain() for place in places]}
+
+
 def _in_lockstep(
-    A: LinearMap, damping: float, runs: Sequence[Steps[T]], advance: Callable[[int, str], None]
-) -> list[T]:
-    """Answers all products that are asked for by one call, all inner products by one all-reduce."""
-    ends: dict[int, T] = {}
-    asks = {index: next(run) for index, run in enumerate(runs)}
+    A: LinearMap, damping: float, runs: Sequence[Steps[End]], products: Callable[[Sequence[Product]], list[Vec]]
+) -> list[End]:
+    """Answers inner products, all by one all-reduce, until all wait for products; then these, by one call."""
+    ends: dict[int, End] = {}
+    asks: dict[int, Product | Dots] = {}
+
+    def answer(index: int, value: Any) -> None:
+        try:
+            asks[index] = runs[index].send(value)
+        except StopIteration as stop:
+            ends[index] = stop.value
+            asks.pop(index, None)
+
+    for index in range(len(runs)):
+        answer(index, None)
     while asks:
-        products = {index: ask for index, ask in asks.items() if isinstance(ask, Product)}
-        images: dict[int, Vec] = {}
-        if products:
-            images = dict(zip(products, A.products([ask.vec for ask in products.values()]), strict=True))
-            advance(len(products), f"residual {max(ask.residual for ask in products.values()):.1e}")
-        for index, ask in products.items():
-            add_(images[index], ask.vec, damping)
-        numbers = _dots(A, {index: ask for index, ask in asks.items() if isinstance(ask, Dots)})
-        for index in list(asks):
-            try:
-                asks[index] = runs[index].send(images[index] if index in images else numbers[index])
-            except StopIteration as stop:
-                ends[index] = stop.value
-                del asks[index]
+        while dots := {index: ask for index, ask in asks.items() if isinstance(ask, Dots)}:
+            for index, numbers in _dots(A, dots).items():
+                answer(index, numbers)
+        waiting = {index: ask for index, ask in asks.items() if isinstance(ask, Product)}
+        for (index, ask), image in zip(waiting.items(), products([*waiting.values()]) if waiting else (), strict=True):
+            answer(index, add_(image, ask.vec, damping))
     return [ends[index] for index in range(len(runs))]
 
 
 def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
-    if not asks:
-        return {}
     pairs = [pair for ask in asks.values() for pair in ask.pairs]
     total = A.space.sum_over(A.space.local_pairs(pairs))
     if not bool(total.isfinite().all()):
@@ -108,31 +170,55 @@ def _dots(A: LinearMap, asks: Mapping[int, Dots]) -> dict[int, list[float]]:
     return {index: [next(numbers) for _ in ask.pairs] for index, ask in asks.items()}
 
 
-def _refined(plan: SolveSettings, b: Vec, start: Vec | None) -> Steps[End]:
-    """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more."""
+def _refined(plan: SolveSettings, b: Vec, start: Vec | None, place: Place) -> Steps[End]:
+    """Runs the recurrence on what is left of b, until the true residual is small enough or falls no more.
+
+    Args:
+        plan: how.
+        b, start: the right-hand side, and a guess of x.
+        place: where to go on; kept up to date.
+    """
+    if place.at == "end":
+        return End(place.vectors[0], *place.numbers)
     (square,) = yield Dots(((b, b),))
     size = math.sqrt(square)
     if size == 0.0:
-        return End([torch.zeros_like(part) for part in b], 0.0, 0)
-    x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
-    left = copy(b) if start is None else combined([b, (yield Product(x))], [1.0, -1.0])
-    (square,) = yield Dots(((left, left),))
-    residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
+        return _ended(place, [torch.zeros_like(part) for part in b], 0.0, 0)
+    left: Vec = []
+    if place.at == "start":
+        x, products = ([torch.zeros_like(part) for part in b], 0) if start is None else (start, 1)
+        left = copy(b) if start is None else combined([b, (yield Product(x))], [1.0, -1.0])
+        (square,) = yield Dots(((left, left),))
+        residual, rounds, norm = math.sqrt(square) / size, 0, 0.0
+    else:
+        x, (residual, products, rounds, norm, *_) = place.vectors[0], place.numbers
     while residual > plan.tol and products + 2 <= plan.limit:
-        # Of norm 1, so that float32 does not underflow; aimed a little lower, so that rounding needs no further round.
-        scale_(left, 1.0 / (residual * size))
-        aim, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
-        more, steps, norm = yield from METHODS[plan.method](plan.system, left, aim, limit, norm)
-        trial = add_(scale_(more, residual * size), x)
+        if place.at == "start":
+            # Of norm 1, so that float32 does not underflow.
+            scale_(left, 1.0 / (residual * size))
+            place.now("steps", [x], [residual, products, rounds, norm])
+        if place.at == "steps":
+            # Aimed a little lower, so that rounding needs no further round.
+            aim, limit = 0.9 * plan.tol / residual, plan.limit - products - 1
+            more, steps, norm = yield from METHODS[plan.method](plan.system, left, aim, limit, norm, place.standing)
+            trial = add_(scale_(more, residual * size), x)
+            place.now("check", [x, trial], [residual, products, rounds, norm, steps])
+        else:
+            trial, steps = place.vectors[1], place.numbers[4]
         left = combined([b, (yield Product(trial, residual))], [1.0, -1.0])
         (square,) = yield Dots(((left, left),))
         before, residual_now = residual, math.sqrt(square) / size
         products, rounds = products + steps + 1, rounds + 1
         if residual_now > before and (rounds > 1 or plan.method == "minres"):
             break  # rounding alone; but conjugate gradients lower another norm, and may raise this one on their way
-        x, residual = trial, residual_now
+        x, residual, place.at = trial, residual_now, "start"
         if residual > before / 2.0:
             break
+    return _ended(place, x, residual, products)
+
+
+def _ended(place: Place, x: Vec, residual: float, products: int) -> End:
+    place.now("end", [x], [residual, products])
     return End(x, residual, products)
 
 

@@ -25,7 +25,10 @@ from pipeline.curvature.estimates.krylov import Basis
 from pipeline.curvature.estimates.layer_traces import layer_traces
 from pipeline.curvature.estimates.resume import ResumeError, Saves
 from pipeline.curvature.estimates.ritz import Ritz, ritz
+from pipeline.curvature.estimates.solve import solutions, solve
+from pipeline.curvature.estimates.systems import planned
 from pipeline.curvature.estimates.trace import trace
+from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -37,8 +40,8 @@ WANTED: dict[str, Any] = {"k": 3, "tol": 1e-9, "block": 2, "max_basis": 18}
 class Interrupted(DenseMap):
     """Ends with an error in place of its n-th call of `products`, as often as n's are given."""
 
-    def __init__(self, matrix: Tensor, at: Sequence[int]) -> None:
-        super().__init__(matrix)
+    def __init__(self, matrix: Tensor, at: Sequence[int], block: int = 4) -> None:
+        super().__init__(matrix, block)
         self.calls, self.at = 0, at
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
@@ -273,17 +276,36 @@ ESTIMATES: dict[str, Callable[..., Result]] = {
 every_estimate = pytest.mark.parametrize("name", ESTIMATES)
 
 
+def solving(A: LinearMap, **options: Any) -> Result:
+    """A system, with a weight for each direction where it is to be preconditioned, and a first guess."""
+    b, start = A.space.random("normal", 5, 0), A.space.random("rademacher", 5, 1)
+    weights = [part.abs() + 1.0 for part in A.space.random("normal", 5, 2)]
+    return solve(A, b, start=start, preconditioner=weights, damping=5.0, tol=1e-9, **options)
+
+
+SOLVES: dict[str, Callable[..., Result]] = {
+    "conjugate gradients": solving,
+    "conjugate gradients, plain": lambda A, **how: solve(A, A.space.random("normal", 5, 0), damping=5.0, **how),
+    "minres": partial(solving, method="minres"),
+    "minres, plain": lambda A, **how: solve(A, A.space.random("normal", 5, 0), method="minres", tol=1e-9, **how),
+    "minres that ends early": partial(solving, method="minres", max_products=9),
+}
+RUNS = {**ESTIMATES, **SOLVES}
+every_run = pytest.mark.parametrize("name", RUNS)
+
+
 def fields_of(result: Result) -> list[Any]:
     """All that it holds, in plain numbers."""
     values = [value for _, value in sorted(vars(result).items())]
+    parts = [part for value in values for part in (value.values() if isinstance(value, dict) else [value])]
     return [[str(part) for part in value.items()] if isinstance(value, dict) else str(value) for value in values] + [
-        value.double().flatten().tolist() for value in values if isinstance(value, Tensor)
+        part.double().flatten().tolist() for part in parts if isinstance(part, Tensor)
     ]
 
 
-@every_estimate
+@every_run
 def test_every_estimate_that_is_interrupted_at_any_product_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+    estimate, path = RUNS[name], tmp_path / "run.pt"
     whole = Interrupted(SPECTRUM, [])
     straight = estimate(whole)
     for at in range(1, whole.calls + 1, either(3, 1)):
@@ -297,9 +319,9 @@ def test_every_estimate_that_is_interrupted_at_any_product_goes_on_to_the_same_b
 
 
 @pytest.mark.parametrize("at, late", either([(3, True)], [(2, False), (3, True), (4, False), (4, True)]))
-@every_estimate
+@every_run
 def test_every_estimate_over_ranks_goes_on_to_the_same_bits(name: str, at: int, late: bool, tmp_path: Path) -> None:
-    estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+    estimate, path = RUNS[name], tmp_path / "run.pt"
     straight = over_ranks(SPECTRUM, 2, estimate, tied=4)
     with pytest.raises(OSError, match="the machine is gone"):
         over_ranks(SPECTRUM, 2, lambda A: estimate(failing(A, at, late), resume=path, save_every=0), tied=4)
@@ -321,10 +343,45 @@ def test_an_estimate_does_not_go_on_from_another_ones_file(name: str, tmp_path: 
         top_eigenpairs(DenseMap(SPECTRUM), resume=path)
 
 
+@pytest.mark.parametrize("method", ["cg", "minres"])
+def test_systems_that_are_solved_together_go_on_where_each_of_them_was(method: str, tmp_path: Path) -> None:
+    """In float32 a system takes several rounds, and some of them end before others, or before others begin."""
+    matrix, path = SPECTRUM.float(), tmp_path / "run.pt"
+
+    def all_of(A: Interrupted, resume: Path | None = None) -> list[list[Any]]:
+        bs = [A.space.random("normal", 5, index) for index in range(3)]
+        bs[1] = [torch.zeros_like(part) for part in bs[1]]
+        plan = planned(A, 5.0, 1e-7, 60, None, method)
+        return [fields_of(each) for each in solutions(A, plan, bs, resume=resume, save_every=0)]
+
+    whole = Interrupted(matrix, [], block=2)
+    straight = all_of(whole)
+    for at in range(2, whole.calls + 1, either(3, 1)):
+        with pytest.raises(KeyboardInterrupt):
+            all_of(Interrupted(matrix, [at], block=2), path)
+        rest = Interrupted(matrix, [], block=2)
+        assert all_of(rest, path) == straight
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_solution_does_not_go_on_from_the_file_of_another_system(tmp_path: Path) -> None:
+    path, b = tmp_path / "run.pt", DenseSpace(30).random("normal", 5, 0)
+    with pytest.raises(KeyboardInterrupt):
+        solve(Interrupted(SPECTRUM, [3]), b, damping=5.0, resume=path)
+    others: dict[str, dict[str, Any]] = {
+        "damping was 5.0 and is 6.0": {"damping": 6.0}, "method was 'cg' and is 'minres'": {"method": "minres"},
+        "tol was 1e-06 and is 0.1": {"tol": 0.1}, "start was": {"start": b},
+        "preconditioner was": {"preconditioner": b}, "b was": {"b": [2.0 * part for part in b]},
+    }  # fmt: skip
+    for words, change in others.items():
+        with pytest.raises(ResumeError, match=f"is the state of another run: {words}"):
+            solve(DenseMap(SPECTRUM), **{"b": b, "damping": 5.0, **change}, resume=path)
+
+
 def test_a_state_is_whole_whenever_the_interrupt_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between products too, in the midst of what is made of them."""
-    for name in ("the diagonal", "the density", "hutch++", "xtrace"):
-        estimate, path = ESTIMATES[name], tmp_path / "run.pt"
+    for name in ("the diagonal", "the density", "hutch++", "xtrace", "conjugate gradients", "minres"):
+        estimate, path = RUNS[name], tmp_path / "run.pt"
         straight = fields_of(estimate(DenseMap(SPECTRUM)))
         for at in either([3, 8, 21], range(1, 40)):
             with interrupted_at(at, monkeypatch):
@@ -349,8 +406,12 @@ def interrupted_at(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return result
 
     with monkeypatch.context() as patch:
-        for cls, name in (Basis, "append"), (Basis, "subtract_"), (DenseSpace, "dots"), (Tensor, "addcmul_"):
-            patch.setattr(cls, name, partialmethod(once_of(once, getattr(cls, name))))
+        methods: dict[type, Sequence[str]] = {
+            Basis: ["append", "subtract_"], DenseSpace: ["dots", "sum_over"], Tensor: ["addcmul_", "mul_"],
+        }  # fmt: skip
+        for cls, names in methods.items():
+            for name in names:
+                patch.setattr(cls, name, partialmethod(once_of(once, getattr(cls, name))))
         yield
 
 

@@ -15,7 +15,7 @@ from ranked_map import RankedMap, on_ranks
 from torch import Tensor
 
 from pipeline.curvature.estimates.inverse import ConvergenceError, Inverse
-from pipeline.curvature.estimates.recurrences import Product, System
+from pipeline.curvature.estimates.recurrences import Product, Standing, System
 from pipeline.curvature.estimates.solve import IndefiniteError, Solution, solutions, solve
 from pipeline.curvature.estimates.systems import METHODS, planned
 from pipeline.curvature.results.result import Result
@@ -142,7 +142,7 @@ def test_residual_that_a_recurrence_goes_by_is_the_true_one(method, jacobi):
     system, b = System("dense matrix", 0.0, torch.float64, scales), right(A, 2)
 
     def run(limit: int) -> tuple[Vec, list[float]]:
-        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit), []
+        steps, announced = METHODS[method](system, [part.clone() for part in b], 0.0, limit, 0.0, Standing()), []
         ask = next(steps)
         try:
             while True:
