@@ -52,5 +52,6 @@ def test_what_one_is_told_to_install_is_this_distribution_with_extras_that_it_ha
         for path in [*PAGES, *sources]
         for name in re.findall(r"pip install \W?(penstock[^\s`'\"]*)", path.read_text())
     ]
-    extras = {f"{setup['metadata']['name']}[{extra}]" for extra in setup["options.extras_require"]}
+    name = setup["metadata"]["name"]
+    extras = {name, *[f"{name}[{extra}]" for extra in setup["options.extras_require"]]}
     assert len(told) >= 5 and set(told) <= extras

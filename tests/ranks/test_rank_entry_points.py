@@ -97,7 +97,7 @@ def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_cal
 
 @pytest.mark.parametrize("crew", [2, pytest.param(3, marks=pytest.mark.soak)], indirect=True)
 def test_the_blocks_of_the_readme_run_over_ranks(crew: Crew) -> None:
-    assert crew.run("rank_entry_points:readme") == [4] * crew.size
+    assert crew.run("rank_entry_points:readme") == [6] * crew.size
 
 
 SCRIPT = '''
