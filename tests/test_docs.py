@@ -55,3 +55,13 @@ def test_what_one_is_told_to_install_is_this_distribution_with_extras_that_it_ha
     name = setup["metadata"]["name"]
     extras = {name, *[f"{name}[{extra}]" for extra in setup["options.extras_require"]]}
     assert len(told) >= 5 and set(told) <= extras
+
+
+def test_the_public_ci_runs_on_each_python_that_the_classifiers_name() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    named = re.findall(r"Python :: (3\.\d+)", setup["metadata"]["classifiers"])
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (matrix,) = re.findall(r"python: \[(.*)\]", workflow)
+    assert re.findall(r"[\d.]+", matrix) == named and f">={named[0]}" == setup["options"]["python_requires"]
+    assert f"Python {named[0]} to {named[-1]}" in (ROOT / "README.md").read_text()

@@ -274,12 +274,15 @@ def check(entry, calls_before, sender):
 @pytest.mark.parametrize("calls_before", [0, 2])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_interrupt_at_any_instruction_leaves_nothing_in_place(entry, calls_before):
-    trained = made(entry, calls_before)
-    with Sender(0) as counting:
-        ENTRIES[entry][0](trained)
+    counts = []
+    for _ in range(2):  # from Python 3.12 on a trace function may see no instructions the first time
+        trained = made(entry, calls_before)
+        with Sender(0) as counting:
+            ENTRIES[entry][0](trained)
+        counts.append(counting.count)
     draws = random.Random(f"{entry} {calls_before}")
     for _ in range(SAMPLES):
-        check(entry, calls_before, Sender(draws.randrange(1, counting.count)))
+        check(entry, calls_before, Sender(draws.randrange(1, max(counts))))
 
 
 def is_interrupted_at_the_end(at):
