@@ -31,7 +31,7 @@ from pipeline.data.values import chain
 from pipeline.distributed.data_parallel.replicas import Replicas, check_where, find_replicas
 from pipeline.distributed.topology import topology_of
 from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
-from pipeline.entry import entry_points, inner_product
+from pipeline.entry import data_set, entry_points, inner_product
 from pipeline.entry.inputs import input_of, takes_arguments
 from pipeline.entry.joining import join_ranks
 from pipeline.entry.reporting import reported
@@ -382,10 +382,32 @@ class Pipe(Settled, Stateful):
     ) -> Step:
         """The loss and the outputs of one mini-batch in eval mode, without gradients; modes are restored.
 
+        Of a loader in the place of x: the loss and the metrics of all its mini-batches, as of one. Means are weighted
+        by rows, or by what loss_fn counts; the last mini-batch may be smaller. (With chunks=1 nothing is compared: of
+        a loss that is no mean over rows, such as a norm, it is the mean by rows.)
+
         Args:
-            x, target, loss_fn, outputs, trace, loss_reduction: as for `step`.
+            x: as for `step`; or a DataLoader, or another iterable that is no container, of pairs (x, target). It
+                is the same on every rank.
+            target, loss_fn, outputs, trace, loss_reduction: as for `step`. Of a loader outputs are not kept.
+
+        Raises:
+            ValueError: a loader gives no mini-batch, or no pairs; others see `step`.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Identity()), [1])
+            >>> loader = DataLoader(TensorDataset(torch.arange(5.0), torch.zeros(5)), batch_size=2)
+            >>> pipe.evaluate(loader, loss_fn=nn.functional.l1_loss).loss
+            tensor(2.)
         """
-        return entry_points.evaluate(self.runtime, LossArguments(x, target, loss_fn, loss_reduction, outputs, trace))
+        arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
+        if data_set.is_loader(x):
+            return data_set.evaluate(self.runtime, x, arguments)
+        return entry_points.evaluate(self.runtime, arguments)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -267,11 +267,24 @@ class Loss:
                     "counted. With other weights call loss_fn(pipe(x), target).backward() instead of step()."
                 )
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the mini-batch is one chunk."""
+        return len(self._rows) == 1
+
     @cached_property
     def is_proven(self) -> bool:
         """Whether the traced divisors prove the weights of the chunks. Called after all chunks."""
         chunks = sorted(self._divisors)
         return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self._is_counted)
+
+    def is_proven_beside(self, other: Loss) -> bool:
+        """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first."""
+        if not self._divisors or not other._divisors:
+            return True
+        chunks, first = sorted(self._divisors), min(other._divisors)
+        divisors = [other._divisors[first], *[self._divisors[chunk] for chunk in chunks]]
+        return is_proven(divisors, [other._rows[first], *[self._rows[chunk] for chunk in chunks]], self._is_counted)
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
@@ -284,6 +297,11 @@ class Loss:
     def metrics(self) -> dict[str, Tensor]:
         """Those of the mini-batch, by name."""
         return self._metrics.values
+
+    @property
+    def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The sum and the count of each metric of the mini-batch."""
+        return self._metrics.sums
 
     def _neither(self, what: str) -> ValueError:
         return ValueError(

@@ -43,15 +43,16 @@ class Metrics:
     @property
     def values(self) -> dict[str, Tensor]:
         """The metrics of the mini-batch, in the default dtype; nan for a count of 0."""
-        if not self._found:
-            return {}
+        return {name: divided_sum(total, count) for name, (total, count) in self.sums.items()}
+
+    @property
+    def sums(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The sums and the counts of the mini-batch, float64."""
         chunks = [self._found[chunk] for chunk in sorted(self._found)]
         with without_function_modes():
             return {
-                name: (_added([chunk[name][0] for chunk in chunks]) / _added([chunk[name][1] for chunk in chunks])).to(
-                    torch.get_default_dtype()
-                )
-                for name in chunks[0]
+                name: (_added([chunk[name][0] for chunk in chunks]), _added([chunk[name][1] for chunk in chunks]))
+                for name in (chunks[0] if chunks else ())
             }
 
     def _named(self, name: Any) -> str:
@@ -76,6 +77,12 @@ class Metrics:
             return torch.tensor(float(part), dtype=torch.float64, device="cpu")
         what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else repr(part)
         raise TypeError(f"{self._name} returned {what} in the metric {name!r}. Return two numbers: (sum, count).")
+
+
+def divided_sum(total: Tensor, count: Tensor) -> Tensor:
+    """A metric, in the default dtype; nan for a count of 0."""
+    with without_function_modes():
+        return (total / count.to(total.device)).to(torch.get_default_dtype())
 
 
 def without_metrics(value: Any) -> Any:

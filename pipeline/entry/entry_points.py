@@ -85,11 +85,17 @@ def step(
         return _run(runtime, communicator, arguments, Request(plan_step, True, options), sink)
 
 
-def evaluate(runtime: Runtime, arguments: LossArguments) -> Step:
-    """`pipe.evaluate`: the loss and the outputs of one mini-batch in eval mode, without gradients."""
+def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None = None) -> Step:
+    """`pipe.evaluate`: the loss and the outputs of one mini-batch in eval mode, without gradients.
+
+    Args:
+        runtime: of the Pipe.
+        arguments: of the call.
+        sink: what the loss goes to.
+    """
     with turn(), runtime.communicator("evaluate") as communicator:
         request = Request(plan_forward, False, arguments.options)
-        return _run(runtime, communicator, arguments, request, LossSink(), _evaluating(runtime.module))
+        return _run(runtime, communicator, arguments, request, sink or LossSink(), _evaluating(runtime.module))
 
 
 def _run(

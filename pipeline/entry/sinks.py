@@ -9,7 +9,7 @@ the buffers back. An EagerUpdate is a sink of another kind, see entry/eager_step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
@@ -51,13 +51,21 @@ class Sink(ABC):
 
 
 class LossSink(Sink):
-    """No gradients: the loss alone."""
+    """No gradients: the loss alone.
+
+    Args:
+        metrics: what is reported beside it, of a loss that all chunks have been added to.
+    """
+
+    def __init__(self, metrics: Callable[[Loss], Mapping[str, Tensor]] = lambda loss: loss.metrics) -> None:
+        super().__init__()
+        self._metrics = metrics
 
     def run(self, run: RunWithLoss) -> Step:
         call, loss = run.play()
         with call:
-            value = loss.value if call.execution.has_last else None
-            verdict = call.communicator.agree(Verdict(value, None, True, False, loss.metrics))
+            value, metrics = (loss.value, self._metrics(loss)) if call.execution.has_last else (None, {})
+            verdict = call.communicator.agree(Verdict(value, None, True, False, metrics))
             joined = run.joined(call)
         call.release()
         assert verdict.loss is not None  # the last stage's process has it

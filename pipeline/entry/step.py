@@ -56,6 +56,7 @@ class LossArguments(NamedTuple):
     loss_reduction: str | None
     outputs: bool
     trace: bool
+    is_part: bool = False  # the mini-batch is one of several, whose losses are added up
 
     @property
     def options(self) -> dict[str, object]:
@@ -98,7 +99,7 @@ class RunWithLoss:
             listens: makes what takes gradients while it runs.
         """
         execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
-        loss = Loss(arguments.loss_fn, arguments.loss_reduction, execution.batch.rows)
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, execution.batch.rows, arguments.is_part)
         several = execution.batch.chunks > 1
         number = counts.get(loss.loss_fn) + several
         compare = several and validates(number)

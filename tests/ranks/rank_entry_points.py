@@ -40,6 +40,18 @@ def trained(make: Make, stages: int, optimizer: str, checkpoint: str) -> Found:
     return {**found, **state_of(pipe, "end")}
 
 
+def evaluated(make: Make, stages: int) -> Found:
+    """A data set in mini-batches of unequal sizes, with a metric; the loss counts some rows only."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        counts, metrics = target[:, :1] > 0, {"largest": (output.amax(1).sum(), len(output))}
+        return ((output - target).square() * counts).sum(), counts.sum(), metrics
+
+    pipe = piped(make, stages)
+    step = pipe.evaluate(((rows(size, seed=size), rows(size, seed=9)) for size in (6, 1, 4)), loss_fn=loss_fn)
+    return {"loss": step.loss, **step.metrics, **state_of(pipe, "end")}
+
+
 def inferred(make: Make, stages: int) -> Found:
     """Without gradients, in train and in eval mode, before, between and after what has some."""
     pipe = piped(make, stages)

@@ -27,6 +27,10 @@ def test_inference_gives_every_rank_the_output_and_no_graph(crew3: Crew) -> None
     agree_all(crew3, "rank_entry_points:inferred", [(3,), (6,)])
 
 
+def test_a_data_set_has_the_same_loss_and_metrics_on_every_rank(crew3: Crew) -> None:
+    agree_all(crew3, "rank_entry_points:evaluated", [(3,), (6,)])
+
+
 def test_several_forwards_may_wait_for_their_backwards_in_any_order(crew3: Crew) -> None:
     agree_all(crew3, "rank_entry_points:several", product((3, 6), ("first first", "last first", "joined")))
 

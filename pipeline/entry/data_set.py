@@ -1,0 +1,141 @@
+"""An evaluation of a data set: the mini-batches of a loader, one after the other, and their losses as one.
+
+    "mean"         loss = sum_b loss_b * rows_b / sum_b rows_b
+    "sum"          loss = sum_b loss_b
+    (sum, count)   loss = sum_b loss_b * count_b / sum_b count_b            metrics: sum of sums / sum of counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pipeline.common.torch_modes import without_function_modes
+from pipeline.data.loss import Loss
+from pipeline.data.metrics import divided_sum
+from pipeline.entry import entry_points
+from pipeline.entry.runtime import Runtime
+from pipeline.entry.sinks import LossSink
+from pipeline.entry.step import LossArguments, Step
+
+RULES = ("mean", "sum", "count")
+
+
+def is_loader(x: Any) -> bool:
+    """Whether x is no mini-batch, but gives mini-batches: an iterable that is no tensor and no container of them."""
+    return isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, str)) and pytree.tree_is_leaf(x)
+
+
+def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
+    """The loss and the metrics of all mini-batches of a loader, in eval mode, without gradients.
+
+    Args:
+        runtime: of the Pipe.
+        loader: of pairs (x, target).
+        arguments: of each call, but for x and target.
+
+    Raises:
+        ValueError: the loader gives no mini-batch, or something else than pairs; mini-batches differ in the names of
+            their metrics or in what their loss is; a target or trace=True is given.
+    """
+    _check(arguments)
+    total: Total | None = None
+    weighing = Weighing()
+    for number, item in enumerate(loader):
+        x, target = _pair(item, number)
+        one = arguments._replace(x=x, target=target, outputs=False, is_part=True)
+        part = Total(entry_points.evaluate(runtime, one, LossSink(weighing)))
+        total = part if total is None else total.added(part)
+    if total is None:
+        raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
+    return total.step()
+
+
+class Total:
+    """The losses and metrics of some mini-batches.
+
+    Args:
+        part: the evaluation of one, whose metrics are a `Weighing`'s.
+    """
+
+    def __init__(self, part: Step) -> None:
+        sums = dict(part.metrics)
+        rule, weight = sums.pop("loss")
+        self._dtype = part.loss.dtype
+        with without_function_modes():
+            factor = torch.ones_like(weight) if RULES[int(rule)] == "sum" else weight
+            # Where nothing counts the loss is nan, and counts as nothing.
+            share = torch.where(weight == 0, 0.0, part.loss.double() * factor.to(part.loss.device))
+            self._sums = {"loss": torch.stack([share, weight.to(share.device)]), **sums}
+        self._rule = RULES[int(rule)]
+
+    def added(self, other: Total) -> Total:
+        """This one, with another added."""
+        if other._rule != self._rule:
+            raise ValueError(
+                f"the loss of one mini-batch is combined by its {self._rule}, that of another by its {other._rule}. "
+                "Return (sum, count) from loss_fn for every one."
+            )
+        if other._sums.keys() != self._sums.keys():
+            raise ValueError(
+                f"loss_fn returned metrics {self._names} for one mini-batch and {other._names} for another. Return the "
+                "same for every one; a metric without entries is (0, 0)."
+            )
+        with without_function_modes():
+            self._sums = {name: own + other._sums[name].to(own.device) for name, own in self._sums.items()}
+        return self
+
+    def step(self) -> Step:
+        """The result for all of them."""
+        with without_function_modes():
+            total, weight = self._sums["loss"]
+            loss = total if self._rule == "sum" else total / weight
+            metrics = {name: divided_sum(*self._sums[f"metric {name}"]) for name in self._names}
+            return Step(loss.to(self._dtype), metrics=metrics)
+
+    @property
+    def _names(self) -> list[str]:
+        return [name.removeprefix("metric ") for name in self._sums if name != "loss"]
+
+
+class Weighing:
+    """The report of a mini-batch's loss: what must be known of it to add it to others."""
+
+    def __init__(self) -> None:
+        self._first: Loss | None = None
+
+    def __call__(self, loss: Loss) -> dict[str, Tensor]:
+        """
+        Raises:
+            ValueError: it has one chunk, so that nothing was compared, and its weight beside others cannot be seen.
+        """
+        self._first = self._first or loss
+        if loss.is_single and loss is not self._first and not loss.is_proven_beside(self._first):
+            raise loss.unproven()
+        rule, weight = loss.weight
+        with without_function_modes():
+            sums = {f"metric {name}": torch.stack([total, count.to(total.device)])
+                    for name, (total, count) in loss.metric_sums.items()}  # fmt: skip
+            number = torch.full_like(weight, RULES.index(rule), dtype=torch.float64)
+            return {"loss": torch.stack([number, weight.to(number)]), **sums}
+
+
+def _pair(item: Any, number: int) -> tuple[Any, Any]:
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
+    raise ValueError(
+        f"mini-batch {number} of the loader is {what}. Give pairs (x, target), such as "
+        "pipe.evaluate(((batch['x'], batch['y']) for batch in loader), loss_fn=loss_fn)."
+    )
+
+
+def _check(arguments: LossArguments) -> None:
+    if arguments.target is not None:
+        raise ValueError("a target was given beside a loader, whose mini-batches bring their own. Leave it out.")
+    if arguments.trace:
+        raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")

@@ -1,0 +1,105 @@
+"""Laws of evaluations over a loader: they give what the plain module gives on all rows at once."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipeline import Pipe
+
+ROWS = 23
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(3)
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(4, 6), norm, nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 5)).double()
+
+
+def data() -> TensorDataset:
+    target = torch.randint(5, (ROWS,))
+    target[torch.rand(ROWS) < 0.4] = -100
+    target[-1] = 2
+    return TensorDataset(torch.randn(ROWS, 4, dtype=torch.float64), target)
+
+
+def correct(output: Tensor, target: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    return {"accuracy": ((output.argmax(1) == target).sum(), (target != -100).sum())}
+
+
+LOSSES = {
+    "tokens": F.cross_entropy,
+    "tokens, as a module": nn.CrossEntropyLoss(),
+    "rows": lambda o, t: o.square().mean(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "sum and count": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), (t != -100).sum()),
+    "with metrics": lambda o, t: (F.cross_entropy(o, t), correct(o, t)),
+    "all": lambda o, t: (F.cross_entropy(o, t, reduction="sum"), (t != -100).sum(), correct(o, t)),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("size", [1, 4, 7, ROWS])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_and_the_metrics_are_those_of_all_rows_at_once(name: str, size: int, chunks: int) -> None:
+    module, rows, loss_fn = classifier(), data(), LOSSES[name]
+    pipe = Pipe(module, [2, 3], chunks=chunks)
+    module.eval()
+    with torch.no_grad():
+        value = loss_fn(module(rows.tensors[0]), rows.tensors[1])
+    module.train()
+    metrics = value[-1] if isinstance(value, tuple) and isinstance(value[-1], dict) else {}
+    parts = [part for part in (value if isinstance(value, tuple) else (value,)) if not isinstance(part, dict)]
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    step = pipe.evaluate(DataLoader(rows, batch_size=size), loss_fn=loss_fn)
+    torch.testing.assert_close(step.loss, parts[0] / parts[1] if len(parts) == 2 else parts[0], rtol=1e-12, atol=0)
+    assert {key: found.item() for key, found in step.metrics.items()} == pytest.approx(
+        {key: float(total) / float(count) for key, (total, count) in metrics.items()}
+    )
+    assert module.training and step.outputs is None and all(map(torch.equal, buffers, module.buffers()))
+
+
+def test_any_iterable_of_pairs_is_a_loader_and_containers_are_mini_batches() -> None:
+    pipe, rows = Pipe(classifier(), [5], chunks=2), data()
+    expected = pipe.evaluate(DataLoader(rows, batch_size=5), loss_fn=F.cross_entropy).loss
+    pairs = ((x, y) for x, y in DataLoader(rows, batch_size=5))
+    assert pipe.evaluate(pairs, loss_fn=F.cross_entropy).loss == expected
+    (x, y), first = rows.tensors, nn.Sequential(nn.Identity())
+    lists = Pipe(first, [1]).evaluate([x, x], y, loss_fn=lambda out, target: sum(out).mean())
+    torch.testing.assert_close(lists.loss, 2 * x.mean())
+
+
+def test_mini_batches_that_count_nothing_change_nothing() -> None:
+    pipe, x = Pipe(classifier(), [5], chunks=2), torch.randn(4, 4, dtype=torch.float64)
+    pairs = [(x, torch.full((4,), -100)), (x, torch.arange(4)), (x, torch.full((4,), -100))]
+    alone = pipe.evaluate(*pairs[1], loss_fn=F.cross_entropy).loss
+    assert pipe.evaluate(iter(pairs), loss_fn=F.cross_entropy).loss == alone
+    assert pipe.evaluate(iter(pairs[:1]), loss_fn=F.cross_entropy).loss.isnan()
+
+
+def test_what_is_no_data_set_is_refused_in_words() -> None:
+    pipe, (x, y) = Pipe(classifier(), [5], chunks=2), data().tensors
+    cases = {
+        "the loader gave no mini-batch": iter([]),
+        r"mini-batch 1 of the loader is a dict. Give pairs \(x, target\)": iter([(x, y), {"x": x}]),
+        "mini-batch 0 of the loader is a list of 3": iter([[x, y, y]]),
+    }
+    for words, loader in cases.items():
+        with pytest.raises(ValueError, match=words):
+            pipe.evaluate(loader, loss_fn=F.cross_entropy)
+    with pytest.raises(ValueError, match="a target was given beside a loader"):
+        pipe.evaluate(iter([(x, y)]), y, loss_fn=F.cross_entropy)
+    with pytest.raises(ValueError, match="trace=True is for one mini-batch"):
+        pipe.evaluate(iter([(x, y)]), loss_fn=F.cross_entropy, trace=True)
+    named = iter(["one", "other"])
+    with pytest.raises(ValueError, match=r"metrics \['one'\] for one mini-batch and \['other'\] for another"):
+        pipe = Pipe(classifier(), [5])
+        pipe.evaluate(iter([(x, y), (x, y)]), loss_fn=lambda o, t: (o.square().mean(), {next(named): (1, 2)}))
+
+
+def test_a_loss_whose_weights_cannot_be_seen_is_refused_though_each_mini_batch_is_one_chunk() -> None:
+    pipe, (x, _) = Pipe(classifier(), [5]), data().tensors
+    for loss_fn in (lambda o, t: o.sum() / (t > 0).sum(), lambda o, t: o[t[:, 0] > 0].mean()):
+        with pytest.raises(ValueError, match=r"Return \(sum, count\)"):
+            pipe.evaluate(iter([(x, x), (x[:3], x[:3])]), loss_fn=loss_fn)
