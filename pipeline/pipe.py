@@ -34,6 +34,7 @@ from pipeline.distributed.wrapped import check_over_ranks, check_wrapped
 from pipeline.entry import data_set, entry_points, inner_product
 from pipeline.entry.inputs import input_of, takes_arguments
 from pipeline.entry.joining import join_ranks
+from pipeline.entry.minibatches import is_loader
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
@@ -343,11 +344,17 @@ class Pipe(Settled, Stateful):
     ) -> Step:
         """Forward, loss and backward of one mini-batch, in the order of the schedule.
 
-        The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers, `.grad` and
-        generators as they were.
+        The loss and the gradients are the un-pipelined ones. A failure leaves parameters, buffers and `.grad` as they
+        were.
+
+        Of a loader in the place of x: of all its mini-batches, as of one, with one optimizer step. Each is cut into
+        chunks, and all chunks run in one order: activations are held as for one mini-batch, and idle time is paid once.
+        Losses are weighted by rows, or by what loss_fn counts. The mini-batches are read before the first one runs;
+        they may differ in rows and in the lengths of sequences.
 
         Args:
-            x: the input, as for `forward`.
+            x: the input, as for `forward`; or an iterable that is no container, of pairs (x, target), such as
+                `itertools.islice(batches, 4)`. Over ranks it is the same on every rank.
             target: any pytree with one row for each row of x; each chunk's rows go to loss_fn. None: loss_fn gets None.
             loss_fn: (output, target) -> a loss of one number, or (sum, count); either with a dict of metrics behind it,
                 {name: (sum, count)}, for `step.metrics`.
@@ -366,6 +373,16 @@ class Pipe(Settled, Stateful):
             ValueError: loss_fn is neither a mean nor a sum over rows (the first steps compare, all see what it divides
                 by), or arguments that exclude each other.
             RuntimeError: gradients are switched off, or nothing requires one.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from pipeline import Pipe
+            >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Identity()), [1, 1], chunks=2)
+            >>> pairs = [(torch.ones(4, 2), torch.zeros(4, 1)), (torch.zeros(1, 2), torch.ones(1, 1))]
+            >>> step = pipe.step(iter(pairs), loss_fn=nn.MSELoss())  # one mean over five rows
+            >>> bool(step.loss.isclose((4 * pipe[0].weight.sum() ** 2 + 1) / 5))
+            True
         """
         arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
         return entry_points.step(self.runtime, arguments, optimizer, clip_grad_norm, scaler, grads)
@@ -405,7 +422,7 @@ class Pipe(Settled, Stateful):
             tensor(2.)
         """
         arguments = LossArguments(x, target, loss_fn, loss_reduction, outputs, trace)
-        if data_set.is_loader(x):
+        if is_loader(x):
             return data_set.evaluate(self.runtime, x, arguments)
         return entry_points.evaluate(self.runtime, arguments)
 

@@ -51,17 +51,37 @@ class NoChunk:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A mini-batch that is cut. `cut[j]` says whether tensor j is cut (else it goes whole to every chunk)."""
+    """A mini-batch that is cut, or several, one after the other, each cut by itself.
+
+    Attributes:
+        tree: the mini-batch, or the first.
+        cut: whether each of its tensors is cut; else it goes whole to every chunk.
+        rows: of each chunk.
+        pieces: for each tensor its part in each chunk.
+        batch_dim: the dim that counts rows.
+        parts: the mini-batches, where there are several.
+    """
 
     tree: Tree
     cut: tuple[bool, ...]
     rows: tuple[int, ...]
     pieces: tuple[tuple[Tensor, ...], ...]
     batch_dim: int = 0
+    parts: tuple[Batch, ...] = ()
 
     @property
     def chunks(self) -> int:
         return len(self.rows)
+
+    @property
+    def each(self) -> tuple[Batch, ...]:
+        """The mini-batches, also where there is but one."""
+        return self.parts or (self,)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of all mini-batches, uncut."""
+        return [tensor for part in self.each for tensor in part.tree.tensors]
 
     def message(self, chunk: int, grad: bool) -> Activations:
         """Chunk `chunk`, detached; with `grad`, tensors that require a gradient say so."""
@@ -92,6 +112,16 @@ class Batch:
             ]
         return self.tree.build(tensors)
 
+    def is_joinable(self, chunks: Sequence[int]) -> bool:
+        """Whether some chunks can be one: of several mini-batches only such as differ in nothing but their rows."""
+        if not self.parts:
+            return True
+        columns = [([piece[chunk] for chunk in chunks], cut) for piece, cut in zip(self.pieces, self.cut, strict=True)]
+        return all([
+            are_joinable(column, self.batch_dim) if cut else all([tensor is column[0] for tensor in column])
+            for column, cut in columns
+        ])
+
     def join_grads(self, grads: Sequence[Grads]) -> Grads:
         """From gradients per chunk to gradients of the whole tensors, in the order of `tree.tensors`."""
         return tuple(
@@ -115,6 +145,12 @@ class Batch:
 def row_dim(tensor: Tensor, batch_dim: int) -> int:
     """The dim of a tensor that counts rows: `batch_dim`, or 0 where it has no such dim."""
     return batch_dim if tensor.dim() > batch_dim else 0
+
+
+def are_joinable(column: Sequence[Tensor], batch_dim: int) -> bool:
+    """Whether tensors have one shape but for their rows."""
+    dim = row_dim(column[0], batch_dim)
+    return len({(*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]) for tensor in column}) == 1
 
 
 def scatter(value: Any, chunks: int, what: str = "the input", batch_dim: int = 0) -> Batch:
@@ -151,6 +187,31 @@ def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
     return Batch(tree, cut, batch.rows, pieces, batch.batch_dim)
 
 
+def consecutive(parts: Sequence[Batch], what: str) -> Batch:
+    """Several mini-batches, whose chunks run one after the other.
+
+    Args:
+        parts: the mini-batches, at least one.
+        what: how an error names their values.
+
+    Raises:
+        ValueError: they differ in structure, in plain values, or in what goes whole to every chunk.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for number, part in enumerate(parts):
+        if part.cut != first.cut or not same_structure(part.tree, first.tree):
+            raise ValueError(
+                f"mini-batches of one step differ: {what} of mini-batch 0 is {described(first)}, that of mini-batch "
+                f"{number} is {described(part)}. Give all the same structure and the same plain values; tensors may "
+                "differ in shape."
+            )
+    rows = tuple([row for part in parts for row in part.rows])
+    pieces = tuple([sum(columns, ()) for columns in zip(*[part.pieces for part in parts], strict=True)])
+    return Batch(first.tree, first.cut, rows, pieces, first.batch_dim, tuple(parts))
+
+
 def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
     """Join the outputs of the chunks along the dim that counts rows.
 
@@ -180,6 +241,12 @@ def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tu
                 "chunks=1."
             )
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
+    for column in columns:
+        if not are_joinable(column, batch_dim):
+            raise ValueError(
+                f"the outputs of the chunks cannot be joined: their shapes are {[list(part.shape) for part in column]}"
+                ", which differ in more than the rows. Return tensors of one shape, or leave outputs=True out."
+            )
     sizes = tuple(row_sizes(column, rows, batch_dim) for column in columns)
     with without_function_modes():
         joined = [torch.cat(column, row_dim(column[0], batch_dim)) for column in columns]
@@ -221,7 +288,9 @@ def describe(tree: Tree) -> str:
 
 
 def described(batch: Batch) -> str:
-    """A mini-batch in words: the structure, and of each tensor shape, dtype and whether it requires a gradient."""
+    """Mini-batches in words: the structure, and of each tensor shape, dtype and whether it requires a gradient."""
+    if batch.parts:
+        return "; ".join(map(described, batch.parts))
     tree = batch.tree
     leaves = ", ".join(
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{'' if cut else ' whole'}"

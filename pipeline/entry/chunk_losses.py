@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, Verdict
-from pipeline.data.microbatch import Batch, gather
+from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
 
@@ -44,6 +44,7 @@ class ChunkLosses:
         self._target = target
         self._before: _ChunkEnd | None = None
         self._verdicts: list[Verdict] = []
+        self._has_gaps = False  # two chunks, one after the other, could not be joined
 
     def computed(
         self, loss: Loss, chunk: int, tree: Tree, given: Sequence[Tensor], ends: Sequence[Tensor | GradientEdge]
@@ -88,9 +89,21 @@ class ChunkLosses:
         output = Activations(Tree(detached(tree.tensors), tree.skeleton), needs_grad)
         now, before = _ChunkEnd(chunk, output, grads, self.loss.is_empty(chunk)), self._before
         if before is not None and not (before.is_empty and now.is_empty):
-            self._verdicts.append(self._compared(sorted((before, now), key=lambda end: end.chunk), scale))
+            ends = sorted((before, now), key=lambda end: end.chunk)
+            if self._can_compare(ends):
+                self._verdicts.append(self._compared(ends, scale))
+            else:
+                self._has_gaps = True
         if before is None or before.is_empty or not now.is_empty:  # what counts nothing shows nothing
             self._before = now
+
+    def _can_compare(self, ends: Sequence[_ChunkEnd]) -> bool:
+        """Whether two chunks can be joined. Those of two mini-batches may differ in more than their rows."""
+        if not self._target.parts:
+            return True
+        columns = zip(*[end.output.tree.tensors for end in ends], strict=False)
+        alike = all([are_joinable(column, self._target.batch_dim) for column in columns if column[0].dim()])
+        return alike and self._target.is_joinable([end.chunk for end in ends])
 
     def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> Verdict:
         chunks = [end.chunk for end in ends]
@@ -119,15 +132,16 @@ class ChunkLosses:
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""
         self._before = None
+        self._has_gaps = False
         self._verdicts.clear()
 
     def check_all(self) -> None:
         """Raise ValueError if the chunks' losses, which have been computed, do not combine to that of the mini-batch.
 
-        A validating call has compared; any other checks the divisors in the chunks' losses.
+        A validating call has compared; any other, and one that could not, checks the divisors in the chunks' losses.
         """
         self.loss.check_counts()
-        if not self.compares and not self.loss.is_proven:
+        if (self._has_gaps or not self.compares) and not self.loss.is_proven:
             raise self.loss.unproven()
         self._before = None
         self.loss.check(self._verdicts)

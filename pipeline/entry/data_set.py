@@ -7,27 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.metrics import divided_sum
 from pipeline.entry import entry_points
+from pipeline.entry.minibatches import pairs
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.sinks import LossSink
 from pipeline.entry.step import LossArguments, Step
 
 RULES = ("mean", "sum", "count")
-
-
-def is_loader(x: Any) -> bool:
-    """Whether x is no mini-batch, but gives mini-batches: an iterable that is no tensor and no container of them."""
-    return isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, str)) and pytree.tree_is_leaf(x)
 
 
 def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
@@ -42,16 +37,15 @@ def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) 
         ValueError: the loader gives no mini-batch, or something else than pairs; mini-batches differ in the names of
             their metrics or in what their loss is; a target or trace=True is given.
     """
-    _check(arguments)
+    if arguments.trace:
+        raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")
     total: Total | None = None
     weighing = Weighing()
-    for number, item in enumerate(loader):
-        x, target = _pair(item, number)
+    for x, target in pairs(loader, arguments.target, "evaluate"):
         one = arguments._replace(x=x, target=target, outputs=False, is_part=True)
         part = Total(entry_points.evaluate(runtime, one, LossSink(weighing)))
         total = part if total is None else total.added(part)
-    if total is None:
-        raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
+    assert total is not None  # or `pairs` raised
     return total.step()
 
 
@@ -122,20 +116,3 @@ class Weighing:
                     for name, (total, count) in loss.metric_sums.items()}  # fmt: skip
             number = torch.full_like(weight, RULES.index(rule), dtype=torch.float64)
             return {"loss": torch.stack([number, weight.to(number)]), **sums}
-
-
-def _pair(item: Any, number: int) -> tuple[Any, Any]:
-    if isinstance(item, (tuple, list)) and len(item) == 2:
-        return item[0], item[1]
-    what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
-    raise ValueError(
-        f"mini-batch {number} of the loader is {what}. Give pairs (x, target), such as "
-        "pipe.evaluate(((batch['x'], batch['y']) for batch in loader), loss_fn=loss_fn)."
-    )
-
-
-def _check(arguments: LossArguments) -> None:
-    if arguments.target is not None:
-        raise ValueError("a target was given beside a loader, whose mini-batches bring their own. Leave it out.")
-    if arguments.trace:
-        raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")

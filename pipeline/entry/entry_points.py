@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
 from pipeline.common.module_tables import training_flags
-from pipeline.data.microbatch import scatter, scatter_like
+from pipeline.data.microbatch import scatter
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
-from pipeline.entry.inputs import input_of
+from pipeline.entry.minibatches import cut
 from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.settled import refuse_recording
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
@@ -109,12 +109,10 @@ def _run(
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
     begun = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
-    x = input_of((arguments.x,), {}, runtime.settings.takes_arguments)
-    batch = scatter(x, runtime.settings.chunks, "x", runtime.settings.batch_dim)
+    batch, target = cut(runtime.settings, arguments.x, arguments.target)
     if sink.optimizer is not None:
-        beside = [*batch.tree.tensors, *parameters_of(arguments.loss_fn)]
+        beside = [*batch.tensors, *parameters_of(arguments.loss_fn)]
         check_holds(sink.optimizer, list(runtime.module.named_parameters()), beside)
-    target = scatter_like(arguments.target, batch, "the target")
     recorder = runtime.recorder() if arguments.trace else None
     with modes:
         execution = runtime.execution(request, batch, communicator, target, recorder)

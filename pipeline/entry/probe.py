@@ -61,7 +61,7 @@ class Probe:
 
     Args:
         setup: of the call, with the plan of one uncut chunk.
-        batch: the input of the call, cut.
+        batch: the input of the call, cut. Of several mini-batches one with the most chunks is looked at.
         checks_rows: whether layers may not mix rows.
     """
 
@@ -72,8 +72,9 @@ class Probe:
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
             known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
         )
-        self._batch = batch
-        self._rows = max(2, batch.rows[0])
+        self._batch = max(batch.each, key=lambda part: part.chunks)
+        self._another = batch.each[-1]
+        self._rows = min(sum(self._batch.rows), max(2, self._batch.rows[0]))
         own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         modules = [module for layers in own for top in layers for module in top.modules()]
         self._modules = list({id(module): module for module in modules}.values())
@@ -91,8 +92,6 @@ class Probe:
         """
         rows, total = self._rows, sum(self._batch.rows)
         alone = self._picked(range(rows))
-        beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
-        resized = self._picked(range(rows - 1 if rows > 2 or rows == total else rows + 1))
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(repeating())
@@ -103,12 +102,21 @@ class Probe:
             stack.callback(Attributes(self._modules).roll_back)  # arrays and objects of any class on modules
             stack.enter_context(_on_copies_of_buffers(self._modules))
             if self._shares:
-                self._check_order(alone, self._picked(range(total - 1, total - 1 - rows, -1)))
+                self._check_order(alone, self._others())
+            if self._batch.chunks == 1:  # of several mini-batches: it is not cut
+                return
+            beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
+            resized = self._picked(range(rows - 1 if rows > 2 or rows == total else rows + 1))
             stack.enter_context(training_flags(self._modules, [False] * len(self._modules)))
             reference = self._run(alone)
             self._check_sizes(reference, self._run(resized), resized)
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
+
+    def _others(self) -> Batch:
+        """As many other rows, uncut: the last ones, or another mini-batch."""
+        total = sum(self._batch.rows)
+        return self._another if total == self._rows == 1 else self._picked(range(total - 1, total - 1 - self._rows, -1))
 
     def _picked(self, rows: Sequence[int]) -> Batch:
         """Some rows of the mini-batch, uncut."""

@@ -188,7 +188,7 @@ class Runtime:
         recorder: TraceRecorder | None,
     ) -> Setup:
         settings, history = self.settings, self.history
-        refuse_transforms(lambda: [*batch.tree.tensors, *self.module.parameters(), *self.module.buffers()])
+        refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(
                 "a Pipe was called while a graph was being captured (torch.cuda.graph), which would hold none of what "
@@ -196,14 +196,14 @@ class Runtime:
                 "the Pipe outside."
             )
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
-        tensors = [tensor for cut in given.values() for tensor in cut.tree.tensors]
+        tensors = [tensor for cut in given.values() for tensor in cut.tensors]
         words = partial(self._words, request, given)
         seed = communicator.open(words, request.draws, Compared(mini_batch=tensors))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
             )
-        plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks)
+        plan = settings.plans.plan(batch.chunks, request.planner, settings.chunks * len(batch.each))
         setup = Setup(
             stages=self.stages(),
             layout=settings.layout,
@@ -250,7 +250,7 @@ class Runtime:
             MINI_BATCHES: ", ".join([f"{name} {described(cut)}" for name, cut in given.items()]),
         }
         if values:
-            words[VALUES] = values_in_words([tensor for cut in given.values() for tensor in cut.tree.tensors])
+            words[VALUES] = values_in_words([tensor for cut in given.values() for tensor in cut.tensors])
         return words
 
     def _flags(self) -> tuple[bool, ...]:

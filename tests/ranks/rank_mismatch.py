@@ -258,6 +258,11 @@ def width(odd: bool, size: int) -> object:
     return right(size).step(rows(7, 4 + odd), rows(7), loss_fn=square)
 
 
+def batch_count(odd: bool, size: int) -> object:
+    """A loader that gives one rank fewer mini-batches."""
+    return right(size).step(iter([(rows(7), rows(7))] * (3 - odd)), loss_fn=square)
+
+
 def batch_dtype(odd: bool, size: int) -> object:
     x = rows(7)
     return right(size).step(x.float() if odd else x, rows(7), loss_fn=square)
@@ -374,11 +379,11 @@ def moved_buffer(odd: bool, size: int) -> object:
 SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
-        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks, later_schedule,
-        values, target_values, shuffled, later_target, later_labels, later_input, later_order, later_whole,
-        later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target, late_forward,
-        late_eager, batch, width, batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad,
-        input_grad, options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain,
-        extra_call, moved_buffer,
+        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks,
+        later_schedule, values, target_values, shuffled, later_target, later_labels, later_input, later_order,
+        later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target,
+        late_forward, late_eager, batch, width, batch_count, batch_dtype, structure, plain_value, entry,
+        forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, clip, no_backward,
+        no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

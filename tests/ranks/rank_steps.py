@@ -120,6 +120,22 @@ def accumulated(make: Make, stages: int, to: str) -> Found:
     return {**found, **state_of(pipe, "end")}
 
 
+def accumulated_in_one_step(make: Make, stages: int, checkpoint: str) -> Found:
+    """Mini-batches of sequences of other lengths, before one optimizer step."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*[nn.Sequential(Sequences(), nn.Dropout(0.2)) for _ in range(stages)]).double()
+    pipe = make(model, [1] * stages, 2, checkpoint=checkpoint)
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    found: Found = {}
+    for step in range(4):
+        shapes = [(3, 5, 4), (1, 2, 4), (2, 7, 4)][: step + 1]
+        pairs = [(rows(shape[0], seed=step)[:, None, :].repeat(1, shape[1], 1), None) for shape in shapes]
+        result = pipe.step(iter(pairs), loss_fn=lambda out, _: (out.square().sum(), out.numel()), optimizer=stepper,
+                           clip_grad_norm=0.5)  # fmt: skip
+        found |= {f"loss {step}": result.loss, f"norm {step}": result.grad_norm, **state_of(pipe, step)}
+    return found
+
+
 def _stored(pipe: Pipe, store: Any, when: object) -> Found:
     return {f"{when} store {name}": store.get(parameter).clone() for name, parameter in pipe.named_parameters()}
 

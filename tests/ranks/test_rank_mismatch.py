@@ -36,6 +36,7 @@ WORDS = {
     ),
     "batch": r"the mini-batches differ.*{odd}: x float64\[8, 4\].*{even}: x float64\[7, 4\]",
     "width": r"the mini-batches differ.*{odd}: x float64\[7, 5\].*{even}: x float64\[7, 4\]",
+    "batch_count": r"the mini-batches differ.*{odd}: (x|the target) float64.*{even}: (x|the target) float64\[7, 4\]; ",
     "batch_dtype": r"the mini-batches differ.*{odd}: x float32\[7, 4\].*{even}: x float64\[7, 4\]",
     "structure": r"the mini-batches differ.*{odd}: x \(.*{even}: x float64\[7, 4\]",
     "plain_value": "the mini-batches differ.*{odd}: .*'weight': 3.*{even}: .*'weight': 2",

@@ -46,6 +46,11 @@ def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, cr
     agree(crew3, "rank_steps:accumulated", 3, to)
 
 
+def test_mini_batches_of_other_lengths_accumulate_in_one_step(crew2: Crew, crew3: Crew) -> None:
+    agree_all(crew2, "rank_steps:accumulated_in_one_step", [(2, "always"), (4, "except_last")])
+    agree(crew3, "rank_steps:accumulated_in_one_step", 3, "never")
+
+
 def test_where_torch_cuts_tensors_alone_outputs_and_targets_may_be_dicts(crew3: Crew) -> None:
     agree_all(crew3, "rank_steps:dicts", product((3, 6), ("step", "evaluate", "forward")))
 
