@@ -1,7 +1,7 @@
 """A module that stays as it was built: it refuses to be moved to another device, recorded, or reconfigured.
 
     pipe.to(torch.float64)             cast, as nn.Module.to
-    pipe.to("cuda:1"), parent.cuda()   TypeError, where any tensor of it would move
+    pipe.to("cuda:1"), parent.cuda()   TypeError, where any tensor of it would move; else nothing
     pipe.devices = [...]               AttributeError: build another one
 """
 
@@ -32,35 +32,20 @@ class Settled(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Cast parameters and buffers, as `nn.Module.to(dtype)`. The Pipe chooses devices.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Called by `.to`, `.cuda`, `.half` and the like, also by those of a module around this one.
 
         Raises:
-            TypeError: a device was given.
+            TypeError: a tensor would move to another device.
         """
-        given = kwargs.get("device", args[0] if args else None)
-        # Without an accelerator torch fails on a number: it has no device to stand for.
-        device = given if isinstance(given, int) else torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            _refuse_to_move(f"to({device})")
-        super().to(*args, **kwargs)
-        return self
-
-    def cuda(self, device: Any = None) -> Self:
-        """Refused: see `to`."""
-        _refuse_to_move("cuda()")
-
-    def cpu(self) -> Self:
-        """Refused: see `to`."""
-        _refuse_to_move("cpu()")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by a module around this one for its own `.to`, `.cuda`, `.half` and the like."""
         here = {tensor.device for tensors in (self.parameters(), self.buffers()) for tensor in tensors}
         for device in here:
             there = fn(torch.empty(0, device=device)).device
             if there != device:
-                _refuse_to_move(f"to({there}), by a module around it,")
+                raise TypeError(
+                    f"a Pipe places its stages itself, so what it has on {device} does not move to {there}. Give "
+                    "Pipe(..., devices=[...]), or take the plain module with pipe.to_sequential()."
+                )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -74,11 +59,4 @@ def refuse_recording(what: str) -> NoReturn:
     raise TypeError(
         f"{what} cannot record a Pipe, which runs its layers in threads, ranks and chunks. Record the plain module: "
         f"{what}(pipe.to_sequential(), ...), or single layers before Pipe(...)."
-    )
-
-
-def _refuse_to_move(what: str) -> NoReturn:
-    raise TypeError(
-        f"a Pipe places its stages itself, so .{what} is refused. Give Pipe(..., devices=[...]), or take the plain "
-        "module with pipe.to_sequential()."
     )

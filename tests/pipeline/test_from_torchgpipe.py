@@ -198,16 +198,12 @@ class Mover:
 
 
 MOVERS: list[Any] = [
-    Mover(name="cuda"),
-    Mover(name="cpu"),
-    Mover(torch.device("cuda")),
-    Mover("cuda"),
-    Mover("cpu", torch.float16),
-    Mover(torch.ones(1)),
-    Mover(tensor=torch.ones(1)),
-    Mover(device="cpu"),
-    Mover(0),
-    Mover(device=0),
+    Mover(torch.device("meta")),
+    Mover("meta"),
+    Mover("meta", torch.float16),
+    Mover(torch.ones(1, device="meta")),
+    Mover(tensor=torch.ones(1, device="meta")),
+    Mover(device="meta"),
 ]
 
 

@@ -328,22 +328,26 @@ def test_casts_are_the_plain_modules(how):
 
 
 MOVES = {
-    "to(device)": lambda pipe: pipe.to("cpu"),
-    "to(device=)": lambda pipe: pipe.to(device="cpu"),
-    "to(device, dtype)": lambda pipe: pipe.to(torch.device("cpu"), torch.float32),
-    "to(tensor)": lambda pipe: pipe.to(torch.ones(1)),
-    "cuda": lambda pipe: pipe.cuda(),
-    "cuda(0)": lambda pipe: pipe.cuda(0),
-    "cpu": lambda pipe: pipe.cpu(),
+    "to(device)": lambda pipe: pipe.to("meta"),
+    "to(device=)": lambda pipe: pipe.to(device="meta"),
+    "to(device, dtype)": lambda pipe: pipe.to(torch.device("meta"), torch.float32),
+    "to(tensor)": lambda pipe: pipe.to(torch.ones(1, device="meta")),
+    "to_empty": lambda pipe: pipe.to_empty(device="meta"),
 }
 
 
 @pytest.mark.parametrize("how", MOVES)
 def test_moving_a_pipe_is_refused_with_the_way_to_go(how):
     pipe = Pipe(net(), [2, 3], CHUNKS)
-    with pytest.raises(TypeError, match=r"a Pipe places its stages itself.*devices=\[\.\.\.\].*to_sequential"):
+    with pytest.raises(TypeError, match=r"a Pipe places its stages itself, .* on cpu does not move to meta.*devices="):
         MOVES[how](pipe)
-    assert next(pipe.parameters()).dtype == F64
+    assert next(pipe.parameters()).dtype == F64 and next(pipe.parameters()).device.type == "cpu"
+
+
+def test_to_the_device_where_all_is_already_is_no_move():
+    pipe = Pipe(net(), [2, 3], CHUNKS)
+    assert pipe.to("cpu") is pipe and pipe.cpu() is pipe
+    assert next(pipe.to("cpu", torch.float32).parameters()).dtype == torch.float32
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
