@@ -13,6 +13,7 @@ from pipeline.common.places import Place
 from pipeline.data.microbatch import NoChunk
 from pipeline.distributed.agreement import MismatchError
 from pipeline.distributed.failure.errors import RankError
+from pipeline.distributed.one_process import as_one_process
 from pipeline.entry.eager_backward import eager_backward
 from pipeline.entry.state.meta_init import reset_parameters
 from pipeline.entry.state.meta_parameters import meta_parameters
@@ -39,6 +40,7 @@ __all__ = [
     "Saved",
     "Step",
     "StuckError",
+    "as_one_process",
     "checkpoint_blocks",
     "eager_backward",
     "is_checkpointing",

@@ -118,6 +118,8 @@ class Pipe(Settled, Stateful):
         True
     """
 
+    accepts_loss_kwargs = False  # for transformers' Trainer: forward takes no num_items_in_batch
+
     def __init__(
         self,
         module: nn.Module,
@@ -221,6 +223,17 @@ class Pipe(Settled, Stateful):
     def devices(self) -> list[torch.device]:
         """The device of each stage."""
         return self._settings.layout.devices
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """The device of each layer, by its name: accelerate and transformers do not move what has such a map.
+
+        Empty over ranks, where each has one device.
+        """
+        if self.runtime.topology is not None:
+            return {}
+        devices = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
+        return dict(zip(self._modules, devices, strict=True))
 
     @property
     def batch_dim(self) -> int:

@@ -15,6 +15,7 @@ from by_chunks import same
 from cover import some
 from crew import Crew
 from rank_state_jobs import KINDS, data, deep, groups_of, tied_and_frozen
+from safetensors.torch import save_file
 from state_training import net, uninterrupted
 
 from pipeline.entry.state.saved import Saved
@@ -115,6 +116,7 @@ def test_a_whole_optimizer_state_goes_on_in_the_plain_module_and_at_any_number_o
     for saving in SIZES:
         first, *others = crews[saving].run("rank_state_jobs:whole", kind, apart, None, (0, 2))
         assert others == [[(None, None)] * 2] * (saving - 1)
+        assert all([state["4.weight"] is state["0.weight"] for state, _ in first])
         assert alike(first, expected[:2], 1e-12)  # a tied weight's stages are added in another order
         plain, optimizer = plain_from(kind, apart, copy.deepcopy(first[1]))
         for step in (2, 3):
@@ -127,6 +129,20 @@ def test_a_whole_optimizer_state_goes_on_in_the_plain_module_and_at_any_number_o
         for loading in dict.fromkeys(loading for loading, _ in loadings(saving)):
             (*_, last), *_ = crews[loading].run("rank_state_jobs:whole", kind, apart, first[1], (2, 4))
             assert alike(last, expected[3], 1e-12)
+
+
+@pytest.mark.parametrize("name", ["0.weight", "4.weight"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_may_have_a_tied_weight_under_one_of_its_names(
+    size: int, name: str, crews: dict[int, Crew], tmp_path: Path
+) -> None:
+    state = {key: torch.randn_like(value) for key, value in tied_and_frozen().state_dict().items()}
+    state["4.weight"] = state["0.weight"]
+    del state["4.weight" if name == "0.weight" else "0.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    state["0.weight"] = state["4.weight"] = state[name]
+    for own in crews[size].run("rank_state_jobs:from_file", str(tmp_path)):
+        assert all(torch.equal(own[key], state[key]) for key in own)
 
 
 def alike(one: Any, other: Any, rtol: float) -> bool:

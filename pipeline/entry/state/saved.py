@@ -73,6 +73,30 @@ class Saved(Mapping[str, Any]):
         return self._source.read(keys)
 
 
+class WithTied(Mapping[str, Any]):
+    """A saved state with a tied parameter under each of its names, of which a file may have but one.
+
+    Args:
+        state: as it was saved.
+        first_names: for every name of a parameter of the model its first one.
+    """
+
+    def __init__(self, state: Mapping[str, Any], first_names: Mapping[str, str]) -> None:
+        by_first = {first_names[name]: name for name in state if name in first_names}
+        lacking = {name: by_first[first] for name, first in first_names.items() if first in by_first}
+        self._state = state
+        self._names = {**lacking, **{name: name for name in state}}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._state[self._names[key]]
+
+
 def _source(path: Path, part: str | None) -> Directory | TensorFiles:
     file, is_directory = tensor_file(path), (path / ".metadata").exists()
     if file is None or is_directory and part is not None:

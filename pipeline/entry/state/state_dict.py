@@ -23,6 +23,7 @@ from pipeline.common.call_lock import turn
 from pipeline.distributed.remote_layer import RemoteLayer
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.optimizer_state import load_optimizer_state, optimizer_state, own_part
+from pipeline.entry.state.saved import Saved, WithTied
 from pipeline.entry.state.whole_optimizer_state import by_name, first_names_of, is_packed, own_entries, whole_state
 from pipeline.execution.communicator import Verdict
 from pipeline.skip import Enclosed
@@ -44,6 +45,8 @@ class Stateful(Layered, Enclosed, ABC):
     def full_state_dict(self) -> OrderedDict[str, Any] | None:
         """The whole model's state_dict, on the CPU, on rank 0; None on other ranks. All ranks call it.
 
+        A tied parameter is one tensor under all its names.
+
         Example:
             >>> from torch import nn
             >>> from pipeline import Pipe
@@ -57,7 +60,11 @@ class Stateful(Layered, Enclosed, ABC):
             communicator.agree(Verdict(None, None, True))
         if gathered is None:
             return None
-        whole = OrderedDict((name, _on_cpu(gathered[name])) for name in Names(self._modules).in_order(gathered))
+        first_names = self._first_names()
+        whole: OrderedDict[str, Any] = OrderedDict()
+        for name in Names(self._modules).in_order(gathered):
+            first = whole.get(first_names.get(name, ""))
+            whole[name] = _on_cpu(gathered[name]) if first is None else first
         setattr(whole, "_metadata", getattr(state, "_metadata"))  # of all layers, wherever they are
         return whole
 
@@ -155,7 +162,12 @@ class Stateful(Layered, Enclosed, ABC):
         return [] if topology is None or is_trained else [topology.nothing]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too."""
+        """As nn.Module's; over ranks, this rank's part of the whole model's. torchgpipe's keys are read too.
+
+        A `Saved` may have a tied parameter under one of its names alone, as save_pretrained writes it.
+        """
+        if isinstance(state_dict, Saved):
+            state_dict = WithTied(state_dict, self._first_names())
         remote = {number for number, layer in self._modules.items() if isinstance(layer, RemoteLayer)}
         if remote:
             elsewhere = {name for name, holders in Names(self._modules).units.items() if remote.issuperset(holders)}
