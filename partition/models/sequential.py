@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter
 
+from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.calls import Called, Watched, in_eval_mode, watched
 from partition.models.carrying import NotCarriedError, carrying, passing_of
@@ -107,7 +108,8 @@ def to_sequential(
         cut = to_sequential(twin.model, sample, blocks=blocks, output=output)
         return _in_mode(twin.returned(cut), model.training)
     leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
-    with in_eval_mode(model), generators_left({leaf.device for leaf in leaves if isinstance(leaf, Tensor)}):
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    with in_eval_mode(model), generators_left(devices), uncompiled():
         layers = _first_cut(model, sample, blocks, output or _plain)
     return _in_mode(layers, model.training)
 

@@ -20,10 +20,9 @@ show again before it is an error.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from partition.compilation import uncompiled
 from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
@@ -95,7 +95,7 @@ class Probe:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(repeating())
-            stack.enter_context(_uncompiled())
+            stack.enter_context(uncompiled())
             stack.enter_context(without_counting_modes())
             stack.enter_context(_without_cached_weights())
             stack.callback(self._reachable.put_back)
@@ -438,14 +438,6 @@ def _on_copies_of_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
         for place, buffers in tables:
             place.clear()
             place.update(buffers)
-
-
-def _uncompiled() -> AbstractContextManager[None]:
-    """Within: torch.compile runs what it has compiled as plain Python; for other modes it would compile anew."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @contextmanager

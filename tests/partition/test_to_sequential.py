@@ -211,6 +211,48 @@ def test_whole_numbers_pass_by_though_the_sample_does_not_use_them():
         assert torch.equal(layers(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's own compiler
+def test_blocks_that_compile_go_on_to_compile_when_the_model_has_been_cut():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x * torch.sigmoid(self.layer(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Gate() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.tanh()
+
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    model, x = Model(), torch.randn(2, 4)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    layers = to_sequential(model, x)
+    assert not compiled
+    expected = model(x)
+    number = len(compiled)
+    assert number and torch.equal(layers(x), expected) and len(compiled) == number
+    torch.compiler.reset()
+    compiled.clear()
+    layers = to_sequential(model, x)
+    assert torch.equal(layers(x), expected) and len(compiled) == number
+    torch.compiler.reset()
+
+
 def test_compiled_modules_within_blocks_and_sparse_buffers_are_the_models():
     model = Graph().eval()
     layers = to_sequential(model, ids(4))
