@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
+from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described, gather
 from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
@@ -232,7 +233,8 @@ class Runtime:
             return
         try:
             plan = self.settings.plans.uncut(setup.plan.schedule.placement)
-            Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
+            with named("probe"):
+                Probe(replace(setup, plan=plan), batch, not self.settings.mixes_rows).check()
         except BaseException:
             self.history.probed.take_back(key)
             raise

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.common.interrupts import deliver
 from pipeline.common.places import Place
+from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, weights_cast_anew, within_checkpoint
 from pipeline.data.microbatch import Batch
 from pipeline.data.pytrees import Activations, Grads
@@ -205,7 +206,8 @@ class Execution:
         deliver()
         stage, kind, chunk = action
         try:
-            work[kind](stage, chunk)
+            with named(action):
+                work[kind](stage, chunk)
         except BaseException as error:
             error.add_note(f"{self.layers[stage].name}, chunk {chunk}, {action}")
             raise

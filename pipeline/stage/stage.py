@@ -35,6 +35,7 @@ from pipeline.common.graph import (
     refuse_tangents,
     run_backward,
 )
+from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
 from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
@@ -47,6 +48,7 @@ from pipeline.stage.layers import StageLayers
 from pipeline.stage.parameters import Aliases, Swap
 from pipeline.stage.records import ChunkGraph, ChunkRecord, OutputEdges, Path
 from pipeline.stage.split_backward import SplitBackward
+from scheduler import Action, Kind
 
 Begin: TypeAlias = Callable[[OutputEdges], Roots]
 _NOTHING = nullcontext()
@@ -341,7 +343,8 @@ class StageRun:
         self.check_unchanged(chunk)
         self._check_input(chunk, record)
         around = self._around_recomputation(chunk, again)
-        inputs, _, made = run_in(self._settings.context, self._run, chunk, record.read, record.needs_grad, around)
+        with named(Action(self.layers.index, Kind.R, chunk)):
+            inputs, _, made = run_in(self._settings.context, self._run, chunk, record.read, record.needs_grad, around)
         roots = [tensor for tensor in made.tensors if tensor.requires_grad]
         if record.path is not None:
             self._check_path(chunk, roots, record.path)

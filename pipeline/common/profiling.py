@@ -1,0 +1,27 @@
+"""Names of actions in the traces of torch.profiler, and so in Perfetto and TensorBoard.
+
+    with torch.profiler.profile() as trace:       "1F0: forward, stage 1, chunk 0"  around the operators of that action
+        pipe.step(x, y, loss_fn=f)                "probe"  around those with which a validating call checks the layers
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.autograd.profiler as profiler
+
+from scheduler import Action, Kind
+
+_WORDS = {
+    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.R: "recomputation"
+}  # fmt: skip
+_NOTHING = nullcontext()
+
+
+def named(what: Action | str) -> AbstractContextManager[object]:
+    """Within, what runs stands in a profile under the name of an action, or another. Nothing, where none is made."""
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    if isinstance(what, Action):
+        what = f"{what}: {_WORDS.get(what.kind, what.kind)}, stage {what.stage}, chunk {what.chunk}"
+    return profiler.record_function(what)
