@@ -1,6 +1,6 @@
 """Fine-tune a small Llama of Hugging Face's transformers on the text of Python's own documentation.
 
-    python examples/finetune_llama.py [--steps 30] [--out FOLDER]
+    python examples/finetune_llama.py [--steps 30] [--out FOLDER] [--tensorboard FOLDER]
     torchrun --nproc-per-node 2 examples/finetune_llama.py      # one stage in each process: the same numbers
 
 The model is built from a config, so nothing is downloaded; with `LlamaForCausalLM.from_pretrained(...)` and its
@@ -10,6 +10,7 @@ tokenizer nothing else changes.
 from __future__ import annotations
 
 import argparse
+import os
 from pydoc_data.topics import topics
 
 import torch
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", help="a folder for the trained model")
+    parser.add_argument("--tensorboard", help="a folder for loss and gradient norm: tensorboard --logdir FOLDER")
     options = parser.parse_args()
     torch.manual_seed(0)  # before the weights and the batches: they are the same in every process
     text = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
@@ -51,12 +53,22 @@ def main() -> None:
 
     pipe = Pipe(model, balance=[3, 3], chunks=4, sample=x)  # [embedding, 2 blocks], [2 blocks, norm and head]
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    writer = None
+    if options.tensorboard and os.environ.get("RANK", "0") == "0":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(options.tensorboard)
     losses = []
-    for _ in range(options.steps):
+    for number in range(options.steps):
         step = pipe.step(x, y, loss_fn=loss_fn, optimizer=optimizer, clip_grad_norm=1.0)
         losses.append(step.loss.item())
+        if writer is not None:
+            writer.add_scalar("loss", losses[-1], number)
+            writer.add_scalar("grad_norm", step.grad_norm, number)
         x, y = batch(text)
 
+    if writer is not None:
+        writer.close()
     assert abs(losses[0] - plain.item()) < 1e-5  # the plain model's, on the whole mini-batch
     assert losses[-1] < losses[0] - 0.5
     state = pipe.full_state_dict()  # of all stages, on the first rank; None on others

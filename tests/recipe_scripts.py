@@ -31,7 +31,7 @@ def ran(name: str, *arguments: str) -> str:
     """What a recipe prints."""
     script = EXAMPLES / f"{name}.py"
     with (
-        patch.object(sys, "argv", [str(script), *RECIPES.get(name, arguments)]),
+        patch.object(sys, "argv", [str(script), *(arguments or RECIPES.get(name, ()))]),
         patch.object(sys, "path", [str(EXAMPLES), *sys.path]), redirect_stdout(io.StringIO()) as printed,
         warnings.catch_warnings()
     ):  # fmt: skip
