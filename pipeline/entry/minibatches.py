@@ -9,7 +9,7 @@ chunks may differ in shape. Activations are held as the schedule says, and its b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -28,8 +28,8 @@ class Cut(NamedTuple):
 
 
 def is_loader(x: Any) -> bool:
-    """Whether x is no mini-batch, but gives mini-batches: an iterable that is no tensor and no container of them."""
-    return isinstance(x, Iterable) and not isinstance(x, (Tensor, Mapping, str)) and pytree.tree_is_leaf(x)
+    """Whether x is no mini-batch, but gives mini-batches: an iterator, a DataLoader, no container."""
+    return isinstance(x, Iterable) and not isinstance(x, (Tensor, Collection)) and pytree.tree_is_leaf(x)
 
 
 def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any, Any]]:

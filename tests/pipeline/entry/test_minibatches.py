@@ -1,9 +1,11 @@
 """Laws of a step over several mini-batches: it is one over all their rows, whose chunks may differ in shape."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -245,6 +247,18 @@ def test_errors_name_the_mini_batch(given: list[Any], error: type[Exception], wo
         pipe.step(iter(given), loss_fn=F.cross_entropy)
     with pytest.raises(ValueError, match="a target was given beside a loader"):
         pipe.step(parts(4, 2), data(4)[1], loss_fn=F.cross_entropy)
+
+
+OTHERS = [{1.0, 2.0}, np.ones((4, 4)), b"ab", object(), range(4), deque([1.0])]
+
+
+@pytest.mark.parametrize("x", OTHERS, ids=[type(x).__name__ for x in OTHERS])
+def test_what_is_neither_a_mini_batch_nor_a_loader_is_no_loader(x: Any) -> None:
+    pipe = Pipe(classifier(), [2, 3], chunks=2)
+    for entry in (pipe.step, pipe.evaluate):
+        with pytest.raises((TypeError, ValueError), match="x holds a|nothing to cut") as caught:
+            entry(x, data(4)[1], loss_fn=F.cross_entropy)
+        assert "loader" not in str(caught.value)
 
 
 def test_outputs_of_other_lengths_are_not_joined_and_the_step_does_not_take_place() -> None:
