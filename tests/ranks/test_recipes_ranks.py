@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from crew import Crew
 from recipe_scripts import EXAMPLES, RECIPES, SECOND_ORDER, ran
+from safetensors.torch import load_file
 from under_torchrun import torchrun
 
 LLAMA = "finetune_llama"
@@ -16,6 +20,15 @@ OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in RECIPES if name
 def test_a_recipe_gives_the_same_over_ranks(name: str, crew2: Crew) -> None:
     printed = crew2.run("recipe_scripts:ran", name, init=False)
     assert printed == [ran(name), "" if name == LLAMA else printed[0]]
+
+
+def test_the_trainer_of_transformers_gives_the_same_over_ranks_and_saves_the_same(crew2: Crew, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    alone = ran("trainer", "--epochs", "1", "--out", str(folders[0])).splitlines()[-1]
+    first, second = crew2.run("recipe_scripts:ran", "trainer", "--epochs", "1", "--out", str(folders[1]), init=False)
+    assert first.splitlines()[-1] == alone and not second
+    one, two = [load_file(folder / "checkpoint-8" / "model.safetensors") for folder in folders]
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.soak
