@@ -111,6 +111,7 @@ def of_all_models(ranks: int, turn: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+@pytest.mark.soak
 def test_products_of_every_model_over_two_ranks_are_those_of_one_process(crew2: Crew) -> None:
     cases = of_all_models(2, 0)
     check_all(cases, crew2.run("rank_curvature:compare_close", "of_case", cases))

@@ -332,6 +332,7 @@ def test_an_interrupted_run_says_where_it_is_saved(
     assert said.startswith("interrupted\n") and f"is in {tmp_path / 'run.pt'}" in said
 
 
+@pytest.mark.soak
 def test_the_command_line_runs_as_a_module(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeline", "curvature", f"{script}:plain", "--trace", "3", "--save"]
     ran = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)

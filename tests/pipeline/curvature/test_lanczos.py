@@ -182,6 +182,7 @@ def test_pairs_that_are_good_enough_are_not_called_converged_before_a_second_sta
     assert not found.converged and float(found.residuals.max()) < 1e-6 and "not sure yet" in found.why
 
 
+@pytest.mark.soak
 def test_a_second_copy_is_missed_no_more_often_than_allowed() -> None:
     """Allowed is 0.5: were it missed that often, more would be 3.6 standard deviations off (56 of 80 seeds)."""
     values = torch.cat([torch.tensor([3.0, 3.0]), torch.linspace(0, 2.5, 14)])

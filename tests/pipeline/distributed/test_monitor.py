@@ -783,7 +783,7 @@ def test_a_rank_that_ends_its_script_is_named_to_ranks_that_wait_for_others(make
     assert found["message"].startswith("rank 2 ended its script while rank ")
 
 
-@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("is_dropped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_rank_that_ends_before_the_others_have_finished_the_last_call_waits_for_them(
     make: Make, is_dropped: bool
 ) -> None:

@@ -150,7 +150,7 @@ def check(schedule: Schedule, skips: Sequence[tuple[SkipKey, int, int]]) -> None
             assert not stuck(ahead, communicator), schedule.name
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [*range(2, 8), pytest.param(8, marks=pytest.mark.soak)])
 def test_no_named_schedule_waits_for_ever(ranks: int) -> None:
     tried = []
     for chunks in either((5,) if ranks < 8 else (16,), (1, 2, 5, 8, 16, 17)):

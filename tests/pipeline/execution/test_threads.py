@@ -736,6 +736,7 @@ for stage, when, entry, calls_before in product((0, 1), ("forward", "backward"),
 """
 
 
+@pytest.mark.soak
 def test_an_interrupt_ends_the_call_at_once_and_the_next_call_works() -> None:
     """In a process of its own, which may hang. The first call holds the generator's lock, the third does not.
 
