@@ -95,6 +95,11 @@ class Schedule:
     def __str__(self) -> str:
         return written("schedule", self.name, self.chunks, self.placement, map(self._row, range(self.lanes)))
 
+    def _repr_svg_(self) -> str | None:
+        from scheduler.summary import picture  # which draws schedules, so it imports this file
+
+        return picture(self)
+
     @property
     def stages(self) -> int:
         """The number of stages."""

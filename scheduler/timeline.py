@@ -88,6 +88,17 @@ class Timeline:
             free[lane] = end
             latest = start
 
+    def __str__(self) -> str:
+        """The grid that `draw` makes where it fits into a terminal, else its size and how to see it (summary.py)."""
+        from scheduler.summary import timeline_text  # which draws timelines, so it imports this file
+
+        return timeline_text(self)
+
+    def _repr_svg_(self) -> str | None:
+        from scheduler.summary import picture
+
+        return picture(self)
+
     @classmethod
     def measured(
         cls, events: Iterable[Event], lanes: int, turns: Iterable[Iterable[int]] = (),
