@@ -7,7 +7,7 @@ READY := .venv/ready
 # these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Four processes for two cores: tests over ranks, which one of them runs first (tests/conftest.py), wait half of the time.
-DOCUMENTS := $(addprefix tests/,test_docs.py test_site.py test_architecture.py scheduler/test_schedules_page.py)
+DOCUMENTS := $(addprefix tests/,test_docs.py test_notebook.py test_site.py test_architecture.py scheduler/test_schedules_page.py)
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(DOCUMENTS))
 
 # Peers of pipeline.curvature, without the torchvision that they ask for and do not use here: its builds are for CUDA,

@@ -23,6 +23,7 @@ from scheduler.drawing import duration, take_turns
 from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.measurement import measure
 from scheduler.memory_model import Held
+from scheduler.notebook import Shown
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.timeline import Timeline
@@ -68,8 +69,8 @@ class StageReport:
     utilisation: float | None = None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
     """Measured beside planned. Prints as a table.
 
     Args:

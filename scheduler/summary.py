@@ -16,7 +16,7 @@ from scheduler.plotting import svg
 from scheduler.schedule import Schedule
 from scheduler.timeline import Timeline
 
-__all__ = ["picture", "timeline_text"]
+__all__ = ["picture", "size_of", "timeline_text"]
 
 
 def timeline_text(timeline: Timeline) -> str:
@@ -30,14 +30,21 @@ def timeline_text(timeline: Timeline) -> str:
         lines = text.splitlines()
         if len(lines) <= _LINES and max(map(len, lines)) <= _COLUMNS:
             return text
-    peaks = timeline.peak_in_flight
     return "\n".join([
-        f"Timeline: {timeline.lanes} lanes, {len(timeline.events)} actions, "
-        f"makespan {duration(float(timeline.makespan), timeline.unit)}, bubble {float(timeline.bubble):.1%}, "
-        f"peak in flight {min(peaks)} to {max(peaks)}",
+        f"Timeline: {size_of(timeline)}",
         *[_TURNS for _ in timeline.turns[:1]],
         *_HOW_TO_SEE_IT,
     ])
+
+
+def size_of(timeline: Timeline) -> str:
+    """The numbers of lanes and actions, and what a step takes, in one line."""
+    peaks = timeline.peak_in_flight
+    return (
+        f"{timeline.lanes} lanes, {len(timeline.events)} actions, "
+        f"makespan {duration(float(timeline.makespan), timeline.unit)}, bubble {float(timeline.bubble):.1%}, "
+        f"peak in flight {min(peaks)} to {max(peaks)}"
+    )
 
 
 def picture(what: Schedule | Timeline) -> str | None:

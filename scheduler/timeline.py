@@ -35,7 +35,7 @@ from scheduler.memory_model import Held, steps
 __all__ = ["Event", "Timeline", "in_flight"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """The actions that ran, with their times.
 
@@ -93,6 +93,11 @@ class Timeline:
         from scheduler.summary import timeline_text  # which draws timelines, so it imports this file
 
         return timeline_text(self)
+
+    def __repr__(self) -> str:
+        from scheduler.summary import size_of
+
+        return f"<Timeline: {size_of(self)}>"
 
     def _repr_svg_(self) -> str | None:
         from scheduler.summary import picture

@@ -14,6 +14,7 @@ from partition.plans.memory import DevicePeak
 from partition.profiles.amounts import spelt_bytes, spelt_count, spelt_seconds
 from partition.profiles.profile import aligned
 from scheduler import Costs, Link, Schedule
+from scheduler.notebook import Shown
 
 __all__ = ["Expected", "Plan", "RecomputedStages", "spelt"]
 
@@ -54,8 +55,8 @@ class Expected(NamedTuple):
     peaks: tuple[DevicePeak, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """A way to cut, schedule and recompute a model.
 
     Attributes:

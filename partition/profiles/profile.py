@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_count, spelt_seconds
+from scheduler.notebook import Shown
 
 __all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work"]
 
@@ -126,8 +127,8 @@ class StageProfile(NamedTuple):
     late: int = 0
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(Shown):
     """The layers of an nn.Sequential, and the loss behind them, for one chunk.
 
     Attributes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,18 +15,20 @@ from torch import Tensor
 
 from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn
-from pipeline.data.microbatch import Batch
+from pipeline.data.microbatch import Batch, describe
+from pipeline.data.pytrees import flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
 from pipeline.execution.call import Call, Listener
 from pipeline.execution.execution import Execution
 from pipeline.gradients.store import GradStore
 from scheduler import Timeline
+from scheduler.summary import size_of
 
 Listens: TypeAlias = Callable[[Call, LossEnd, Loss], Listener]  # makes what takes gradients while a call runs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """The result of a step.
 
@@ -45,6 +48,20 @@ class Step:
     timeline: Timeline | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
+
+    def __repr__(self) -> str:
+        norm = [] if self.grad_norm is None else [f", gradient norm {self.grad_norm.item():.6g}"]
+        lines = ["".join([f"Step: loss {self.loss.item():.6g}", *norm])]
+        lines += [f"  {name} {value.item():.6g}" for name, value in self.metrics.items()]
+        lines += [] if self.grads is None else [f"  grads: {self.grads!r}"]
+        lines += [] if self.outputs is None else [f"  outputs: {_shapes(self.outputs)}"]
+        if self.timeline is not None:
+            lines += [f"  timeline: {size_of(self.timeline)}", "  print(step.timeline), print(pipe.report(step))"]
+        return "\n".join(lines)
+
+
+def _shapes(outputs: Any) -> str:
+    return shorten(describe(flatten(outputs, "the output")), 100, placeholder=" ...")
 
 
 class LossArguments(NamedTuple):

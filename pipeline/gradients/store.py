@@ -146,6 +146,9 @@ class GradStore:
     def __len__(self) -> int:
         return sum(1 for _ in self.keys())
 
+    def __repr__(self) -> str:
+        return f"GradStore(gradients of {len(self)} of {len(self._slots)} parameters, {self.nbytes:,} bytes)"
+
     def keys(self) -> Iterator[Tensor]:
         """The parameters that have a gradient, in the order in which the store got them."""
         return (slot.param for slot, _ in self._keys.filled())

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from scheduler.costs import Costs
 from scheduler.drawing import duration
 from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.notebook import Shown
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
@@ -44,14 +45,15 @@ from scheduler.searches.incremental_timing import IncrementalTiming
 from scheduler.searches.problem import LaneOrders, Objective, Problem
 from scheduler.searches.timing import value_of
 from scheduler.simulation import simulate
+from scheduler.summary import picture
 from scheduler.timeline import Timeline
 from scheduler.verification import verify
 
 __all__ = ["Found", "search"]
 
 
-@dataclass(frozen=True)
-class Found:
+@dataclass(frozen=True, repr=False)
+class Found(Shown):
     """A schedule, and how good it is.
 
     Args:
@@ -93,6 +95,9 @@ class Found:
             f"lower bound {self._said(self.bound)}{shortest}",
             f"best named: {named}",
         ])
+
+    def _picture(self) -> str | None:
+        return picture(self.timeline)
 
     def _said(self, value: float) -> str:
         return f"{value:.6g}" if self.timeline.unit == "slots" else duration(value, self.timeline.unit)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,18 @@ def drawn(
     if path is not None:
         ax.get_figure(root=True).savefig(path)
     return ax
+
+
+def svg(draw: Callable[[Any], None], inches: tuple[float, float]) -> str | None:
+    """The picture as the text of an SVG file. None: matplotlib is not installed, or there is nothing to draw."""
+    text = StringIO()
+    try:
+        ax = _new_axes(inches, on_screen=False)
+        draw(ax)
+    except (ImportError, ResultError):
+        return None
+    ax.get_figure(root=True).savefig(text, format="svg")
+    return text.getvalue()
 
 
 def _new_axes(inches: tuple[float, float], on_screen: bool) -> Any:

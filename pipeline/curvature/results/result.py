@@ -9,7 +9,7 @@ A result knows its fields, its lines and its picture; files and figures are the 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 
 from pipeline.curvature.results import plots, resultfile
 from pipeline.curvature.results.encoding import ResultError
+from scheduler.notebook import Shown
 
 Path: TypeAlias = "str | PathLike[str]"
 
@@ -24,7 +25,7 @@ __all__ = ["Result", "ResultError"]
 
 
 @dataclass(frozen=True, eq=False)
-class Result(ABC):
+class Result(Shown):
     """The result of an estimator. Frozen; its tensors are on the CPU.
 
     A result knows nothing of ranks. Where each process has a part of its own (vectors, diagonals), each saves it under
@@ -68,6 +69,9 @@ class Result(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {next(iter(self.lines()), '').strip()}>"
+
+    def _picture(self) -> str | None:
+        return None if type(self).draw is Result.draw else plots.svg(self.draw, self.inches())
 
     def save(self, path: Path) -> None:
         """Writes all fields to a file, without loss. A file of that name is replaced, at the end and at once.
