@@ -35,6 +35,8 @@ REDUCTIONS = ("mean", "sum")
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # half precision
 _HALF = (torch.float16, torch.bfloat16)
+# Of the units in the last place: the rounding errors of all entries of a gradient together, relative to loss / output.
+_ROUNDING, _LOOSE_ROUNDING = 64, 4
 
 
 def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
@@ -204,8 +206,9 @@ class Loss:
         return self._checked(value, "a loss")
 
     def verdict(
-        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
-    ) -> Verdict:
+        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], size: Tensor | float = 0.0,
+        may_overflow: bool = False,
+    ) -> Verdict:  # fmt: skip
         """Compare the combined losses of the chunks with `whole`, and their gradients at the outputs with its.
 
         No host waits here. The losses may agree where the gradients do not: those of surrogates, of which only the
@@ -214,6 +217,8 @@ class Loss:
         Args:
             whole: from loss_fn on the joined output.
             grads: (that of the chunk's own loss, that of the whole).
+            size: the size that gradients of such a loss have: that of the loss over that of the output. A gradient that
+                is rounding beside it (of a divergence from what the output is) agrees with any other such.
             may_overflow: gradients of the chunks that are not finite are the scaler's affair.
         """
         ours = self.value
@@ -226,9 +231,12 @@ class Loss:
         near = tolerance * (scale.nan_to_num(0.0, 0.0) + 1e-3)
         found = alone(whole)
         same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
-        return Verdict(tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device))
+        same_grads = self._same_grads(grads, size, may_overflow)
+        return Verdict(tuple(self._rows), ours, found, same, same_grads.to(same.device))
 
-    def _same_grads(self, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
+    def _same_grads(
+        self, grads: Sequence[tuple[Tensor, Tensor]], size: Tensor | float, may_overflow: bool
+    ) -> Tensor:
         with without_function_modes():
             largest = [_largest(whole) for _, whole in grads]
             same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
@@ -237,6 +245,10 @@ class Loss:
                 most = torch.stack([each.to(ours.device, ours.real.dtype) for each in largest]).amax()
                 near = _is_near(ours, whole, tolerance, tolerance * most)
                 same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
+            apart = [(ours - whole).abs().sum().to(same.device, torch.float64) for ours, whole in grads]
+            if apart:
+                size = size.to(same.device, torch.float64) if isinstance(size, Tensor) else size
+                same = same | (torch.stack(apart).sum() <= max(_unit(ours) for ours, _ in grads) * size)
         return same
 
     def check(self, verdicts: Sequence[Verdict]) -> None:
@@ -391,6 +403,10 @@ class Verdict(NamedTuple):
     whole: Tensor
     same_value: Tensor  # 0-d, bool
     same_grads: Tensor  # 0-d, bool
+
+
+def _unit(grad: Tensor) -> float:
+    return torch.finfo(grad.dtype).eps * (_ROUNDING if grad.dtype in _TOLERANCE else _LOOSE_ROUNDING)
 
 
 def _largest(tensor: Tensor) -> Tensor:

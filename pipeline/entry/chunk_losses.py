@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
-from pipeline.common.torch_modes import without_autocast
+from pipeline.common.torch_modes import without_autocast, without_function_modes
 from pipeline.data.loss import Loss, Verdict
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
@@ -127,7 +127,7 @@ class ChunkLosses:
             for leaf, ours, theirs in zip(own, end.grads or (None,) * len(own), of_whole, strict=True)
             if leaf.requires_grad
         ]
-        return loss.verdict(whole, pairs, may_overflow=scale is not None)
+        return loss.verdict(whole, pairs, _size(whole, weight, wanted), scale is not None)
 
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""
@@ -159,6 +159,13 @@ class _ChunkEnd(NamedTuple):
 def _leaves(message: Activations) -> tuple[Tensor, ...]:
     given = zip(message.tree.tensors, message.needs_grad, strict=True)
     return tuple([tensor.detach().requires_grad_(need) for tensor, need in given])
+
+
+def _size(loss: Tensor, weight: Tensor | float, outputs: Sequence[Tensor]) -> Tensor:
+    """The size of a loss over that of the output."""
+    with without_function_modes():
+        largest = [leaf.detach().abs().amax().to(loss.device, torch.float64) for leaf in outputs if leaf.numel()]
+        return loss.abs().double() * weight / (torch.stack(largest).amax() if largest else 1.0)
 
 
 def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None) -> Tensor:
