@@ -167,7 +167,9 @@ class RankGroup:
 
     def _exchange(self, data: bytes) -> list[bytes]:
         self.monitor.at = "a meeting of all ranks"
-        return all_to_all(self.connections, self.rank, self.size, data)
+        rows = all_to_all(self.connections, self.rank, self.size, data)
+        self.monitor.has_met = True
+        return rows
 
     # ----------------------------------------------------------------------------------------------------- failure
 

@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock, patch
 
+import pytest
 import torch
+import torch.distributed as dist
 from cover import either
 from one_and_many import Found, Make, differences, over_ranks, state_of
 from rank_entry_points import OPTIMIZERS, piped
@@ -19,6 +24,10 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from pipeline import Pipe
+from pipeline.distributed import group
+from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.distributed.tree import all_to_all
+from pipeline.transports.distributed import _Incoming
 
 
 def sizes_change(make: Make, stages: int) -> Found:
@@ -340,3 +349,28 @@ def losses_of_every_rank(stages: int) -> list[str]:
     losses.append(pipe.evaluate(rows(7), rows(7), loss_fn=square).loss)
     losses.append(square(pipe(rows(7)), rows(7)).detach())
     return [f"{loss.item().hex()} {loss.dtype} {list(loss.shape)} {loss.requires_grad}" for loss in losses]
+
+
+def ends_late(make: Make, stages: int) -> Found:
+    """The last rank is slow to hear that a step went well. Meanwhile rank 0 begins the next one, and fails."""
+    pipe = piped(make, stages)
+    pipe.step(rows(6), rows(6), loss_fn=square)
+    pipe.zero_grad()
+    if make is not over_ranks:
+        loss = pipe.step(rows(6), rows(6), loss_fn=square).loss
+        return {"loss": loss, **state_of(pipe), "again": pipe.step(rows(6), rows(6), loss_fn=square).loss}
+    rank, size, meetings, post = dist.get_rank(), dist.get_world_size(), itertools.count(1), _Incoming.post
+    vote = 2  # after the comparison of calls
+
+    def slow(connections: Any, own: int, ranks: int, data: bytes) -> list[bytes]:
+        is_late = next(meetings) == vote and own == size - 1
+        with patch.object(_Incoming, "post", lambda *given: time.sleep(0.5 * is_late) or post(*given)):
+            return all_to_all(connections, own, ranks, data)
+
+    with patch.object(group, "all_to_all", slow):
+        loss = pipe.step(rows(6), rows(6), loss_fn=square).loss
+    found = {"loss": loss, **state_of(pipe)}
+    at_once = Mock(side_effect=KeyError("at once")) if rank == 0 else DistributedCommunicator.open
+    with patch.object(DistributedCommunicator, "open", at_once), pytest.raises(KeyError, match="at once"):
+        pipe.step(rows(6), rows(6), loss_fn=square)
+    return {**found, "again": pipe.step(rows(6), rows(6), loss_fn=square).loss}

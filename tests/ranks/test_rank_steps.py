@@ -46,6 +46,12 @@ def test_where_torch_scales_gradients_again_two_steps_accumulate(crew2: Crew, cr
     agree(crew3, "rank_steps:accumulated", 3, to)
 
 
+def test_a_failure_of_the_next_call_leaves_the_step_that_a_rank_has_still_to_end(crew2: Crew, crew3: Crew) -> None:
+    """In 0.1.0 the rank that was slow to hear of the vote took the failure for its step's, which others had made."""
+    agree(crew2, "rank_steps:ends_late", 2)
+    agree(crew3, "rank_steps:ends_late", 3)
+
+
 def test_mini_batches_of_other_lengths_accumulate_in_one_step(crew2: Crew, crew3: Crew) -> None:
     agree_all(crew2, "rank_steps:accumulated_in_one_step", [(2, "always"), (4, "except_last")])
     agree(crew3, "rank_steps:accumulated_in_one_step", 3, "never")

@@ -63,20 +63,20 @@ class FailureDetector:
         """A description of where every rank but one is."""
         return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
 
-    def needy(self, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
-        """The ranks that may still need the store for this rank's last call.
+    def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
+        """The ranks that may still need this one for a call that it has left.
 
         Args:
+            call: a beat of this rank in that call.
             serials: of the beats when this rank parted; what such a beat says may be outdated.
             now: of this rank's clock.
             patience: seconds after which a rank without a beat is not waited for.
         """
-        own = self._beats[self._rank]
         return [
             rank
             for rank, beat in self._others().items()
             if not beat.ended
-            and not beat.has_left(own)
+            and not beat.has_left(call)
             and (beat.is_in or beat.serial == serials.get(rank))
             and now - self._changed[rank] < patience
         ]

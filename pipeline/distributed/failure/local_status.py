@@ -46,17 +46,17 @@ class LocalStatus:
         self.failure: Failure | None = None  # of this generation
         self.ended = ""
         self.has_parted = False
+        self.is_withdrawing = False  # whether the main thread is in `withdraw`
         self._latest = LatestCall(-1, 0, "")
-        self._abort: Callable[[], None] | None = None  # None: outside of calls
-        self._was_aborted = False
+        self._abort: Callable[[], object] | None = None  # None: outside of calls
         self._unposted: list[tuple[int, Failure]] = []
         self._marks = marks
         self._mark: tuple[object, int] = ("", 0)  # what these were when they were last read
 
     # ------------------------------------------------------------------ what the main thread does
 
-    def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
-        """Enter a call."""
+    def enter(self, generation: int, call: str, abort: Callable[[], None]) -> int:
+        """Enter a call. Returns its number."""
         with self.changed:
             if self.ended:
                 raise RuntimeError(f"rank {self.rank} {self.ended}: it cannot enter {call}")
@@ -66,7 +66,8 @@ class LocalStatus:
             if generation > before:
                 number, self.failure = 0, None
             self._latest = LatestCall(generation, number + 1, call)
-            self._abort, self._was_aborted = abort, False
+            self._abort = abort
+            return number + 1
 
     def leave(self) -> None:
         """Leave the call. No abort is under way when this returns."""
@@ -82,6 +83,14 @@ class LocalStatus:
             finally:
                 self.is_asking = False
             return self.failure
+
+    def withdraw(self, seconds: float) -> None:
+        """Leave the call, and wait until no other rank is in the one before, or any has failed."""
+        with self.changed:
+            self.leave()
+            self.is_withdrawing = True
+            self.changed.wait_for(lambda: not self.is_withdrawing or self.failure is not None or self.ended, seconds)
+            self.is_withdrawing = False
 
     def tell(self, failure: Failure, seconds: float) -> None:
         """Give the monitor's thread a failure to post, and wait for that."""
@@ -149,16 +158,17 @@ class LocalStatus:
     def wake(self) -> None:
         """If the main thread is in a call of a generation that has failed, abort that call, once."""
         with self.changed:  # held while aborting, so that no abort is under way when `leave` returns
-            if self.failure is None or self._abort is None or self._was_aborted:
+            if self.failure is None or self._abort is None:
                 return
-            self._was_aborted = True
+            abort, self._abort = self._abort, int  # nothing more: the main thread is still in the call
             try:
-                self._abort()
+                abort()
             except Exception:
                 traceback.print_exc()  # the thread must go on: without its beats this rank would be accused
 
     def part(self) -> None:
-        """Note that no other rank needs this one any more."""
+        """Note that no other rank needs this one any more: for good, or for the call before the one that failed."""
         with self.changed:
-            self.has_parted = True
+            self.has_parted = not self.is_withdrawing
+            self.is_withdrawing = False
             self.changed.notify_all()

@@ -37,8 +37,8 @@ class FailureMonitor:
     """One rank's part in noticing failures. Every rank makes one, with the same prefix. Its threads end with it.
 
     The main thread assigns `at`, what it waits for or does, before each wait and action: a str, or a tuple whose parts
-    are joined when they are read. It raises `steps` with each progress. Both are plain attributes, since they are
-    written often.
+    are joined when they are read. It raises `steps` with each progress, and sets `has_met` once it has heard from all
+    ranks in the call. These are plain attributes, since they are written often.
 
     Args:
         store: any store of torch.distributed; it is cloned.
@@ -65,6 +65,7 @@ class FailureMonitor:
             raise ValueError(f"heartbeat and timeout are seconds and must be more than 0 {wrong}")
         self.at: object = ""
         self.steps = 0
+        self.has_met = True
         self._heartbeat = heartbeat
         self._status = status = LocalStatus(rank, weakref.ref(self))
         detector = FailureDetector(rank, size, heartbeat, timeout)
@@ -92,7 +93,8 @@ class FailureMonitor:
             ValueError: there was a later generation.
         """
         self.at = ""
-        self._status.enter(generation, call, abort)
+        number = self._status.enter(generation, call, abort)
+        self.has_met = number == 1  # there is no call before, which others may be in
 
     def leave(self) -> None:
         """Leave the call, which succeeded on this rank. From here on its abort is not called, nor under way."""
@@ -101,10 +103,15 @@ class FailureMonitor:
     def fail(self, failure: Failure) -> None:
         """Report a failure of this rank to the others. If another rank was first, its failure stays the one for all.
 
-        The call is over then, and its abort is not called. Where the store does not answer, this returns after two
-        seconds at most, and the record is posted when it answers again.
+        The call is over then, and its abort is not called. What failed here before all ranks have met is posted when
+        the others have left the call before (a few tenths of a second, five seconds at most): there they still read
+        what this rank has sent, and the failure is none of that call. Where the store does not answer, this returns
+        after two seconds more at most, and the record is posted when it answers again.
         """
         with self._status.changed:  # so that the thread looks after this
+            self._thread.hurry()
+            if failure.traceback and not self.has_met:
+                self._status.withdraw(min(PARTING, self._heartbeat))
             self._status.leave()
             self._thread.hurry()
             self._status.tell(failure, min(POSTING, self._heartbeat))

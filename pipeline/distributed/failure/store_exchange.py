@@ -64,11 +64,14 @@ class StoreExchange:
             self._status.posted(generation, self._keys.post(generation, failure))
 
     def _is_due(self, own: Heartbeat) -> bool:
-        """A beat is due in time; and early when this rank pauses after a call, since then others may part."""
+        """A beat is due in time; and early when this rank pauses where it was not seen, since others may then part."""
         before, self._before = self._before, own
-        pauses = not own.is_in and not before.is_in and own.order == before.order
-        is_news = own.order != self._latest.order or self._latest.is_in
-        return (pauses and is_news) or bool(own.ended) or monotonic() >= self._next
+        pauses = own.movement() == before.movement()
+        is_news = (own.order, own.is_in) != (self._latest.order, self._latest.is_in)
+        return (pauses and is_news) or self._is_parting(own) or monotonic() >= self._next
+
+    def _is_parting(self, own: Heartbeat) -> bool:
+        return bool(own.ended) or self._status.is_withdrawing
 
     def _beat(self) -> Heartbeat:
         self._latest = self._status.beat(self._latest.serial + 1)
@@ -84,8 +87,10 @@ class StoreExchange:
         accused = self._detector.accusation(now)
         if accused is not None and self._status.asked() == own.generation:
             self._status.deliver(own.generation, self._keys.post(own.generation, accused))
-        if own.ended:
-            self._part(beats, now)
+        if self._is_parting(own):
+            self._part(own, beats, now)
+        else:
+            self._parting = None
 
     def _check_clock(self) -> float:
         """Now. If this thread has not run for long (stopped, or held by the store), missed beats prove nothing."""
@@ -95,11 +100,13 @@ class StoreExchange:
         self._awake = now
         return now
 
-    def _part(self, beats: dict[int, Heartbeat], now: float) -> None:
+    def _part(self, own: Heartbeat, beats: dict[int, Heartbeat], now: float) -> None:
         if self._parting is None:
             self._parting = now, {rank: beat.serial for rank, beat in beats.items()}
         since, serials = self._parting
-        if now - since > min(PARTING, self._heartbeat) or not self._detector.needy(serials, now, 3 * self._period):
+        left = own if own.ended else own._replace(number=own.number - 1)
+        needy = self._detector.needy(left, serials, now, 3 * self._period)
+        if now - since > min(PARTING, self._heartbeat) or not needy:
             self._status.part()
 
     def without_store(self, reason: str) -> None:
@@ -111,5 +118,5 @@ class StoreExchange:
             message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.described()}."
             self._status.deliver(own.generation, silence(rank, own.call, message, self._detector.waits(but=rank)))
         self._status.wake()
-        if own.ended:
+        if self._is_parting(own):
             self._status.part()

@@ -20,7 +20,7 @@ from monitor_scripts import Nursery, Remote, every
 from pipeline.distributed.failure import store_exchange
 from pipeline.distributed.failure import thread as monitor_thread
 from pipeline.distributed.failure.detector import FailureDetector
-from pipeline.distributed.failure.errors import Failure, silence
+from pipeline.distributed.failure.errors import Failure, of_exception, silence
 from pipeline.distributed.failure.heartbeat import Heartbeat
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.monitor import FailureMonitor
@@ -186,8 +186,8 @@ def test_who_parts_waits_for_ranks_that_may_be_in_its_last_call_and_for_no_other
     ]:
         rules = judge()
         rules.see({0: mine, 1: other}, 0.0)
-        assert bool(rules.needy({1: 0}, 0.0, 1.0)) == is_needy
-        assert rules.needy({1: 0}, 2.0, 1.0) == []  # it does not beat: it is gone
+        assert bool(rules.needy(mine, {1: 0}, 0.0, 1.0)) == is_needy
+        assert rules.needy(mine, {1: 0}, 2.0, 1.0) == []  # it does not beat: it is gone
 
 
 # ---------------------------------------------------------------------------------------------- the main thread's part
@@ -377,6 +377,50 @@ def test_of_ranks_that_fail_together_all_raise_the_same(watches: list[FailureMon
             watch.enter(generation, "step", lambda: None)
         at_once([partial(watches[rank].fail, failure(rank)) for rank in range(3)])
         assert len({watch.verdict(0.0) for watch in watches}) == 1
+
+
+@pytest.mark.parametrize("has_met", [True, False])
+def test_what_fails_before_the_ranks_meet_is_told_when_all_have_left_the_call_before(
+    watches: list[FailureMonitor], has_met: bool
+) -> None:
+    aborts: list[int] = []
+    raised = of_exception(ValueError("no"), 0, "step 2")
+    for watch in watches:
+        watch.enter(0, "step 1", partial(aborts.append, 1))
+    watches[0].leave()
+    watches[0].enter(0, "step 2", partial(aborts.append, 2))
+    watches[0].has_met = has_met
+    failing = threading.Thread(target=watches[0].fail, args=(raised,))
+    failing.start()
+    watches[1].leave()
+    watches[1].enter(0, "step 2", partial(aborts.append, 2))
+    time.sleep(1.0)
+    assert sorted(aborts) == ([1, 2] if has_met else [])
+    assert failing.is_alive() == (not has_met)
+    if not has_met:
+        watches[2].leave()
+    failing.join(1.0)
+    assert not failing.is_alive()
+    assert {watch.verdict(1.0) for watch in watches} == {raised}
+    assert sorted(aborts) == ([1, 2] if has_met else [2])
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_who_fails_waits_for_no_rank_that_is_gone_and_for_others_as_long_as_for_a_sign_of_life(
+    store: dist.Store, is_gone: bool
+) -> None:
+    watches = [FailureMonitor(store, "w", rank, 2, heartbeat=20.0 if is_gone else 0.4) for rank in range(2)]
+    watches[1].enter(0, "step 0", lambda: None)
+    for number in range(2):
+        watches[0].enter(0, f"step {number}", lambda: None)
+    time.sleep(0.3)
+    if is_gone:
+        watches[1].stop()
+    began = time.monotonic()
+    watches[0].fail(of_exception(ValueError("no"), 0, "step 1"))
+    assert 0.35 * (not is_gone) < time.monotonic() - began < 0.4 + QUICK
+    for watch in watches:
+        watch.stop()
 
 
 def test_where_nothing_has_failed_there_is_no_verdict(watches: list[FailureMonitor]) -> None:
@@ -666,14 +710,14 @@ def test_a_stopped_rank_is_known_after_heartbeat_and_learns_what_it_missed(make:
 
 def test_a_stopped_rank_that_missed_several_generations_learns_of_each(make: Make) -> None:
     ranks = make(2, heartbeat=0.8)
-    every(ranks, "enter", 0, "step 0")
+    ranks[1].do("enter", 0, "step 0")
     ranks[1].post("receive", 0)
     time.sleep(0.4)
     ranks[1].kill(signal.SIGSTOP)
     seen = []
     for generation in range(3):
+        ranks[0].do("enter", generation, f"step {generation}")
         seen.append(ranks[0].do("verdict", 5.0)["message"])
-        ranks[0].do("enter", generation + 1, f"step {generation + 1}")
     assert "rank 1 does not answer" in seen[0]
     since = ranks[1].kill(signal.SIGCONT)
     assert learned([ranks[1]], since)["message"] == seen[0]
@@ -681,6 +725,8 @@ def test_a_stopped_rank_that_missed_several_generations_learns_of_each(make: Mak
         ranks[1].do("enter", generation, f"step {generation}")
         assert ranks[1].do("verdict", 5.0)["message"] == seen[generation]
     ranks[1].do("enter", 3, "step 3")
+    time.sleep(0.7)  # rank 0 has to see one of its beats before it enters, or it would give it up at once
+    ranks[0].do("enter", 3, "step 3")
     assert every(ranks, "verdict", 1.5) == [None, None]
 
 
