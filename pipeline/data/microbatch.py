@@ -311,8 +311,7 @@ class _Shape:
 def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
     """A tree without its NoChunk marks, and which of its tensors are cut."""
     if isinstance(value, Tensor):
-        _refuse_nested((value,), what)
-        return Tree((value,), None), (True,)
+        return flatten(value, what), (True,)
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_mark)
     whole = {
         id(tensor)
@@ -326,16 +325,7 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
         raise ValueError(f"a tensor of shape {list(both[0].shape)} stands in {what} both bare and in NoChunk(...).")
     bare = pytree.tree_unflatten([leaf.value if _is_mark(leaf) else leaf for leaf in leaves], spec)
     tree = flatten(bare, what)
-    _refuse_nested(tree.tensors, what)
     return tree, tuple(id(tensor) not in whole for tensor in tree.tensors)
-
-
-def _refuse_nested(tensors: Sequence[Tensor], what: str) -> None:
-    if any([tensor.is_nested for tensor in tensors]):
-        raise TypeError(
-            f"{what} holds a nested tensor, which cannot be cut into rows. Give a padded one and a mask: "
-            "torch.nested.to_padded_tensor(x, 0.0)."
-        )
 
 
 def _is_mark(leaf: Any) -> bool:
@@ -377,6 +367,11 @@ def _all_pieces(tree: Tree, cut: Sequence[bool], count: int, batch_dim: int) -> 
 def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tensor, ...]:
     if not cut or count == 1:
         return (tensor,) * count
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} and shape {list(tensor.shape)} cannot be cut into {count} chunks. Give "
+            "x.to_dense(), or chunks=1; one that every chunk needs whole stands in NoChunk(...)."
+        )
     dim = row_dim(tensor, batch_dim)
     pieces = torch.tensor_split(tensor, count, dim)
     return tuple(pieces) if dim == 0 else tuple([piece.contiguous() for piece in pieces])  # laid out as the whole

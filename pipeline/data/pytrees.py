@@ -107,16 +107,16 @@ def flatten(value: Any, what: str) -> Tree:
         what: how an error names the value: "the output of stage 1".
 
     Raises:
-        TypeError: a leaf is neither a tensor nor None, bool, int, float or str.
+        TypeError: a leaf is neither a tensor nor None, bool, int, float or str, or is a nested tensor.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         return Tree((value,), None)
     leaves, spec = pytree.tree_flatten(value)
     slots: dict[int, TensorPosition] = {}
     tensors: list[Tensor] = []
     skeleton: list[Any] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
             if id(leaf) not in slots:
                 slots[id(leaf)] = TensorPosition(len(tensors))
                 tensors.append(leaf)
@@ -141,6 +141,11 @@ def _same_leaves(ones: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def _foreign_leaf(leaf: Any, what: str) -> str:
+    if isinstance(leaf, Tensor):
+        return (
+            f"{what} holds a nested tensor, which is neither cut into rows nor crosses stages. Give a padded one and a "
+            "mask: torch.nested.to_padded_tensor(x, 0.0). Within a stage any tensor may be nested."
+        )
     kind = type(leaf)
     hint = "register it as a pytree node (torch.utils._pytree.register_pytree_node), or return its parts"
     if kind.__module__ == "numpy":
@@ -186,6 +191,11 @@ def storage_of(tensor: Tensor) -> int:
     return place or id(tensor)
 
 
+def computable(tensor: Tensor) -> Tensor:
+    """A tensor with the same values, of a dtype in which torch computes: it does not in 8 bits."""
+    return tensor.float() if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
+
+
 def checksums(tensors: Sequence[Tensor]) -> Checksums:
     """Of each tensor its sum and the sum of its magnitudes, in float64."""
     found = []
@@ -193,7 +203,7 @@ def checksums(tensors: Sequence[Tensor]) -> Checksums:
         for tensor in tensors:
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             values = values.to_dense() if values.layout is not torch.strided else values
-            values = values if values.is_floating_point() else values.to(torch.float64)
+            values = computable(values) if values.is_floating_point() else values.to(torch.float64)
             total = values.sum(dtype=torch.float64)  # the cast happens in the kernel: no second copy of a large tensor
             found.append((total, torch.linalg.vector_norm(values, 1, dtype=torch.float64), tensor.dtype))
     return found
@@ -226,6 +236,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
         return True
     if one.is_complex():  # a nan part leaves the other its value
         return same_values(torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj()))
+    one, other = computable(one), computable(other)
     return one.is_floating_point() and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 

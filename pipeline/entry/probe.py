@@ -38,7 +38,7 @@ from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
 from pipeline.data.microbatch import Batch, row_dim, row_sizes
-from pipeline.data.pytrees import Activations, Tree, flatten, same_values
+from pipeline.data.pytrees import Activations, Tree, computable, flatten, same_values
 from pipeline.execution.execution import Execution
 from pipeline.execution.setup import Setup
 from pipeline.execution.stages import stages_of
@@ -369,6 +369,7 @@ def _is_mixed(one: Tensor, other: Tensor, batch_dim: int, rows: int) -> bool:
 
 def _change(one: Tensor, other: Tensor) -> tuple[float, float]:
     """The mean size of the difference, and of the values."""
+    one, other = computable(one), computable(other)
     if not (one.is_floating_point() or one.is_complex()):
         return (one != other).float().mean().item(), 0.0
     difference = torch.where((one == other) | one.isnan() & other.isnan(), 0, one - other)

@@ -98,7 +98,9 @@ class StageLayers:
         Raises:
             TypeError: it holds an object that cannot cross stages.
         """
-        return Tree((value,), None) if type(value) is Tensor else flatten(value, f"the output of {self.name}")
+        if type(value) is Tensor and not value.is_nested:
+            return Tree((value,), None)
+        return flatten(value, f"the output of {self.name}")
 
 
 def _in_words(index: int, layer: nn.Module) -> str:

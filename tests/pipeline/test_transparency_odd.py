@@ -132,6 +132,20 @@ def a_stage_writes_one_of_two_inputs_that_share_detached_memory() -> Odd:
 
 
 @exact
+def numbers_of_eight_bits_cross() -> Odd:
+    """In which torch adds nothing, nor compares."""
+    scaled = (lambda x: (x, x.detach().to(torch.float8_e4m3fn)), lambda t: torch.tanh(t[0] * t[1].double()))
+    return around(*scaled), x4()
+
+
+@exact
+def a_nested_tensor_within_a_stage() -> Odd:
+    ragged = lambda x: torch.nested.nested_tensor([row.expand(2, 4) for row in x], layout=torch.jagged)  # noqa: E731
+    padded = lambda x: x.to_padded_tensor(0.0).sum(1)  # noqa: E731
+    return around(nn.Sequential(Apply(ragged), nn.Tanh(), Apply(padded))), x4()
+
+
+@exact
 def complex_numbers() -> Odd:
     first, last = nn.Linear(4, 4, dtype=torch.complex128), nn.Linear(4, 2, dtype=torch.complex128)
     return nn.Sequential(first, Apply(torch.tanh), last), torch.complex(x4(), normal(ROWS, 4, seed=3))

@@ -27,6 +27,13 @@ WRONG = {
 NUMBERS = {"1.5", "inf"}  # right where a limit is asked for
 
 
+class Ragged(nn.Module):
+    """Its output has rows of unequal length."""
+
+    def forward(self, x):
+        return torch.nested.nested_tensor(list(x), layout=torch.jagged)
+
+
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
@@ -166,6 +173,10 @@ WORDS = {
     "meta places": (lambda: pipe_of(devices=[Place(torch.device("meta"), "a")] * 2), ValueError, r"on the meta device"),
     "a group's name": (lambda: pipe_of(group="world"), TypeError, r"group is 'world'\. Give a ProcessGroup"),
     "a nested input": (lambda: step_with(x=WRONG["a nested tensor"]), TypeError, r"x holds a nested.*to_padded_"),
+    "a nested message": (
+        lambda: Pipe(nn.Sequential(Ragged(), nn.Tanh()), [1, 1])(X), TypeError, r"output of stage 0 \(layer 0\) holds a nest"
+    ),
+    "a sparse input": (lambda: step_with(x=X.to_sparse()), TypeError, r"sparse_coo and shape \[6, 4\].*to_dense.*chunks=1"),
     "a nested target": (lambda: step_with(target=WRONG["a nested tensor"]), TypeError, r"the target holds a nested"),
     "a store of 3": (lambda: GradStore(3), TypeError, r"params is 3\. Give a module, a dict or \(name, parameter\)"),
     "a store of numbers": (lambda: GradStore([1]), TypeError, r"params holds 1\. Give a module"),
