@@ -20,6 +20,7 @@ from pipeline.common.call_lock import turn
 from pipeline.curvature.products.sharded import Member, ParameterSpace
 from pipeline.curvature.space import HOST
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
+from pipeline.entry.validation import check_hooks
 from pipeline.pipe import Pipe
 
 Params: TypeAlias = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
@@ -30,7 +31,7 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
 
     Raises:
         TypeError: no module.
-        ValueError: a plain module on several devices, or a Pipe with replicas.
+        ValueError: a plain module on several devices, or a Pipe with replicas or hooks.
     """
     if isinstance(model, Pipe):
         if model.runtime.has_replicas:
@@ -38,6 +39,7 @@ def as_pipe(model: nn.Module) -> tuple[Pipe, str]:
                 "the Pipe has replicas, which train on other mini-batches. Build one without replicas= on each group, "
                 "and give all of the data to it."
             )
+        check_hooks(model, "a product")
         return model, ""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}. Give a Pipe or a torch.nn.Module.")

@@ -369,8 +369,8 @@ def _pieces(tensor: Tensor, count: int, cut: bool, batch_dim: int) -> tuple[Tens
         return (tensor,) * count
     if tensor.layout is not torch.strided:
         raise TypeError(
-            f"a tensor of layout {tensor.layout} and shape {list(tensor.shape)} cannot be cut into {count} chunks. Give "
-            "x.to_dense(), or chunks=1; one that every chunk needs whole stands in NoChunk(...)."
+            f"a tensor of layout {tensor.layout} and shape {list(tensor.shape)} cannot be cut into {count} chunks. "
+            "Give x.to_dense(), or chunks=1; one that every chunk needs whole stands in NoChunk(...)."
         )
     dim = row_dim(tensor, batch_dim)
     pieces = torch.tensor_split(tensor, count, dim)

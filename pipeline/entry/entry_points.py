@@ -27,7 +27,7 @@ from pipeline.entry.runtime import Request, Runtime
 from pipeline.entry.settled import refuse_recording
 from pipeline.entry.sinks import GradSink, LossSink, OptimizerSink, Sink, StoreSink, clip_grads
 from pipeline.entry.step import LossArguments, RunWithLoss, Step
-from pipeline.entry.validation import check_holds, check_step, parameters_of
+from pipeline.entry.validation import check_holds, check_hooks, check_step, parameters_of
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator
 from pipeline.execution.plan import plan_forward, plan_step
@@ -109,6 +109,7 @@ def _run(
     """Run a mini-batch that ends in a loss. `modes`: those in which layers and loss compute."""
     begun = perf_counter()
     check_flags(outputs=arguments.outputs, trace=arguments.trace)
+    check_hooks(runtime.module, "pipe.step" if request.grad else "pipe.evaluate")
     batch, target = cut(runtime.settings, arguments.x, arguments.target)
     if sink.optimizer is not None:
         beside = [*batch.tensors, *parameters_of(arguments.loss_fn)]

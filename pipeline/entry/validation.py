@@ -76,10 +76,29 @@ def check_batch_dim(batch_dim: object) -> int:
     return dim
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module does more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def check_hooks(pipe: nn.Module, entry: str) -> None:
+    """Refuse a step of a Pipe with hooks, which see whole mini-batches."""
+    if _has_hooks(pipe):
+        raise ValueError(
+            f"the Pipe has hooks of its own, which run in pipe(x) and would not run in {entry}, where no output of the "
+            "whole mini-batch is computed. Register them on a layer, or call pipe(x)."
+        )
+
+
 def check_plain(module: nn.Sequential) -> None:
     """Refuse a Sequential that does more than call its layers: a Pipe would leave that out."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise ValueError("the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe.")
+    if _has_hooks(module):
+        raise ValueError(
+            "the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe, where they run in "
+            "pipe(x), or on a layer."
+        )
     if module._state_dict_hooks or module._state_dict_pre_hooks or module._load_state_dict_pre_hooks:
         raise ValueError("the nn.Sequential has state_dict hooks of its own, which would not run. Put them on a layer.")
     if module._parameters or module._buffers:

@@ -174,9 +174,9 @@ WORDS = {
     "a group's name": (lambda: pipe_of(group="world"), TypeError, r"group is 'world'\. Give a ProcessGroup"),
     "a nested input": (lambda: step_with(x=WRONG["a nested tensor"]), TypeError, r"x holds a nested.*to_padded_"),
     "a nested message": (
-        lambda: Pipe(nn.Sequential(Ragged(), nn.Tanh()), [1, 1])(X), TypeError, r"output of stage 0 \(layer 0\) holds a nest"
+        lambda: Pipe(nn.Sequential(Ragged(), nn.Tanh()), [1, 1])(X), TypeError, r"output of stage 0 \(layer 0\).*a nest"
     ),
-    "a sparse input": (lambda: step_with(x=X.to_sparse()), TypeError, r"sparse_coo and shape \[6, 4\].*to_dense.*chunks=1"),
+    "a sparse input": (lambda: step_with(x=X.to_sparse()), TypeError, r"sparse_coo and shape \[6, 4\].*to_dense"),
     "a nested target": (lambda: step_with(target=WRONG["a nested tensor"]), TypeError, r"the target holds a nested"),
     "a store of 3": (lambda: GradStore(3), TypeError, r"params is 3\. Give a module, a dict or \(name, parameter\)"),
     "a store of numbers": (lambda: GradStore([1]), TypeError, r"params holds 1\. Give a module"),

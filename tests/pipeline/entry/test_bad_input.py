@@ -9,6 +9,7 @@ from torch import nn
 
 from partition import PartitionError
 from pipeline import NoChunk, Pipe
+from pipeline.curvature import Hessian
 from scheduler import Schedule, ScheduleError, by_name, verify
 
 ROWS, WIDE = 6, 4
@@ -386,3 +387,28 @@ def test_only_a_pipe_over_ranks_is_refused_within_another() -> None:
         patch.setattr(Pipe, "runtime", over_ranks)
         with pytest.raises(ValueError, match=r"layer 0 is, or holds, a Pipe that runs over ranks.*devices=\[\.\.\.\]"):
             Pipe(nn.Sequential(inner), [1])
+
+
+REGISTERED = {
+    "forward": lambda pipe: pipe.register_forward_hook(lambda module, given, output: 2 * output),
+    "before": lambda pipe: pipe.register_forward_pre_hook(lambda module, given: given),
+    "backward": lambda pipe: pipe.register_full_backward_hook(lambda *_: None),
+    "before backward": lambda pipe: pipe.register_full_backward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_hooks_of_a_pipe_run_where_it_has_an_output_and_are_refused_elsewhere(kind):
+    pipe, x = Pipe(net(), [1] * len(net()), 2), torch.randn(4, WIDE)
+    plain = pipe(x)
+    handle = REGISTERED[kind](pipe)
+    assert torch.equal(pipe(x), 2 * plain if kind == "forward" else plain)
+    for call in (
+        lambda: pipe.step(x, loss_fn=lambda out, _: out.sum()),
+        lambda: pipe.evaluate(x, loss_fn=lambda out, _: out.sum()),
+        lambda: Hessian(pipe, (x, x), lambda out, _: out.sum()),
+    ):
+        with pytest.raises(ValueError, match=r"hooks of its own.*not run in (pipe|a product).*on a layer, or call"):
+            call()
+    handle.remove()
+    pipe.step(x, loss_fn=lambda out, _: out.sum(), loss_reduction="sum")
