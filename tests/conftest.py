@@ -35,6 +35,13 @@ def _as_found() -> Iterator[None]:
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_others_made_is_no_garbage() -> None:
+    """What the files before have imported and keep is looked at once, not at each collection of this file."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="all cases of every table and law, as in make soak")
 

@@ -66,7 +66,8 @@ def test_plan_prints_the_plan_which_a_pipe_takes(script: str, capsys: Any) -> No
 @pytest.mark.parametrize("words, told", [
     (["plan", "{}:build"], "Missing option '--devices'"),
     (["plan", "{}:build", "--devices", "2", "--memory", "1 heap"], "'1 heap' is no size such as 24GiB"),
-    (["plan", "{}:build", "--devices", "2", "--memory", "1KiB", "--device", "meta"], "no plan fits. The nearest"),
+    (["plan", "{}:build", "--devices", "2", "--memory", "1KiB", "--device", "meta", "--chunks", "2"],
+     "no plan fits. The nearest"),
     (["plan", "{}:build", "--devices", "2", "--chunks", "2,x"], "--chunks has 'x', which is no number"),
     (["plan", "{}:build", "--devices", "2", "--schedules", "best"], "there is no schedule 'best'"),
     (["profile", "{}:wrong"], "gives a int, and not (model, sample)"),

@@ -243,7 +243,7 @@ def rises(heights: Tensor, errors: Tensor) -> int:
     return found
 
 
-@pytest.mark.parametrize("steps", [10, 20, 40, 80])
+@pytest.mark.parametrize("steps", either([10, 80], [10, 20, 40, 80]))
 def test_a_wide_spectrum_shows_no_tooth_for_each_node(steps):
     """The covariance of normal numbers has the density of Marchenko and Pastur, 1967, with one peak."""
     size, ratio = 800, 0.2

@@ -123,7 +123,7 @@ def test_numbers_drawn_outside_torch_are_those_of_the_public_rule_in_every_entry
     before = host_states()
     model = drawing()
     pipe = Pipe(model, balance, CHUNKS, schedule=schedule, checkpoint=policy, workers=workers)
-    for entry in ("step", "forward", "evaluate", "no_grad") * 3:  # in calls that compare, and in others
+    for entry in ("step", "forward", "evaluate", "no_grad") * either(2, 3):  # in calls that compare, and in others
         model.zero_grad()
         torch.manual_seed(9)
         if entry == "step":
