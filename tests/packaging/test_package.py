@@ -83,10 +83,11 @@ def test_the_sdist_has_what_the_wheel_is_built_from(built: Path) -> None:
 
 def test_it_runs_away_from_the_checkout(python: Path, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    first = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    first = [block for block in blocks if "transformers" not in block][:2]  # which is not installed there
     first.append("import pipeline\nprint(pipeline.__file__, pipeline.__version__)\n")
     (tmp_path / "readme.py").write_text("\n".join(first))
-    where, told = run(python, "readme.py", cwd=tmp_path).split()
+    where, told = run(python, "readme.py", cwd=tmp_path).split()[-2:]
     assert str(python.parents[1]) in where and told == version()
 
 
