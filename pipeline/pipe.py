@@ -35,6 +35,7 @@ from pipeline.entry import data_set, entry_points, inner_product
 from pipeline.entry.inputs import input_of, takes_arguments
 from pipeline.entry.joining import join_ranks
 from pipeline.entry.minibatches import is_loader
+from pipeline.entry.origin import Origin
 from pipeline.entry.reporting import reported
 from pipeline.entry.runtime import History, Runtime
 from pipeline.entry.settings import Processes, Settings, check_chunks, check_deferred, plans_of
@@ -142,6 +143,7 @@ class Pipe(Settled, Stateful):
     ) -> None:
         super().__init__()
         check_flags(mixes_rows=mixes_rows)
+        origin = module
         if sample is not None and isinstance(module, nn.Module) and not isinstance(module, nn.Sequential):
             module = to_sequential(module, sample)
         module = check_module(module)
@@ -168,7 +170,8 @@ class Pipe(Settled, Stateful):
             processes = replace(processes, topology=topology)
         self._settings = Settings(
             layout, processes, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim),
-            mixes_rows, check_deferred(deferred_batch_norm, module), takes_arguments(list(module))
+            mixes_rows, check_deferred(deferred_batch_norm, module), takes_arguments(list(module)),
+            Origin(origin, module),
         )
         self._history = History()
         self.training = module.training

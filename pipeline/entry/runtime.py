@@ -189,6 +189,7 @@ class Runtime:
         recorder: TraceRecorder | None,
     ) -> Setup:
         settings, history = self.settings, self.history
+        settings.origin.check()
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(

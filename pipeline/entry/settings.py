@@ -17,6 +17,7 @@ from pipeline.common.arguments import check_flag, shown
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.topology import PipeTopology
+from pipeline.entry.origin import Origin
 from pipeline.entry.plans import Plans
 from pipeline.entry.validation import check_placement, check_schedule
 from pipeline.execution.setup import Layout
@@ -62,6 +63,7 @@ class Settings:
         mixes_rows: layers may look at all rows of a chunk.
         deferred_batch_norm: running statistics are updated once for each mini-batch.
         takes_arguments: the first layer takes the arguments of a model's forward.
+        origin: of the layers.
     """
 
     layout: Layout
@@ -74,6 +76,7 @@ class Settings:
     mixes_rows: bool
     deferred_batch_norm: bool
     takes_arguments: bool
+    origin: Origin
 
     @property
     def schedule(self) -> Schedule:

@@ -1,0 +1,99 @@
+"""A model whose layers are replaced after Pipe(model, ...) computes something else than the Pipe: that is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline import Pipe
+from pipeline.curvature import Hessian
+
+X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).view(6, 4).sin()
+
+
+def layers():
+    torch.manual_seed(1)
+    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Dropout(0.0), nn.Linear(4, 2)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """No nn.Sequential: its blocks are in a list, which is replaced in another way than its head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def of_sequential():
+    model = nn.Sequential(*layers()).double()
+    return model, Pipe(model, [2, 1], 2)
+
+
+def of_model():
+    model = Model().double().eval()
+    return model, Pipe(model, [3, 2], 2, sample=X)
+
+
+def mean_of_squares(output, target):
+    return output.square().mean()
+
+
+CALLS = {
+    "forward": lambda pipe: pipe(X),
+    "step": lambda pipe: pipe.step(X, loss_fn=mean_of_squares),
+    "evaluate": lambda pipe: pipe.evaluate(X, loss_fn=mean_of_squares),
+    "product": lambda pipe: Hessian(pipe, (X, X), mean_of_squares).loss(),
+}
+CHANGES = {
+    "a layer": (of_sequential, "1", lambda model: model.__setitem__(1, nn.ReLU())),
+    "the last": (of_sequential, "2", lambda model: model.pop(2)),
+    "the head": (of_model, "head", lambda model: setattr(model, "head", nn.Linear(4, 2).double())),
+    "a block": (of_model, "1", lambda model: model.blocks.__setitem__(1, copy.deepcopy(model.blocks[0]))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_layer_that_is_replaced_in_the_model_is_refused_until_it_is_put_back(change, call):
+    build, name, replace = CHANGES[change]
+    model, pipe = build()
+    before = copy.deepcopy(pipe)
+    CALLS[call](pipe)
+    tables = [(module, dict(module._modules)) for module in model.modules()]
+    replace(model)
+    with pytest.raises(RuntimeError, match=rf"\['{name}'\] of the \w+ was replaced or removed.*Build the Pipe anew"):
+        CALLS[call](pipe)
+    for each in (before, copy.deepcopy(pipe), pickle.loads(pickle.dumps(before)) if build is of_sequential else before):
+        CALLS[call](each)  # a copy has layers of its own
+    for module, table in tables:
+        module._modules = table
+    CALLS[call](pipe)
+
+
+def test_what_is_replaced_within_a_layer_or_in_the_pipe_is_what_runs_and_no_model_need_be_kept():
+    model, pipe = of_sequential()
+    model[0][1] = nn.ReLU()
+    torch.testing.assert_close(pipe(X), model(X), rtol=0, atol=1e-15)
+    setattr(pipe, "1", nn.Sigmoid())
+    expected = nn.Sequential(model[0], nn.Sigmoid(), model[2])(X)
+    torch.testing.assert_close(pipe(X), expected, rtol=0, atol=1e-15)
+    del model
+    torch.testing.assert_close(pipe(X), expected, rtol=0, atol=1e-15)
