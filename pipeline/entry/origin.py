@@ -32,43 +32,49 @@ class Origin:
     def check(self) -> None:
         """
         Raises:
-            RuntimeError: a layer was replaced or removed there.
+            RuntimeError: a layer, or a tensor beside the layers, was replaced or removed there.
         """
-        for owner, names, ids in self._places:
+        for owner, table, names, ids in self._places:
             module = owner()
-            if module is not None and [id(module._modules.get(name)) for name in names] != ids:
-                self._refuse(module, names, ids)
-
-    def _refuse(self, module: nn.Module, names: list[str], ids: list[int]) -> None:
-        changed = [name for name, old in zip(names, ids, strict=True) if id(module._modules.get(name)) != old]
-        kind = type(module).__name__
-        raise RuntimeError(
-            f"{changed} of the {kind} was replaced or removed after the Pipe was built, which still has the old one. "
-            "Build the Pipe anew, or put the old one back."
-        )
+            if module is not None and _ids(module, table, names) != ids:
+                changed = [name for name, old in zip(names, ids, strict=True) if _ids(module, table, [name]) != [old]]
+                raise RuntimeError(
+                    f"{changed} of the {type(module).__name__} was replaced or removed after the Pipe was built, which "
+                    "still has the old one. Build the Pipe anew, or put the old one back."
+                )
 
 
 class _Place(NamedTuple):
-    """A module, the names of some of its children, and which these were."""
+    """A module, a table of its, names in it, and what stood there."""
 
     owner: weakref.ref[nn.Module]
+    table: str
     names: list[str]
     ids: list[int]
 
 
 def _places(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[_Place]:
     if isinstance(module, nn.Sequential):
-        yield _place(module, list(module._modules))
+        yield _place(module, "_modules", list(module._modules))
         return
-    modules, children = dict(module.named_modules()), dict[str, list[str]]()
+    modules, tables = dict(module.named_modules()), dict[tuple[str, str], list[str]]()
     brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer)]
     for name in dict.fromkeys(name for each in brought if each is not None for name in each.names):
-        owner, _, child = name.rpartition(".")
-        if name in modules and owner in modules:
-            children.setdefault(owner, []).append(child)
-    for owner, names in children.items():
-        yield _place(modules[owner], names)
+        owner, _, own = name.rpartition(".")
+        for table in _TABLES:
+            if owner in modules and own in getattr(modules[owner], table):
+                tables.setdefault((owner, table), []).append(own)
+    for (owner, table), names in tables.items():
+        yield _place(modules[owner], table, names)
 
 
-def _place(owner: nn.Module, names: list[str]) -> _Place:
-    return _Place(weakref.ref(owner), names, [id(owner._modules[name]) for name in names])
+def _place(owner: nn.Module, table: str, names: list[str]) -> _Place:
+    return _Place(weakref.ref(owner), table, names, _ids(owner, table, names))
+
+
+def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
+    entries = getattr(module, table)
+    return [id(entries.get(name)) for name in names]
+
+
+_TABLES = ("_modules", "_parameters", "_buffers")

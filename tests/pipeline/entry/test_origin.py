@@ -32,11 +32,12 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.head, self.offset = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 0.5))
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x) * self.scale + self.offset
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -62,10 +63,19 @@ CALLS = {
     "evaluate": lambda pipe: pipe.evaluate(X, loss_fn=mean_of_squares),
     "product": lambda pipe: Hessian(pipe, (X, X), mean_of_squares).loss(),
 }
+
+
+def doubled(model):
+    return {name: 2 * value for name, value in model.state_dict().items()}
+
+
 CHANGES = {
     "a layer": (of_sequential, "1", lambda model: model.__setitem__(1, nn.ReLU())),
     "the last": (of_sequential, "2", lambda model: model.pop(2)),
     "the head": (of_model, "head", lambda model: setattr(model, "head", nn.Linear(4, 2).double())),
+    "a parameter": (of_model, "offset", lambda model: setattr(model, "offset", nn.Parameter(torch.zeros(4).double()))),
+    "a buffer": (of_model, "scale", lambda model: setattr(model, "scale", torch.zeros(4).double())),
+    "by a state": (of_model, "offset", lambda model: model.load_state_dict(doubled(model), assign=True)),
     "a block": (of_model, "1", lambda model: model.blocks.__setitem__(1, copy.deepcopy(model.blocks[0]))),
 }
 
@@ -77,14 +87,15 @@ def test_a_layer_that_is_replaced_in_the_model_is_refused_until_it_is_put_back(c
     model, pipe = build()
     before = copy.deepcopy(pipe)
     CALLS[call](pipe)
-    tables = [(module, dict(module._modules)) for module in model.modules()]
+    kinds = ("_modules", "_parameters", "_buffers")
+    tables = [(module, {kind: dict(getattr(module, kind)) for kind in kinds}) for module in model.modules()]
     replace(model)
     with pytest.raises(RuntimeError, match=rf"\['{name}'\] of the \w+ was replaced or removed.*Build the Pipe anew"):
         CALLS[call](pipe)
     for each in (before, copy.deepcopy(pipe), pickle.loads(pickle.dumps(before)) if build is of_sequential else before):
         CALLS[call](each)  # a copy has layers of its own
-    for module, table in tables:
-        module._modules = table
+    for module, own in tables:
+        vars(module).update(own)
     CALLS[call](pipe)
 
 
