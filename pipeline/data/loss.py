@@ -35,8 +35,7 @@ REDUCTIONS = ("mean", "sum")
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOOSE = 2e-2  # half precision
 _HALF = (torch.float16, torch.bfloat16)
-# Of the units in the last place: the rounding errors of all entries of a gradient together, relative to loss / output.
-_ROUNDING, _LOOSE_ROUNDING = 64, 4
+_ROUNDING = 2.0  # times as far apart as they move
 
 
 def divide_(grad: Tensor, divisor: Tensor | None) -> Tensor:
@@ -206,9 +205,8 @@ class Loss:
         return self._checked(value, "a loss")
 
     def verdict(
-        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], size: Tensor | float = 0.0,
-        may_overflow: bool = False,
-    ) -> Verdict:  # fmt: skip
+        self, whole: Tensor, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool = False
+    ) -> Verdict:
         """Compare the combined losses of the chunks with `whole`, and their gradients at the outputs with its.
 
         No host waits here. The losses may agree where the gradients do not: those of surrogates, of which only the
@@ -217,8 +215,6 @@ class Loss:
         Args:
             whole: from loss_fn on the joined output.
             grads: (that of the chunk's own loss, that of the whole).
-            size: the size that gradients of such a loss have: that of the loss over that of the output. A gradient that
-                is rounding beside it (of a divergence from what the output is) agrees with any other such.
             may_overflow: gradients of the chunks that are not finite are the scaler's affair.
         """
         ours = self.value
@@ -231,12 +227,9 @@ class Loss:
         near = tolerance * (scale.nan_to_num(0.0, 0.0) + 1e-3)
         found = alone(whole)
         same = _is_near(ours.double(), found.to(ours).double(), tolerance, near)
-        same_grads = self._same_grads(grads, size, may_overflow)
-        return Verdict(tuple(self._rows), ours, found, same, same_grads.to(same.device))
+        return Verdict(tuple(self._rows), ours, found, same, self._same_grads(grads, may_overflow).to(same.device))
 
-    def _same_grads(
-        self, grads: Sequence[tuple[Tensor, Tensor]], size: Tensor | float, may_overflow: bool
-    ) -> Tensor:
+    def _same_grads(self, grads: Sequence[tuple[Tensor, Tensor]], may_overflow: bool) -> Tensor:
         with without_function_modes():
             largest = [_largest(whole) for _, whole in grads]
             same = torch.ones((), dtype=torch.bool, device=largest[0].device if largest else "cpu")
@@ -245,10 +238,6 @@ class Loss:
                 most = torch.stack([each.to(ours.device, ours.real.dtype) for each in largest]).amax()
                 near = _is_near(ours, whole, tolerance, tolerance * most)
                 same = same & (near | ~ours.isfinite().all() if may_overflow else near).to(same.device)
-            apart = [(ours - whole).abs().sum().to(same.device, torch.float64) for ours, whole in grads]
-            if apart:
-                size = size.to(same.device, torch.float64) if isinstance(size, Tensor) else size
-                same = same | (torch.stack(apart).sum() <= max(_unit(ours) for ours, _ in grads) * size)
         return same
 
     def check(self, verdicts: Sequence[Verdict]) -> None:
@@ -405,8 +394,26 @@ class Verdict(NamedTuple):
     same_grads: Tensor  # 0-d, bool
 
 
-def _unit(grad: Tensor) -> float:
-    return torch.finfo(grad.dtype).eps * (_ROUNDING if grad.dtype in _TOLERANCE else _LOOSE_ROUNDING)
+def are_rounding(grads: Sequence[tuple[Tensor, Tensor]], moved: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Whether gradients are no further apart than rounding: than they move where the outputs do, in the last place.
+
+    So are those of a loss that is at an extremum (a divergence from what the output is): nothing but rounding, and not
+    near each other beside their own size.
+
+    Args:
+        grads: as `Loss.verdict` takes them.
+        moved: those of the whole where the outputs are a little others.
+    """
+    with without_function_modes():
+        apart = _distance(grads)
+        noise = [_distance([(whole, there) for (_, whole), there in zip(grads, each, strict=True)]) for each in moved]
+        return apart <= _ROUNDING * torch.stack(noise).sum()
+
+
+def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of the sizes of all differences."""
+    device = pairs[0][0].device
+    return torch.stack([(one - other).abs().sum().to(device, torch.float64) for one, other in pairs]).sum()
 
 
 def _largest(tensor: Tensor) -> Tensor:

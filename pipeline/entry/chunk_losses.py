@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.common.graph import explore, gradients
 from pipeline.common.torch_modes import without_autocast, without_function_modes
-from pipeline.data.loss import Loss, Verdict
+from pipeline.data.loss import Loss, Verdict, are_rounding
 from pipeline.data.microbatch import Batch, are_joinable, gather
 from pipeline.data.pytrees import Activations, Grads, Tree, detached
 from pipeline.execution.execution import Execution
@@ -106,28 +106,43 @@ class ChunkLosses:
         return alike and self._target.is_joinable([end.chunk for end in ends])
 
     def _compared(self, ends: Sequence[_ChunkEnd], scale: float | None) -> Verdict:
+        loss, weight = self.loss.of([end.chunk for end in ends])
+        whole, leaves, expected = self._whole(loss, weight, ends)
+        if expected is None:
+            return loss.verdict(whole, ())
+        ours = [
+            _or_zeros(grad, leaf, scale)
+            for end, own in zip(ends, leaves, strict=True)
+            for leaf, grad in zip(own, end.grads or (None,) * len(own), strict=True)
+            if leaf.requires_grad
+        ]
+        pairs = list(zip(ours, expected, strict=True))
+        verdict = loss.verdict(whole, pairs, scale is not None)
+        if verdict.same_grads:  # the host waits, in validating calls
+            return verdict
+        moved = [self._whole(loss, weight, ends, move)[2] or expected for move in _MOVES]
+        return verdict._replace(same_grads=are_rounding(pairs, moved).to(verdict.same_value.device))
+
+    def _whole(
+        self, loss: Loss, weight: Tensor | float, ends: Sequence[_ChunkEnd], move: float = 0.0
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]], list[Tensor] | None]:
+        """The loss of the joined outputs, leaves that are these, and the gradients there. None: there are none.
+
+        Args:
+            move: how far the outputs are moved, relative to them, in units of the last place.
+        """
         chunks = [end.chunk for end in ends]
-        loss, weight = self.loss.of(chunks)
-        leaves = [_leaves(end.output) for end in ends]
+        leaves = [_leaves(end.output, move) for end in ends]
         with torch.set_grad_enabled(self._execution.setup.grad):
             trees = [Tree(own, end.output.tree.skeleton) for own, end in zip(leaves, ends, strict=True)]
             joined, _ = gather(trees, [self._target.rows[chunk] for chunk in chunks], self._target.batch_dim)
             whole = loss.whole(joined.build(joined.tensors), self.beside(self._target.joined(chunks), joined))
         wanted = [leaf for own in leaves for leaf in own if leaf.requires_grad]
         if not wanted or not whole.requires_grad:
-            return loss.verdict(whole, ())
+            return whole, leaves, None
         with without_autocast():
-            whole_grads = iter(gradients([whole], wanted, [torch.ones_like(whole).mul_(weight)], retain=True))
-        whole = whole.detach()
-        del trees, joined  # and with them the graph
-        expected = [[next(whole_grads) if leaf.requires_grad else None for leaf in own] for own in leaves]
-        pairs = [
-            (_or_zeros(ours, leaf, scale), _or_zeros(theirs, leaf, None))
-            for end, own, of_whole in zip(ends, leaves, expected, strict=True)
-            for leaf, ours, theirs in zip(own, end.grads or (None,) * len(own), of_whole, strict=True)
-            if leaf.requires_grad
-        ]
-        return loss.verdict(whole, pairs, _size(whole, weight, wanted), scale is not None)
+            found = gradients([whole], wanted, [torch.ones_like(whole).mul_(weight)], retain=True)
+        return whole.detach(), leaves, [_or_zeros(grad, leaf) for grad, leaf in zip(found, wanted, strict=True)]
 
     def forget(self) -> None:
         """Forget what was compared: the chunks are computed anew."""
@@ -156,19 +171,23 @@ class _ChunkEnd(NamedTuple):
     is_empty: bool  # it counts nothing
 
 
-def _leaves(message: Activations) -> tuple[Tensor, ...]:
+_MOVES = (1.0, -2.0)
+
+
+def _leaves(message: Activations, move: float) -> tuple[Tensor, ...]:
+    """Leaves with the values of an output, moved by so many units in the last place where it needs a gradient."""
     given = zip(message.tree.tensors, message.needs_grad, strict=True)
-    return tuple([tensor.detach().requires_grad_(need) for tensor, need in given])
-
-
-def _size(loss: Tensor, weight: Tensor | float, outputs: Sequence[Tensor]) -> Tensor:
-    """The size of a loss over that of the output."""
     with without_function_modes():
-        largest = [leaf.detach().abs().amax().to(loss.device, torch.float64) for leaf in outputs if leaf.numel()]
-        return loss.abs().double() * weight / (torch.stack(largest).amax() if largest else 1.0)
+        return tuple([
+            _moved(tensor.detach(), move if need else 0.0).requires_grad_(need) for tensor, need in given
+        ])
 
 
-def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None) -> Tensor:
+def _moved(tensor: Tensor, move: float) -> Tensor:
+    return tensor * (1.0 + move * torch.finfo(tensor.dtype).eps) if move else tensor
+
+
+def _or_zeros(grad: Tensor | None, leaf: Tensor, scale: float | None = None) -> Tensor:
     """A gradient at a leaf, unscaled."""
     own = torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
     return own if scale is None else own / scale

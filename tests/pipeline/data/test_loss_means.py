@@ -427,8 +427,12 @@ def test_a_gradient_that_is_rounding_is_no_disagreement(dtype):
         torch.testing.assert_close(step.loss, penalty(module(x), None).detach(), rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("wrong", [1.01, 1.2])
-def test_gradients_that_differ_by_a_hundredth_still_disagree(wrong):
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("constant", [0.0, 1e6])
+@pytest.mark.parametrize("dtype, wrong", [(torch.float64, 1.001), (torch.float32, 1.01), (torch.bfloat16, 1.2)])
+def test_gradients_that_differ_by_more_than_rounding_disagree_whatever_the_size_of_loss_and_output(
+    dtype, wrong, constant, size
+):
     class Twisted(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -438,8 +442,14 @@ def test_gradients_that_differ_by_a_hundredth_still_disagree(wrong):
         def backward(ctx, grad):
             return grad * (wrong if len(grad) > 3 else 1.0)
 
-    for size in (1e-3, 1.0, 1e3):
-        module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
-        with pytest.raises(ValueError, match="gradients do not combine"):
-            loss_fn = lambda o, _: F.cross_entropy(Twisted.apply(o), torch.ones(len(o)).long())  # noqa: E731
-            Pipe(module, [1, 1], chunks=4).step(torch.randn(9, 6) * size, loss_fn=loss_fn)
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5)).to(dtype)
+    with torch.no_grad():
+        module[1].weight.mul_(size)
+        module[1].bias.mul_(size)
+
+    def loss_fn(output, _):
+        return F.cross_entropy(Twisted.apply(output), torch.ones(len(output)).long()) + constant
+
+    with pytest.raises(ValueError, match="gradients do not combine"):
+        Pipe(module, [1, 1], chunks=4).step(torch.randn(9, 6).to(dtype), loss_fn=loss_fn)
