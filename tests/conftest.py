@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -90,24 +91,27 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests over crews of ranks go to one process, which starts them once, those that wait most of their time to
-    another; of others, those of a file."""
+    """Tests over crews of ranks go to two processes, which start their crews once, those that wait most of their time
+    to another; of others, those of a file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "waiting" if file.endswith(WAITING) else "crews" if "/ranks/" in file else file
+            if file.endswith(WAITING):
+                return "waiting"
+            return f"crews {crc32(file.encode()) % 2}" if "/ranks/" in file else file
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 WAITING = "test_faults.py", "test_curvature_example.py", "test_monitor.py"  # they start their ranks themselves
+LONG = (*WAITING, "test_families.py", "test_recipes.py")
 
 
 def _is_long(nodeid: str) -> bool:
     file = nodeid.partition("::")[0]
-    return "/ranks/" in file or file.endswith(WAITING)
+    return "/ranks/" in file or file.endswith(LONG)
 
 
 def _values(item: pytest.Item) -> dict[Any, Any]:

@@ -1,31 +1,27 @@
-"""Loops of other libraries train a Pipe to the numbers that they train the plain module to."""
+"""Loops of other libraries train a Pipe to the numbers that they train the plain module to.
+
+The libraries are imported where they are used: it takes seconds, and each of the suite's processes reads this file.
+"""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from recipe_scripts import ran
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 from pipeline import Pipe
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-         "enable_checkpointing": False}  # fmt: skip
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def tied() -> nn.Sequential:
@@ -55,6 +51,9 @@ def assert_same(one: nn.Module, other: nn.Module, atol: float = 1e-13) -> None:
 
 
 def accelerated(model: nn.Module, backward: Callable[..., Any], **settings: Any) -> tuple[Accelerator, nn.Module]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     AcceleratorState._reset_state(True)  # one for each process
     accelerator = Accelerator(cpu=True, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -116,42 +115,6 @@ def test_a_pipe_tells_where_its_layers_are() -> None:
 # ----------------------------------------------------------------------------------------------------------- Lightning
 
 
-class Classifier(lightning.LightningModule):
-    def __init__(self, net: nn.Module, by_hand: bool = False) -> None:
-        super().__init__()
-        self.net = net
-        self.automatic_optimization = not by_hand
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-
-    def training_step(self, batch: Any, index: int) -> Tensor | None:
-        inputs, target = batch
-        if self.automatic_optimization:
-            output = self.net(inputs)
-            loss = F.cross_entropy(output, target)
-        else:
-            optimizer = self.optimizers()
-            step = self.net.step(inputs, target, loss_fn=F.cross_entropy, outputs=True)
-            loss, output = step.loss, step.outputs
-            self.clip_gradients(optimizer, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        self.accuracy(output, target)
-        self.log("accuracy", self.accuracy)
-        self.log("loss", loss.detach())
-        return loss if self.automatic_optimization else None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
-
-
-def fitted(module: Classifier, folder: Path, **settings: Any) -> lightning.Trainer:
-    if module.automatic_optimization:
-        settings["gradient_clip_val"] = 0.5
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=folder, **QUIET, **settings)
-    trainer.fit(module, DataLoader(data(), batch_size=7))
-    return trainer
-
-
 ADVICE = ("ignore:The 'train_dataloader' does not have many workers", "ignore:.*LeafSpec",
           "ignore:.*isinstance.treespec", "ignore:.*log_every_n_steps")  # fmt: skip
 quiet = pytest.mark.filterwarnings(*ADVICE)
@@ -160,8 +123,10 @@ quiet = pytest.mark.filterwarnings(*ADVICE)
 @quiet
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_lightning_trains_a_pipe_and_torchmetrics_sees_its_outputs(by_hand: bool, tmp_path: Path) -> None:
+    from classifier import Classifier, fitted
+
     plain, pipe = Classifier(tied()), Classifier(piped(), by_hand)
-    expected, found = [fitted(one, tmp_path).callback_metrics for one in (plain, pipe)]
+    expected, found = [fitted(one, data(), tmp_path).callback_metrics for one in (plain, pipe)]
     assert_same(pipe, plain)
     assert found["accuracy"] == expected["accuracy"]
     torch.testing.assert_close(found["loss"], expected["loss"])
@@ -169,9 +134,11 @@ def test_lightning_trains_a_pipe_and_torchmetrics_sees_its_outputs(by_hand: bool
 
 @quiet
 def test_lightning_accumulates_by_backward_and_its_checkpoint_loads_at_another_balance(tmp_path: Path) -> None:
+    from classifier import Classifier, fitted
+
     plain, pipe = Classifier(tied()), Classifier(piped())
-    fitted(plain, tmp_path, accumulate_grad_batches=2)
-    trainer = fitted(pipe, tmp_path, accumulate_grad_batches=2)
+    fitted(plain, data(), tmp_path, accumulate_grad_batches=2)
+    trainer = fitted(pipe, data(), tmp_path, accumulate_grad_batches=2)
     assert_same(pipe, plain)
     trainer.save_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
     loaded = Classifier.load_from_checkpoint(tmp_path / "saved.ckpt", net=Pipe(tied(), [1, 3]), weights_only=True)
@@ -190,6 +157,8 @@ def test_a_loader_with_workers_feeds_steps_and_evaluations() -> None:
 
 
 def test_an_example_writes_scalars_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     ran("finetune_llama", "--steps", "12", "--tensorboard", str(tmp_path))
     events = EventAccumulator(str(tmp_path)).Reload()
     losses, norms = [[event.value for event in events.Scalars(name)] for name in ("loss", "grad_norm")]

@@ -1,20 +1,25 @@
-"""transformers' Trainer trains a Pipe to the numbers that it trains the model to, over ranks too."""
+"""transformers' Trainer trains a Pipe to the numbers that it trains the model to, over ranks too.
+
+transformers is imported where it is used: it takes seconds, and each of the suite's processes reads this file.
+"""
 
 from __future__ import annotations
 
 import os
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from recipe_scripts import EXAMPLES, ran
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from under_torchrun import torchrun
 
 from pipeline import Pipe, as_one_process
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, TrainingArguments
 
 SCRIPT = EXAMPLES / "trainer.py"
 LENGTH = 12
@@ -26,6 +31,8 @@ def example() -> dict[str, Any]:
 
 
 def gpt() -> GPT2LMHeadModel:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(
         n_layer=3, n_head=2, n_embd=16, vocab_size=50, n_positions=LENGTH, attn_pdrop=0.0, embd_pdrop=0.0,
@@ -41,6 +48,8 @@ def data(rows: int) -> list[dict[str, torch.Tensor]]:
 
 
 def arguments(folder: Path, **others: Any) -> TrainingArguments:
+    from transformers import TrainingArguments
+
     given = {"per_device_train_batch_size": 6, "learning_rate": 1e-2, "max_grad_norm": 0.3, "report_to": [], "seed": 0,
              "num_train_epochs": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1,
              "remove_unused_columns": False, "label_names": ["labels"]}  # fmt: skip
@@ -56,6 +65,8 @@ def piped(model: nn.Module) -> Pipe:
 def test_losses_norms_and_parameters_are_the_models(
     by_steps: bool, accumulated: int, example: dict[str, Any], tmp_path: Path
 ) -> None:
+    from transformers import Trainer
+
     given = {"train_dataset": data(28), "eval_dataset": data(9)}  # 6, 6, 6, 6 and 4 rows
     args = arguments(tmp_path, gradient_accumulation_steps=accumulated)
     plain, model = gpt(), gpt()
@@ -76,6 +87,8 @@ def test_losses_norms_and_parameters_are_the_models(
 
 
 def test_the_example_goes_on_from_its_checkpoint_which_from_pretrained_reads(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
     whole = ran("trainer", "--out", str(tmp_path))
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-16")
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -84,6 +97,8 @@ def test_the_example_goes_on_from_its_checkpoint_which_from_pretrained_reads(tmp
 
 @pytest.mark.soak  # tests/ranks/test_recipes_ranks.py runs it over ranks that have started already
 def test_the_example_is_the_same_under_torchrun_and_so_are_its_checkpoints(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
     folders = [tmp_path / "one", tmp_path / "two"]
     last = ran("trainer", "--out", str(folders[0])).splitlines()[-1]
     there = torchrun(SCRIPT, ["--out", str(folders[1])])
