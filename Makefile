@@ -6,7 +6,7 @@ READY := .venv/ready
 # One torch thread a process: bitwise laws hold at equal thread counts, and the tests run in several processes. Each of
 # these, and each that a test starts, reads the bytecode that the first has compiled.
 ONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Four processes for two cores: tests over ranks, which one of them runs first (tests/conftest.py), wait half of the time.
+# Four processes for two cores: tests over ranks, which two of them run first (tests/conftest.py), wait half of the time.
 DOCUMENTS := $(addprefix tests/,test_docs.py test_notebook.py test_site.py test_architecture.py scheduler/test_schedules_page.py)
 TESTS := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(DOCUMENTS))
 
