@@ -29,6 +29,7 @@ from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
 from pipeline.distributed.agreement import digest, values_in_words
+from pipeline.distributed.wrapped import refuse_parts
 from pipeline.pipe import Pipe
 from pipeline.recompute.randomness import draw_seed
 
@@ -77,6 +78,10 @@ class Operator(ByLayers):
         if block < 1:
             raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
         self._pipe, self._prefix = as_pipe(model)
+        refuse_parts(
+            self._pipe.named_parameters(), "an operator of curvature",
+            "Its vectors hold whole parameters: give the model as it was before parallelize_module."
+        )
         self._block = block
         self._space = space_of(self._pipe, self._prefix, params)
         self.seed = self._shared_seed(seed)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+OF_PARTS = "Use the optimizer itself, which steps the part that is here."
+
 
 def check_wrapped(module: nn.Module) -> None:
     """Refuse layers that are wrapped for data parallelism by themselves.
@@ -57,14 +59,19 @@ def check_over_ranks(module: nn.Module) -> None:
             "BatchNorm with deferred_batch_norm=True (statistics of the mini-batch), or a norm that needs no batch, "
             "such as nn.GroupNorm."
         )
+    refuse_parts(
+        module.named_parameters(), "a Pipe over ranks",
+        "Messages between ranks hold whole tensors only. Tensor parallelism works with devices=[...], all stages in "
+        "one process; over ranks and with replicas use plain parameters."
+    )
+
+
+def refuse_parts(named: Iterable[tuple[str, Tensor]], where: str, remedy: str) -> None:
+    """Raise ValueError if there are DTensors among some parameters, of which each process holds a part."""
     kinds = tuple(_imported("torch.distributed.tensor", "DTensor"))
-    parts = [name for name, parameter in module.named_parameters() if isinstance(parameter, kinds)]
+    parts = [name for name, parameter in named if isinstance(parameter, kinds)]
     if parts:
-        raise ValueError(
-            f"DTensor parameters in a Pipe over ranks: {', '.join(parts)}. Messages between ranks hold whole tensors "
-            "only. Tensor parallelism works with devices=[...], all stages in one process; over ranks and with "
-            "replicas use plain parameters."
-        )
+        raise ValueError(f"DTensor parameters in {where}: {', '.join(parts)}. {remedy}")
 
 
 def _names(module: nn.Module, *kinds: type) -> str:

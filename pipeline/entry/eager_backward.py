@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.common.graph import nodes_of
 from pipeline.common.interrupts import calls_users_code, held
-from pipeline.distributed.wrapped import refuse_reduced
+from pipeline.distributed.wrapped import OF_PARTS, refuse_parts, refuse_reduced
 from pipeline.entry.forward import Backward, GiveAway
 from pipeline.gradients.clip import joined_norm
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
@@ -134,7 +134,9 @@ def _check(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate, is_alone:
     if update.validates():
         refuse_reduced([leaf.tensor for leaf in leaves], "an EagerUpdate")
     held = [leaf.tensor for leaf in leaves] if update.optimizer is None else list(update.params)
-    check_free([(f"a parameter of shape {list(param.shape)}", param) for param in held])
+    named = [(f"a parameter of shape {list(param.shape)}", param) for param in held]
+    refuse_parts(named, "eager_backward", OF_PARTS)
+    check_free(named)
 
 
 def _run(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep, retain: bool) -> None:

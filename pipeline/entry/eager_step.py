@@ -24,6 +24,7 @@ from torch import Tensor
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
+from pipeline.distributed.wrapped import OF_PARTS, refuse_parts
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.sinks import Sink, check_reached, input_pairs, summed
 from pipeline.entry.step import RunWithLoss, Step
@@ -49,6 +50,7 @@ class EagerSink(Sink):
         """A step; with a norm over all gradients, of two runs."""
         update, named = self._update, dict(run.runtime.module.named_parameters())
         update.get_ready()
+        refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None

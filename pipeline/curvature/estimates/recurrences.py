@@ -146,7 +146,7 @@ def minimal_residual(
         step += 1
         fresh = yield Product(along, left)
         (alpha,) = yield Dots(((along, fresh),))
-        add_(add_(fresh, here, -alpha), older, -beta if step > 1 else 0.0)
+        add_(add_(fresh, here, -alpha), older, -beta)  # `older` begins at zero
         scaled = system.scaled(fresh)
         energy, across, square, rests = yield Dots(((fresh, scaled), (rest, fresh), (fresh, fresh), (rest, rest)))
         beta, epsilon_old = math.sqrt(max(energy, 0.0)), epsilon
