@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from partition import LayerProfile, PartitionError, Plan, Profile, plan, profile
 from partition.plans import device_orders
 from partition.plans.device_orders import fitting, tried_in_orders
-from partition.plans.memory import moments_of, peaks
+from partition.plans.memory import Value, moments_of, peaks
 from partition.plans.plan import RecomputedStages
 from partition.plans.trials import Machine, Trial, polished, recomputed, replayed, stages_of, tried
 from partition.profiles.amounts import Bytes, Measured
@@ -235,6 +235,29 @@ def test_what_a_device_holds_of_its_stages_is_the_most_of_its_moments(seed: int,
         most = max(sum(held.kept * stages[s].saved + held.inputs * stages[s].read + held.late * stages[s].late
                        for s, held in zip(hosted, moment)) for moment in moments)  # fmt: skip
         assert alone[lane].total == most + sum(stages[stage].state for stage in hosted)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_outputs_wait_on_the_last_device_for_their_loss(chunks: int) -> None:
+    """In GPipe those of all chunks, with all that is saved; the first is consumed as the last backward begins."""
+    schedule, measured = by_name("gpipe", 2, chunks), random_profile(random.Random(chunks), 3)
+    machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
+    trial = replayed(measured, machine, "", "", schedule, "never", [1, 2])
+    stages, size, loss = stages_of(measured, trial.balance), 11, 7
+    found = peaks(trial.timeline, schedule.placement, stages, [Value(1, 1, size)], frozenset(), loss)[1]
+    most = chunks * (stages[1].saved + size) + loss
+    assert most - size <= found.total - stages[1].state <= most
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_backward_in_halves_holds_what_its_first_half_makes(seed: int) -> None:
+    schedule, measured = by_name("zb-h1", 2, 1), random_profile(random.Random(seed), 2)
+    machine = Machine((1.0, 1.0), (inf, inf), 0.0, 1.0, 0.0, "s")
+    trial = replayed(measured, machine, "", "", schedule, "never", [1, 1])
+    stages = stages_of(measured, trial.balance)
+    assert any(stage.split > stage.saved for stage in stages)
+    found = peaks(trial.timeline, schedule.placement, stages, [], frozenset())
+    assert [peak.saved for peak in found] == [max(stage.saved, stage.split, stage.late) for stage in stages]
 
 
 @pytest.mark.parametrize("many", [False, True])

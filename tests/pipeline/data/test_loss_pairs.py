@@ -107,6 +107,18 @@ def test_a_loss_is_refused_iff_its_chunks_do_not_combine(name, case, seed, sched
             pipe.step(x, target, loss_fn=LOSSES[name])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("kept", [[1, 0, 1], [1, 0, 0, 1], [0, 1, 0, 1, 0], [1, 0, 1, 0, 1]])
+def test_chunks_that_count_nothing_do_not_stand_between_those_that_do(kept, schedule):
+    """The largest entry does not combine, which no pair with an empty chunk shows."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()).double()
+    x, target = torch.randn(len(kept), WIDE).double(), torch.tensor(kept)[:, None].expand(-1, WIDE).double()
+    pipe = Pipe(model, [1, 1], len(kept), schedule=schedule)
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        pipe.step(x, target, loss_fn=lambda o, t: ((o * t).abs().amax() * t.sum(), t.sum()))
+
+
 class Alive(TorchDispatchMode):
     """The most bytes at a time of storages that an operator made, of at least `least` bytes."""
 

@@ -152,6 +152,28 @@ def test_mini_batches_of_sentences_of_other_lengths_are_one_mean_over_all_tokens
             torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=1e-13)
 
 
+def sentence_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.mean(1), target, reduction="sum"), len(target)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_outputs_of_other_lengths_whose_targets_could_be_joined_are_not_joined(chunks: int) -> None:
+    """A loss of whole sentences: their outputs have the lengths of their mini-batches, their targets are one number."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Words(), nn.Linear(5, 5)).double()
+    plain, pipe = deepcopy(module), Pipe(module, [1, 1], chunks=chunks)
+    given = [(x, target[:, 0] % 5) for x, target in sentences()]
+    outputs = [plain({"tokens": x["tokens"], "scale": x["scale"].value}).mean(1) for x, _ in given]
+    expected = F.cross_entropy(torch.cat(outputs), torch.cat([target for _, target in given]))
+    expected.backward()
+    for _ in range(3):
+        pipe.zero_grad()
+        step = pipe.step(iter(given), loss_fn=sentence_loss)
+        torch.testing.assert_close(step.loss, expected.detach(), rtol=1e-12, atol=0)
+        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-13)
+
+
 def test_a_mean_whose_weights_nothing_shows_is_refused() -> None:
     """A mean over rows and places is not in proportion to the rows where lengths differ."""
     pipe = Pipe(nn.Sequential(Words(), nn.Linear(5, 5)).double(), [1, 1], chunks=2)
