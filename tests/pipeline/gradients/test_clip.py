@@ -67,6 +67,14 @@ def test_a_norm_that_is_measured_alone_leaves_finite_gradients_beside_one_that_i
     assert pipe.clip_grad_norm_(inf) == inf and torch.equal(model[1].bias.grad, finite)
 
 
+def test_a_store_that_is_clipped_to_no_norm_keeps_its_finite_gradients_beside_one_that_is_not():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    store = Pipe(model, [1, 1]).step(torch.ones(1, 2), torch.ones(1, 1), loss_fn=nn.MSELoss(), grads="store").grads
+    finite = store.get(model[1].bias).clone()
+    store.get(model[1].weight).fill_(inf)
+    assert store.clip_(inf) == inf and torch.equal(store.get(model[1].bias), finite)
+
+
 def test_a_step_that_was_not_asked_has_no_norm():
     pipe = Pipe(nn.Sequential(nn.Linear(2, 1)), [1])
     assert pipe.step(torch.ones(3, 2), torch.ones(3, 1), loss_fn=nn.MSELoss()).grad_norm is None
