@@ -115,6 +115,20 @@ def test_singular_matrices_are_refused_where_b_is_out_of_their_reach(dtype):
         solve(A, right(A, 1), tol=1e-9)
     with pytest.raises(IndefiniteError, match="curvature 0 "):
         solve(DenseMap(torch.zeros(5, 5, dtype=dtype)), [torch.ones(1, dtype=dtype), torch.ones(4, dtype=dtype)])
+    for matrix in (torch.ones(6, 6, dtype=dtype), torch.diag(torch.tensor([1, 2, 0, 0, 3, 0], dtype=dtype))):
+        flat = DenseMap(matrix)  # whose curvature there is a rounding above 0
+        for seed in range(4):
+            with pytest.raises(IndefiniteError, match="not positive definite"):
+                solve(flat, right(flat, seed), tol=1e-9)
+
+
+def test_minres_ends_where_b_is_an_eigenvector_to_the_bit():
+    A = DenseMap(torch.diag(torch.tensor([2.0, -3.0, 5.0], dtype=torch.float64)))
+    for place, value in enumerate((2.0, -3.0, 5.0)):
+        b = torch.zeros(3, dtype=torch.float64)
+        b[place] = 1.0
+        solution = solve(A, A.space.cut(b), method="minres", tol=1e-12)
+        assert solution.converged and torch.equal(whole(solution), b / value)
 
 
 @given(SEEDS, st.sampled_from([torch.float32, torch.float64]))
