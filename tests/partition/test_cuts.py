@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from test_profiles import models
 from torch import nn
 
-from partition import PartitionError, StageSpec, balance_costs, cut, profile
+from partition import LayerProfile, PartitionError, Profile, StageSpec, balance_costs, cut, profile
 from partition.cuts import bottleneck, evenness, windows
 from partition.cuts.cutting import cut_layers, slowest
 from partition.cuts.layers import Layers, amounts_of, layers_of
 from partition.cuts.windows import Held, Lane
-from partition.profiles.amounts import Bytes, joined
+from partition.profiles.amounts import Bytes, Measured, joined
+from partition.profiles.profile import Work
 
 
 def balances(layers: int, stages: int) -> Iterator[list[int]]:
@@ -109,6 +110,18 @@ def cases(draw: Any, is_shared: bool = False, most: int = 7) -> Case:
     works, states, saved, entry, forward, loss, late = [draw(st.lists(kind, **of_layers)) for kind in kinds]
     messages = draw(st.lists(times, min_size=stages - 1, max_size=stages - 1))
     return Case(works, states, saved, entry, specs, messages, forward, loss, late, lanes)
+
+
+@pytest.mark.parametrize(("bandwidth", "found"), [(10.0, [1, 2]), (5.0, [2, 1])])
+def test_a_message_is_paid_for_there_and_back_at_both_ends(bandwidth: float, found: list[int]) -> None:
+    """Layers of 10, 4 and 4; behind the first 16 bytes: 10 + 2 * 16 / bandwidth beside 14 for the first two."""
+    work = Work(*[Measured(amount) for amount in (0.0, 0.0, 0.0, 0.0)])
+    layers = [
+        LayerProfile(f"{number}", "Layer", work._replace(forward=Measured(cost)), Bytes(0), Bytes(0), Bytes(0), 0,
+                     Bytes(0), 0, size)
+        for number, (cost, size) in enumerate([(10.0, 16), (4.0, 0), (4.0, 0)])
+    ]  # fmt: skip
+    assert cut(Profile(tuple(layers), 4, "s", "cpu", ()), 2, bandwidth=bandwidth) == found
 
 
 @settings(max_examples=120)

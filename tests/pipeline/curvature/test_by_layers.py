@@ -54,6 +54,11 @@ def test_densities_of_layers_are_those_of_the_dense_blocks() -> None:
         assert float(nearest[found[name].weights > 1e-9].max()) < 1e-9  # as many steps as rows find them all
 
 
+def test_a_layer_with_fewer_entries_than_eigenvalues_are_asked_for_gives_all_of_its_own() -> None:
+    found = hessian().per_layer(3, groups={"bias": ["4.bias"], "weight": ["4.weight"]})
+    assert dict(zip(found.names, (~found.values.isnan()).sum(1).tolist(), strict=True)) == {"bias": 2, "weight": 3}
+
+
 def test_groups_are_blocks_of_their_own() -> None:
     found = hessian().layer_densities(steps=10, runs=2, groups={"ends": ["0.weight", "4.bias"]})
     assert found.names == ["ends"] and found["ends"].size == 17

@@ -331,6 +331,25 @@ def test_a_buffer_that_changes_unseen_after_chunk_0_is_refused_by_name_and_put_b
     assert layers[1].b == 1.0
 
 
+class CountsInAList(HeldInAList):
+    """Its output does not show how often it has counted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held[0].add_(1.0)
+        return x * 2.0
+
+
+@pytest.mark.parametrize("entry", ["step", "forward"])
+def test_a_counter_that_a_recomputation_would_count_twice_is_refused_by_name(entry: str) -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), CountsInAList(), nn.Linear(4, 4)), [1, 2], 2, checkpoint="always")
+    x = torch.ones(4, 4)
+    with pytest.raises(CheckpointError, match=r"buffer 'b' by another way than its module's attribute.*as self\.b\."):
+        if entry == "step":
+            pipe.step(x, x, loss_fn=nn.MSELoss())
+        else:
+            pipe(x).sum().backward()
+
+
 class FailsSecond(nn.Module):
     """Raises in its second forward, in its second recomputation or in the backward of the second chunk."""
 
