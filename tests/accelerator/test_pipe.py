@@ -26,6 +26,7 @@ from law_models import MODELS, Apply, normal
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
 
 from pipeline import EagerUpdate, Pipe
 from pipeline.common.places import Place
@@ -478,3 +479,22 @@ def test_peaks_are_what_the_schedule_says(mode: str, schedule: str, chunks: int)
         held = LAYERS * in_flight[stage] if mode == "never" else LAYERS + in_flight[stage]
         waiting = chunks - in_flight[0] if stage == 0 else 0
         assert 2 <= peak // BYTES - held - waiting <= 4, f"stage {stage}: {peak / BYTES} values"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("place", ["one", "zigzag", "host between"])
+def test_a_loader_that_pins_feeds_steps_and_evaluations(place: str, workers: int) -> None:
+    """It pins each mini-batch anew, where it has workers in a thread of its own."""
+    data = [batch(seed) for seed in range(3)]
+    loader = DataLoader(
+        TensorDataset(*map(torch.cat, zip(*data, strict=True))), batch_size=8, pin_memory=True, num_workers=workers,
+        multiprocessing_context="forkserver" if workers else None, generator=torch.Generator()
+    )
+    assert all(part.is_pinned() for pair in loader for part in pair)
+    found = []
+    for mini_batches, devices in ((lambda: iter(data), ["cpu"] * 4), (lambda: loader, PLACEMENTS[place](4))):
+        torch.manual_seed(7)
+        pipe = Pipe(network(), BALANCE, 4, devices=devices)
+        losses = [entry(mini_batches(), loss_fn=mse_loss).loss for entry in (pipe.evaluate, pipe.step)]
+        found.append(on_host([*losses, *left(pipe)]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
