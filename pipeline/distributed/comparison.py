@@ -82,7 +82,7 @@ class Comparison:
         texts = self._topology.ranks.exchange_texts(encoded(mine))
         remedy = _SECOND if any("second backward" in text for text in texts) else ""
         raise MismatchError(
-            f"{difference(texts, list(mine))}. All ranks run the same script: the same Pipe, the same calls in "
+            f"{difference(texts)}. All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
             f"generators the same seed on every rank.{remedy}"
         )

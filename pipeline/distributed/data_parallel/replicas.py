@@ -156,7 +156,7 @@ def refuse(ranks: RankGroup, words: Mapping[str, str]) -> NoReturn:
     texts = ranks.exchange_texts(encoded(words))
     raise MismatchError(
         f"the replicas of a Pipe (ranks {members(ranks)} of the world, here 0 to {ranks.size - 1}) do not do the same: "
-        f"{difference(texts, list(words))}. All replicas run the same script, each with mini-batches of its own."
+        f"{difference(texts)}. All replicas run the same script, each with mini-batches of its own."
     )
 
 
