@@ -97,12 +97,12 @@ def difference(texts: Sequence[str]) -> str:
         chunks differ between the ranks: rank 0: 4; rank 1: 8
     """
     all_words: list[dict[str, str]] = [json.loads(text) for text in texts]
-    fewest = min(all_words, key=len)
-    for name in fewest:
+    names = list(dict.fromkeys(name for words in sorted(all_words, key=len) for name in words))
+    for name in names:
         texts = [words.get(name, "nothing") for words in all_words]
         if len(set(texts)) > 1:
             return f"{name} differ between the ranks: {_who_has_what(texts)}"
-    return f"rank digests differ but their descriptions agree ({list(fewest)}); please report this bug"
+    return f"rank digests differ but their descriptions agree ({names}); please report this bug"
 
 
 def _who_has_what(texts: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ def test_the_rank_that_says_less_says_why(short: int) -> None:
     texts[short] = encoded({"the calls": "1", "the mini-batches": "none after 2"})
     said = ["x [6, 4]", "none after 2"] if short else ["none after 2", "x [6, 4]"]
     assert difference(texts) == "the mini-batches differ between the ranks: rank 0: {}; rank 1: {}".format(*said)
+    texts[short] = encoded({"the calls": "1"})
+    assert difference(texts).startswith("the settings differ between the ranks: rank ")
 
 
 def test_of_long_settings_only_the_lines_that_differ_are_told() -> None:
