@@ -32,15 +32,15 @@ class Origin:
     def check(self) -> None:
         """
         Raises:
-            RuntimeError: a layer, or a tensor beside the layers, was replaced or removed there.
+            RuntimeError: a layer, or a tensor beside the layers, was replaced, removed or added there.
         """
         for owner, table, names, ids in self._places:
             module = owner()
             if module is not None and _ids(module, table, names) != ids:
                 changed = [name for name, old in zip(names, ids, strict=True) if _ids(module, table, [name]) != [old]]
                 raise RuntimeError(
-                    f"{changed} of the {type(module).__name__} was replaced or removed after the Pipe was built, which "
-                    "still has the old one. Build the Pipe anew, or put the old one back."
+                    f"{changed} of the {type(module).__name__} was replaced or removed or added after the Pipe was "
+                    "built, which has what stood there before. Build the Pipe anew, or put that back."
                 )
 
 
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 def _places(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[_Place]:
     if isinstance(module, nn.Sequential):
-        yield _place(module, "_modules", list(module._modules))
+        yield _place(module, "_modules", [*module._modules, str(len(module))])  # the last is what `append` takes
         return
     modules, tables = dict(module.named_modules()), dict[tuple[str, str], list[str]]()
     brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer)]

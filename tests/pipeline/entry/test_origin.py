@@ -72,6 +72,7 @@ def doubled(model):
 CHANGES = {
     "a layer": (of_sequential, "1", lambda model: model.__setitem__(1, nn.ReLU())),
     "the last": (of_sequential, "2", lambda model: model.pop(2)),
+    "one more": (of_sequential, "3", lambda model: model.append(nn.ReLU())),
     "the head": (of_model, "head", lambda model: setattr(model, "head", nn.Linear(4, 2).double())),
     "a parameter": (of_model, "offset", lambda model: setattr(model, "offset", nn.Parameter(torch.zeros(4).double()))),
     "a buffer": (of_model, "scale", lambda model: setattr(model, "scale", torch.zeros(4).double())),
