@@ -11,7 +11,7 @@ import _random  # the part of random that is written in C: what random.Random.se
 import random
 import struct
 import sys
-from ctypes import c_char, string_at
+from ctypes import memmove, string_at
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class PythonGenerator:
         if self._address is None:
             self._own.setstate(state)
         else:
-            _write(self._address, state.words)
+            memmove(self._address, state.words, _STATE.size)
             self._own.gauss_next = state.normal
 
 
@@ -80,8 +80,8 @@ class NumpyGenerator:
     def set_state(self, state: Any) -> None:
         bits = self._own._bit_generator
         if self._address is not None and isinstance(state, Bits) and type(bits) is numpy.random.MT19937:
-            _write(bits.ctypes.state_address, state.words)
-            _write(self._address, state.normal)
+            memmove(bits.ctypes.state_address, state.words, _STATE.size)
+            memmove(self._address, state.normal, _NORMAL.size)
         else:
             self._own.set_state(state)
 
@@ -101,10 +101,6 @@ class NumpyBits:
 
     def set_state(self, state: Any) -> None:
         self._own.state = state
-
-
-def _write(address: int, values: bytes) -> None:
-    (c_char * len(values)).from_address(address).raw = values
 
 
 def _place(own: object, kind: type, values: bytes) -> int | None:
