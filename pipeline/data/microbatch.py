@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from pipeline.common.torch_modes import without_function_modes
@@ -284,7 +285,11 @@ def row_sizes(column: Sequence[Tensor], rows: Sequence[int], batch_dim: int) -> 
 
 def describe(tree: Tree) -> str:
     """A tree in words: tensors by shape, plain values as they are."""
-    return str(tree.build([_Shape(tensor) for tensor in tree.tensors]))  # type: ignore[misc]
+    shapes = [_Shape(tensor) for tensor in tree.tensors]
+    try:
+        return str(tree.build(shapes))  # type: ignore[arg-type]
+    except Exception:  # a container of the user's own that looks at the tensors it is given
+        return f"a container of {shapes}"
 
 
 def described(batch: Batch) -> str:
@@ -312,7 +317,13 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
     """A tree without its NoChunk marks, and which of its tensors are cut."""
     if isinstance(value, Tensor):
         return flatten(value, what), (True,)
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_mark)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_stays_whole)
+    if any([isinstance(leaf, PackedSequence) for leaf in leaves]):
+        raise TypeError(
+            f"{what} holds a PackedSequence, which lies by time steps: it has no dim that counts rows. Give the padded "
+            "tensor and its lengths, and pack them within the first layer; between layers it may be packed. One that "
+            "every chunk needs whole stands in NoChunk(...)."
+        )
     whole = {
         id(tensor)
         for leaf in leaves
@@ -330,6 +341,10 @@ def _take_apart(value: Any, what: str) -> tuple[Tree, tuple[bool, ...]]:
 
 def _is_mark(leaf: Any) -> bool:
     return isinstance(leaf, NoChunk)
+
+
+def _stays_whole(value: Any) -> bool:
+    return isinstance(value, (NoChunk, PackedSequence))
 
 
 def _rows(tree: Tree, cut: Sequence[bool], what: str, batch_dim: int) -> int:

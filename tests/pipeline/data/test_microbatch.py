@@ -1,7 +1,10 @@
+from collections import namedtuple
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 from tree_strategies import PLAIN, Pair, containers, leaves_of, same, tensors
 
 from pipeline import NoChunk
@@ -21,6 +24,19 @@ def batches(draw, marks=False):
     value = draw(containers(leaves))
     assume(any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)))
     return value, rows, chunks
+
+
+class Alike(namedtuple("Alike", "one other")):
+    """A container that looks at the tensors it is given."""
+
+    def __new__(cls, one, other):
+        assert one.dtype == other.dtype
+        return super().__new__(cls, one, other)
+
+
+def packed(rows):
+    """Sequences by time steps: as many rows as steps of all sequences."""
+    return pack_sequence([torch.arange(4.0)] * rows)
 
 
 def cut(value, chunk, chunks, rows):
@@ -111,11 +127,20 @@ def test_a_message_says_which_tensors_want_a_gradient_and_has_no_graph():
         ((torch.ones(2), object()), TypeError, "the input holds a builtins.object"),
         ((torch.ones(2), NoChunk(object())), TypeError, "the input holds a builtins.object"),
         ((torch.ones(2), NoChunk(NoChunk(2))), TypeError, "holds a pipeline.data.microbatch.NoChunk"),
+        (packed(1), TypeError, "the input holds a PackedSequence, .* Give the padded tensor and its lengths"),
+        ((torch.ones(2), [packed(2)]), TypeError, "the input holds a PackedSequence"),
+        (Alike(torch.ones(2), torch.ones(3)), ValueError, r"a container of \[Tensor\[2\], Tensor\[3\]\] \(rows"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_words(value, error, words):
     with pytest.raises(error, match=words):
         scatter(value, 2)
+
+
+def test_what_is_packed_by_time_steps_goes_whole_to_every_chunk():
+    value = packed(3)
+    batch = scatter((torch.ones(4), NoChunk(value)), 2)
+    assert all(same(batch.value(chunk)[1], value) for chunk in range(2))
 
 
 def test_a_tensor_both_bare_and_marked_is_refused():
