@@ -17,6 +17,7 @@ from partition.models.inputs import Leaves
 from partition.randomness import generators_left
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
+_ANOTHER = "Give a sample, and a dtype, in which the model alone can be trained."
 
 
 def compare(
@@ -41,8 +42,10 @@ def compare(
                     f"{kind} returns a single number, a loss say, and those of chunks cannot be joined. Leave labels "
                     "out of the sample, and give them to step(x, labels, loss_fn=...); or choose with output=..."
                 )
-        ours, tree = tree_flatten(layers(sample))
         theirs, their_tree = tree_flatten(expected)
+        if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
+            raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_ANOTHER}")
+        ours, tree = tree_flatten(layers(sample))
         if tree != their_tree or not all(map(_equal, ours, theirs)):
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
@@ -91,7 +94,13 @@ def _compare_grads(
         mine, its = found.get(key), expected.get(key)
         scale = largest.get(name.rpartition(".")[0], 0.0)
         if (mine is None) != (its is None) or mine is not None and its is not None and not _near(mine, its, scale):
-            raise PartitionError(f"{kind}: the gradient of {name} is not that of the model.")
+            if its is not None and not its.isfinite().all():
+                raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_ANOTHER}")
+            raise PartitionError(
+                f"{kind}: the gradient of {name} is not that of the model: something between two blocks, a hook or a "
+                "function of autograd, is not in the parts. Name other blocks, blocks=[...], or write the model as an "
+                "nn.Sequential."
+            )
 
 
 def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Tensor]:

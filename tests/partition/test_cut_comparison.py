@@ -38,6 +38,28 @@ def test_another_gradient_is_seen(width):
         compare(model, nn.Sequential(Around(model, lambda grad: grad)), x, {}, torch.Tensor.detach)
 
 
+class Overflows(Chain):
+    """Its numbers, or its gradients alone, are NaN for `weight` 0."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs, self.weight = outputs, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        out = super().forward(x)
+        ratio = self.weight / self.weight if self.outputs else (self.weight * self.weight).sqrt()
+        return out + ratio
+
+
+@pytest.mark.parametrize("outputs, words", [
+    (True, r"Overflows itself returns NaN on the sample, which tells nothing\. Give a sample, and a dtype, in which"),
+    (False, r"Overflows: the gradient of weight is not finite on the sample\. Give a sample, and a dtype, in which"),
+])  # fmt: skip
+def test_a_model_that_is_not_finite_on_the_sample_is_told_apart_from_one_that_cannot_be_cut(outputs, words):
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(Overflows(outputs), ids(4))
+
+
 def test_sparse_gradients_are_compared():
     model = Chain()
     model.embed = nn.Embedding(11, 4, sparse=True)
