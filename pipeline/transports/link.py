@@ -64,14 +64,7 @@ class Sender:
         self._specs = SpecCache(what)
         self._series: MessageSeries | None = None
         self._sent: list[tuple[Handle, ...]] = []
-        self._sizes: list[int] = []
         self._reaped = 0
-        self._held = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of buffers that are kept until they are known to have been received; without payloads."""
-        return self._held
 
     def begin(self, series: str, names: Sequence[str]) -> None:
         """Begin a phase: these messages will be sent, in this order. The receiver begins the same.
@@ -85,7 +78,7 @@ class Sender:
         """
         _check_finished(self._series, self._what)
         self._series = self._specs.begin(series, names)
-        self._sent, self._sizes, self._reaped = [], [], 0
+        self._sent, self._reaped = [], 0
 
     def send(self, name: str, message: Message) -> None:
         """Send the next message. Never blocks; nothing of the message is kept, only a packed copy.
@@ -107,7 +100,7 @@ class Sender:
             fits = spec.packing.fits(tensors)
         if fits and spec.apart == _goes_apart(spec.packing, tensors, payloads) and spec.says(message):
             buffer = _packed(spec, series.header(index), tensors, payloads)
-            self._keep(buffer.numel(), self._outgoing.send(buffer))
+            self._sent.append((self._outgoing.send(buffer),))
         else:
             self._announce(series, index, message._replace(tensors=tensors), payloads)
 
@@ -125,7 +118,6 @@ class Sender:
             for handle in self._sent[self._reaped]:
                 handle.collect()
             self._sent[self._reaped] = ()
-            self._held -= self._sizes[self._reaped]
             self._reaped += 1
 
     def finish(self) -> None:
@@ -163,12 +155,7 @@ class Sender:
         nbytes = len(padded) + (0 if apart else packing.nbytes)
         buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted(index).beside_header))
         extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
-        self._keep(buffer.numel() + nbytes, self._outgoing.send(buffer), self._outgoing.send(extra, extra=True))
-
-    def _keep(self, nbytes: int, *handles: Handle) -> None:
-        self._sent.append(handles)
-        self._sizes.append(nbytes)
-        self._held += nbytes
+        self._sent.append((self._outgoing.send(buffer), self._outgoing.send(extra, extra=True)))
 
     def _not_next(self, name: str) -> str:
         series = self._series

@@ -21,16 +21,38 @@ from pipeline.transports.spec_cache import SERIES_REMEMBERED
 from pipeline.transports.testing import local_pair, rendezvous_pair
 
 
+class Watched(Handle):
+    """Notes when its buffer is waited for, and when it is collected."""
+
+    def __init__(self, handle, number, noted):
+        self._handle, self._number, self._noted = handle, number, noted
+
+    def wait(self):
+        self._noted.append(("wait", self._number))
+        self._handle.wait()
+
+    def collect(self):
+        self._noted.append(("collect", self._number))
+        self._handle.collect()
+
+
 class Counting(Outgoing):
-    """A channel that keeps count of what is sent: (bytes, on the extra stream?)."""
+    """A channel that keeps count of what is sent, (bytes, on the extra stream?), and of what becomes of it."""
 
     def __init__(self, outgoing):
         self._outgoing = outgoing
-        self.sent = []
+        self._handles = []
+        self.sent, self.noted = [], []
 
     def send(self, buffer, extra=False):
+        handle = Watched(self._outgoing.send(buffer, extra), len(self.sent), self.noted)
         self.sent.append((buffer.numel(), extra))
-        return self._outgoing.send(buffer, extra)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def held(self):
+        """The numbers of buffers whose handles are kept."""
+        return [number for number, handle in enumerate(self._handles) if handle() is not None]
 
 
 @contextmanager
@@ -247,29 +269,24 @@ def test_a_sender_never_waits_for_its_receiver():
 
 
 def test_buffers_are_held_until_they_are_reaped(link):
-    sender, receiver, _ = link
-    for _ in range(2):
+    sender, receiver, channel = link
+    for of_each, first in ((2, 0), (1, 6)):  # first all are announced, then all are as predicted
         sender.begin("step", ["a", "b", "c"])
         receiver.begin("step", ["a", "b", "c"])
-        sizes = []
         for slot in "abc":
-            before = sender.held_bytes
             sender.send(slot, letter_of(torch.zeros(10)))
-            sizes.append(sender.held_bytes - before)
             receiver.receive(slot)
-        assert all(size >= 104 for size in sizes)
-        for count, left in ((0, sizes), (1, sizes[1:]), (1, sizes[1:]), (0, sizes[1:]), (3, [])):
+        for count, left in ((0, 0), (1, 1), (1, 1), (0, 1), (3, 3)):
             sender.reap(count)
-            assert sender.held_bytes == sum(left)
+            assert channel.held() == [*range(first + left * of_each, first + 3 * of_each)]
         with pytest.raises(RuntimeError, match="rank 0 to rank 1: 4 messages cannot have been received: 3 were sent"):
             sender.reap(4)
         sender.finish()
         receiver.finish()
-    assert sizes == [104] * 3
 
 
 def test_a_phase_is_finished_when_all_has_been_received():
-    with linked(rendezvous_pair) as (sender, receiver, _):
+    with linked(rendezvous_pair) as (sender, receiver, channel):
         for end in (sender, receiver):
             end.begin("step", ["a", "b"])
         for slot in "ab":
@@ -281,20 +298,30 @@ def test_a_phase_is_finished_when_all_has_been_received():
             assert thread.is_alive()
             receiver.receive(slot)
         thread.join(10)
-        assert not thread.is_alive() and sender.held_bytes == 0
+        assert not thread.is_alive() and channel.held() == []
+
+
+@pytest.mark.parametrize("reaped", range(3))
+def test_what_was_not_reaped_is_waited_for_before_any_of_it_is_collected(link, reaped):
+    """To wait can be interrupted, to collect cannot. Buffers of one stream arrive in order: the last waits for all."""
+    sender, receiver, channel = link
+    sender.begin("step", ["a", "b", "c"])
+    receiver.begin("step", ["a", "b", "c"])
+    for slot in "abc":
+        sender.send(slot, letter_of(torch.zeros(10)))
+        receiver.receive(slot)
+    assert [extra for _, extra in channel.sent] == [False, True] * 3
+    sender.reap(reaped)
+    channel.noted.clear()
+    sender.finish()
+    waited = [("wait", 2 * index + 1) for index in range(reaped, 3)] + [("wait", 4)]
+    assert channel.noted == [*waited, *(("collect", number) for number in range(2 * reaped, 6))]
 
 
 def test_what_is_reaped_has_been_waited_for_and_is_let_go():
     with rendezvous_pair() as pair:
-        handles = []
-
-        class Watched(Outgoing):
-            def send(self, buffer, extra=False):
-                handle = pair.outgoing.send(buffer, extra)
-                handles.append(weakref.ref(handle))
-                return handle
-
-        sender = Sender(Watched(), "it")
+        channel = Counting(pair.outgoing)
+        sender = Sender(channel, "it")
         sender.begin("step", ["a", "b"])
         for slot in "ab":
             sender.send(slot, letter_of(torch.zeros(10)))
@@ -302,7 +329,7 @@ def test_what_is_reaped_has_been_waited_for_and_is_let_go():
         receiver.begin("step", ["a", "b"])
         receiver.receive("a")
         sender.reap(1)
-        assert [handle() is None for handle in handles] == [True, True, False, False]
+        assert channel.held() == [2, 3]
         pair.abort()
         with pytest.raises(ChannelError, match="the channel was given up"):
             sender.reap(2)
