@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from pipeline.common.errors import CheckpointError
+from pipeline.recompute.containers import CONTAINERS, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
 
 _DEPTH = 4
@@ -105,12 +105,12 @@ class Attributes:
                 continue
             if kind is _ARRAY and (value.size > _LONG or value.dtype.hasobject):
                 continue
-            if kind.long is not None and len(value) > _LONG:
+            if kind.long is not None and length(value) > _LONG:
                 kind = kind.long
             if kind is not _FIXED:
                 self._places.append(_Place.of(kind, value, held))
             if kind.opens and depth < _DEPTH:
-                self._look(kind.read(value), depth + 1, package, held)
+                self._look([*kind.read(value), *([vars(value)] if kind.has_dict else ())], depth + 1, package, held)
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.requires_grad or tensor.is_inference() or id(tensor) in self._buffers:
@@ -141,7 +141,7 @@ class Attributes:
         for table, names, _, values in self._modules:
             _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _EVERY_MODULE)
         for holder, copy in self._tables:
-            _write_mapping(holder, [*copy, *copy.values()])
+            write(holder, [*copy, *copy.values()])
         for kind, holder, content in self._places:
             if long or kind is not _COUNTED:
                 kind.write(holder, [stand_ins.get(id(value), value) for value in content])
@@ -260,6 +260,7 @@ class _Kind(NamedTuple):
         long: the kind of such a container with many entries.
         opens: whether its entries are searched too.
         same: whether an entry is one that was read earlier.
+        has_dict: whether it has attributes beside its entries.
     """
 
     read: Callable[[Any], Sequence[Any]]
@@ -267,6 +268,7 @@ class _Kind(NamedTuple):
     long: _Kind | None = None
     opens: bool = True
     same: Callable[[Any, Any], bool] = is_
+    has_dict: bool = False
 
 
 class _Place(NamedTuple):
@@ -359,11 +361,8 @@ def _again(values: list[Any]) -> list[Any]:
             for value in values]  # fmt: skip
 
 
-def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: Container[Any] = ()) -> None:
-    """Give a dict these entries and no more, but for `others`. An entry whose value is freed stays as it is.
-
-    What is as it was is not written: a frozen dict, say, a configuration, refuses it.
-    """
+def _become(table: dict[str, Any], names: list[str], values: list[Any], others: Container[str]) -> None:
+    """Give a module's dict these entries and no more, but for `others`. One whose value is freed stays as it is."""
     pairs = zip(names, _again(values), strict=True)
     wanted = {name: table.get(name, _GONE) if value is _GONE else value for name, value in pairs}
     for name in [name for name in table if name not in others and wanted.get(name, _GONE) is _GONE]:
@@ -373,24 +372,15 @@ def _become(table: dict[Any, Any], names: list[Any], values: list[Any], others: 
         table.update(changed)
 
 
-def _write_mapping(table: dict[Any, Any], content: list[Any]) -> None:
-    names, values = content[: len(content) // 2], content[len(content) // 2 :]
-    _become(table, names, values)
-    if [*table] != names:  # the order counts, too
-        for name in names:
-            if name in table:
-                table[name] = table.pop(name)
-
-
-def _write_list(holder: list[Any], content: list[Any]) -> None:
-    holder[:] = [value for value in _again(content) if value is not _GONE]
-
-
-def _write_collection(holder: Any, content: list[Any]) -> None:
-    holder.clear()
-    (holder.update if isinstance(holder, set) else holder.extend)(
-        [value for value in _again(content) if value is not _GONE]
-    )
+def _write(holder: Any, content: list[Any]) -> None:
+    """Give a container what it held, but for values that are freed: those of a dict stay as they are."""
+    entries = _again(content)
+    if isinstance(holder, dict):
+        pairs = zip(entries, entries[len(entries) // 2 :])  # noqa: B905  # names and values, one behind the other
+        now = {name: dict.get(holder, name, _GONE) if value is _GONE else value for name, value in pairs}
+        kept = {name: value for name, value in now.items() if value is not _GONE}
+        entries = [*kept, *kept.values()]
+    write(holder, [value for value in entries if value is not _GONE])
 
 
 def _write_slots(holder: Any, content: list[Any]) -> None:
@@ -406,11 +396,6 @@ def _write_array(holder: Any, content: list[bytes]) -> None:
     holder[...] = numpy.frombuffer(content[0], holder.dtype).reshape(holder.shape)
 
 
-def _shorten(holder: Any, content: list[int]) -> None:
-    while len(holder) > content[0] and not isinstance(holder, set):  # a set has no last entry
-        holder.popitem() if isinstance(holder, dict) else holder.pop()
-
-
 def _slots(kind: type) -> list[str]:
     slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     return [name for names in slots for name in ([names] if isinstance(names, str) else names) if name[:2] != "__"]
@@ -421,14 +406,12 @@ def _no_names(table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 _GONE, _NONE = object(), object()
-_COUNTED = _Kind(lambda holder: [len(holder)], _shorten, opens=False, same=eq)
-_MAPPING = _Kind(lambda table: [*table, *table.values()], _write_mapping, _COUNTED)
-_LIST = _Kind(list, _write_list, _COUNTED)
-_COLLECTION = _Kind(list, _write_collection, _COUNTED)
 _FIXED = _Kind(list, lambda holder, content: None)
-_OBJECT = _Kind(
-    lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write_mapping(vars(holder), content)
+_COUNTED = _Kind(
+    lambda holder: [length(holder)], lambda holder, content: shorten(holder, content[0]), opens=False, same=eq
 )
+_MAPPING = _Kind(reader_of(dict), _write, _COUNTED)
+_OBJECT = _Kind(lambda holder: _MAPPING.read(vars(holder)), lambda holder, content: _write(vars(holder), content))
 _SLOTTED = _Kind(lambda holder: [getattr(holder, name, _NONE) for name in _slots(type(holder))], _write_slots)
 _ARRAY = _Kind(lambda holder: [holder.tobytes()], _write_array, opens=False, same=eq)
 _TENSOR = _Kind(list, lambda holder, content: None)
@@ -439,8 +422,10 @@ def _kind_of(kind: type) -> _Kind | None:
     """The kind of a class of objects. None: they are not covered."""
     if issubclass(kind, Tensor):
         return _TENSOR
-    if issubclass(kind, (dict, list, set, bytearray, deque)):
-        return _MAPPING if issubclass(kind, dict) else _LIST if issubclass(kind, (list, bytearray)) else _COLLECTION
+    if issubclass(kind, CONTAINERS):
+        if kind is dict:
+            return _MAPPING
+        return _Kind(reader_of(kind), _write, _COUNTED, has_dict=kind not in CONTAINERS and bool(kind.__dictoffset__))
     if issubclass(kind, (tuple, frozenset)):
         return _FIXED
     if issubclass(kind, numpy.ndarray):

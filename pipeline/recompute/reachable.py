@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.data.pytrees import same_values
+from pipeline.recompute.containers import CONTAINERS, length, reader_of, write
 from pipeline.recompute.randomness import GENERATORS, Generator, generators_among, generators_at
 
 _DEPTH = 9
@@ -30,8 +30,7 @@ _LONGEST = 100_000  # entries of a container
 _LONG = 1_000  # so many are searched
 _LARGEST = 1_000_000  # entries of a tensor
 _NOT_OURS = {"torch", "numpy", "pipeline", "partition", "scheduler", *sys.stdlib_module_names}
-_CONTAINERS = (list, dict, set, deque)
-_NAMED = (*_CONTAINERS, *GENERATORS)  # what counts among the globals that a function names
+_NAMED = (*CONTAINERS, *GENERATORS)  # what counts among the globals that a function names
 _EMPTY = object()
 
 Undo = Callable[[], None]
@@ -83,13 +82,13 @@ class Reachable:
             if not isinstance(value, nn.Parameter) and _is_small(value):
                 self._undo.append(partial(_refill_tensor, value, value._version, value.detach().clone()))
             return ()
-        if isinstance(value, _CONTAINERS):
-            if len(value) > _LONGEST:
+        if isinstance(value, CONTAINERS):
+            if length(value) > _LONGEST:
                 return ()
-            self._undo.append(partial(_refill, value, value.copy()))
-            if len(value) > _LONG:
-                return ()
-            return value.values() if isinstance(value, dict) else list(value)
+            entries = reader_of(type(value))(value)
+            self._undo.append(partial(write, value, entries))
+            attributes = [] if type(value) in CONTAINERS or not hasattr(value, "__dict__") else [vars(value)]
+            return (*(entries if length(value) <= _LONG else ()), *attributes)
         if isinstance(value, tuple):
             return value if len(value) <= _LONG else ()
         if isinstance(value, types.FunctionType):
@@ -101,7 +100,7 @@ class Reachable:
         if isinstance(value, types.BuiltinFunctionType):  # such as log.append
             return (value.__self__,)
         if isinstance(value, nn.Module):
-            held: list[Any] = [each for each in vars(type(value)).values() if isinstance(each, _CONTAINERS)]
+            held: list[Any] = [each for each in vars(type(value)).values() if isinstance(each, CONTAINERS)]
             forward = getattr(type(value), "forward", None)
             if type(value).__module__.partition(".")[0] not in _NOT_OURS:
                 held.append(forward)
@@ -126,24 +125,6 @@ def _is_small(tensor: Tensor) -> bool:
 def _refill_tensor(tensor: Tensor, version: int, values: Tensor) -> None:
     if tensor._version != version or tensor.device.type == "cpu" and not same_values(tensor, values):
         (tensor if tensor.shape == values.shape else tensor.resize_(values.shape)).copy_(values)
-
-
-def _refill(container: Any, content: Any) -> None:
-    if _holds_the_same(container, content):
-        return
-    container.clear()
-    (container.update if isinstance(container, (dict, set)) else container.extend)(content)
-
-
-def _holds_the_same(container: Any, content: Any) -> bool:
-    if len(container) != len(content):
-        return False
-    if isinstance(container, set):
-        return bool(container == content)
-    if isinstance(container, dict):
-        pairs = zip(container.items(), content.items(), strict=True)
-        return all([one[0] is other[0] and one[1] is other[1] for one, other in pairs])
-    return all([one is other for one, other in zip(container, content, strict=True)])
 
 
 def _content(cell: types.CellType) -> Any:

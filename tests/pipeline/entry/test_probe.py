@@ -6,9 +6,9 @@ Each law goes over the entry points, and what is legal goes on working: the same
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -441,6 +441,27 @@ def test_a_probe_leaves_no_trace(entry: str, monkeypatch: pytest.MonkeyPatch) ->
         assert len(ones) == len(others)
         for one, other in zip(ones, others, strict=True):
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+class Builds(OrderedDict[str, Any]):
+    """Its values are classes, and `[]` makes objects of them, as in a library's table of activations."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Builds(tanh=nn.Tanh, relu=nn.ReLU)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_table_whose_own_methods_give_something_else_than_it_holds_is_left_as_it_is(entry: str) -> None:
+    def activated(h: Tensor) -> Tensor:
+        return cast(Tensor, ACTIVATIONS["tanh"](h))
+
+    pipe = Pipe(around(calls(activated)), [1, 1], 2, checkpoint="never")
+    for _ in range(2):
+        ENTRIES[entry](pipe, flat())
+    assert [*ACTIVATIONS.items()] == [("tanh", nn.Tanh), ("relu", nn.ReLU)]
 
 
 def test_a_graph_that_waits_for_its_backward_is_not_touched() -> None:

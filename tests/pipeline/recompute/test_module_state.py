@@ -142,6 +142,25 @@ class Slotted:
         self.count = 0
 
 
+class Both(dict[str, Any]):
+    """A configuration whose entries are attributes, too, and whose values are what a class makes of them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        super().__setitem__(name, value)
+
+    def __getitem__(self, name: str) -> Any:
+        return [super().__getitem__(name)]
+
+    def copy(self) -> Any:
+        return Both({name: self[name] for name in self})
+
+    __setitem__ = __setattr__
+
+    def __str__(self) -> str:
+        return f"{vars(self)} {[*self.items()]}"
+
+
 class Counting(nn.Module):
     """Multiplies the gradient by the number of its forwards, which it keeps in `state`."""
 
@@ -183,6 +202,9 @@ def add_one(holder: Any, name: Any) -> None:
 STATES: dict[str, Callable[[], Counting]] = {
     "number": lambda: Counting(0, of_calls(lambda me: add_one(me, "state"), lambda me: me.state)),
     "dict": lambda: Counting({"n": 0}, of_calls(lambda me: add_one(me.state, "n"), lambda me: me.state["n"])),
+    "dict with attributes": lambda: Counting(Both(), of_calls(
+        lambda me: setattr(me.state, "n", getattr(me.state, "n", 0) + 1),
+        lambda me: 2 * me.state.n - dict.get(me.state, "n"))),
     "dict that grows": lambda: Counting({}, of_calls(
         lambda me: me.state.update({len(me.state): None}), lambda me: len(me.state))),
     "long list that nobody reads": lambda: Counting([0] * 2000, of_calls(lambda me: me.state.append(1), lambda me: 2)),
