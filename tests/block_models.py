@@ -333,6 +333,36 @@ class Biased(Chain):
         return x
 
 
+class Streams(Chain):
+    """A residual stream that no module returns: tokens beside the rows, scales between blocks, an end that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turned(4, 4) for _ in range(4))
+        self.token, self.rotated = nn.Parameter(torch.randn(4)), Rotation()
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((4,), 0.1)) for _ in range(4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tokens = self.token.expand(len(ids), 1, 4)
+        x = torch.cat([tokens, self.embed(ids)], 1)
+        first, rotation = x, self.rotated(x[:, 1:])
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = F.dropout(block(x, rotation).mul_(2), 0.2, self.training) * scale + x
+        return x[:, 0] + first.mean(1)
+
+
+class Turned(nn.Linear):
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        return super().forward((x * rotation).tanh())
+
+
+class Rotation(nn.Module):
+    """A module without parameters that reads the type of a part of the stream alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linspace(0, 1, 4).to(x)
+
+
 class AddsInPlace(Chain):
     """What passes by, and the hidden state, are changed in place."""
 
@@ -423,6 +453,7 @@ MODELS = {
     "collects": (Collects, ids),
     "between": (Between, ids),
     "biased": (Biased, ids),
+    "streams": (Streams, ids),
     "adds in place": (AddsInPlace, ids),
 }  # fmt: skip
 
@@ -492,6 +523,17 @@ class Noted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.size = x.detach().abs().mean()
         return super().forward(x)
+
+
+class ReadsTheRest(Streams):
+    """Blocks are called with a part of the stream alone."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(ids), 1, 4), self.embed(ids)], 1)
+        y = x[:, 1:]
+        for block in self.blocks:
+            y = block(y, torch.ones(4))
+        return x[:, 0] + y.mean(1)
 
 
 class ReadsBlocks(Chain):
@@ -583,6 +625,7 @@ REFUSED = {
     Repeats: "Repeats has no blocks: no modules that are called once in a forward and have most of its parameters. ",
     Numbers: "is called with a value that depends on the beginning of the model, and is no tensor: its argument 1. Han",
     DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
+    ReadsTheRest: "what 'token' computes is used behind block 'blocks.3', in another part of the model, and does not",
     ReadsBlocks: "computes beside what it returns is used behind block 'blocks.2', in another part of the model, and",
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",

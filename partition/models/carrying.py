@@ -1,7 +1,8 @@
 """The values that travel between the parts of a model beside the hidden state.
 
     carrying      arguments of blocks that are not computed from the inputs alone, for all blocks of a chain
-    passing_of    values that blocks return, and that are read later than by the next block
+    passing_of    values that blocks return, and that are read later than by the next block; and what the first block
+                  of a chain was called with, where that is read behind it
 
 Both follow from the flow of values through the model: from which values each was computed.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.models.passing import Passing
+from partition.models.passing import Argument, Passing, Slot
 from partition.models.runs import Chain, Key
 from partition.models.sources import Found, Sources
 
@@ -75,6 +77,13 @@ def _is_computed(sources: Sources, number: int, key: Key) -> bool:
     return bool(found.slots or found.lost)
 
 
+def _is_whole(leaf: Any) -> bool:
+    """Whether no other numbers lie in the storage of a tensor."""
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        return False
+    return leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+
+
 def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, bool | int | float | complex)
 
@@ -90,15 +99,16 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
     """The values that pass blocks by.
 
     Raises:
-        PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns.
+        PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
+            called with.
     """
-    readers: dict[tuple[int, int], int] = {}
+    readers: dict[Slot, int] = {}
     written: set[tuple[int, int]] = set()
     for sources in runs:
         written |= sources.written()
         for reader in range(1, len(chains) + 1):
             before = chains[reader - 1]
-            slots, lost = _read(sources, before, chains[reader] if reader < len(chains) else None, shares[reader])
+            slots, lost = _read(sources, chains[:reader], chains[reader : reader + 1], shares[reader])
             if lost:
                 raise PartitionError(
                     f"{lost[0]} is used behind block {sources.blocks[before.last].name!r}, in another part of the "
@@ -107,17 +117,22 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
                 )
             for slot in slots - {(before.last, place) for place in before.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
-    ordered = sorted(readers)
+    ordered = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))
 
 
-def _read(sources: Sources, before: Chain, after: Chain | None, share: Mapping[str, Any]) -> Found:
-    """The sources of what the part between two chains, or the end, makes."""
-    blocks = sources.blocks
+def _read(sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share: Mapping[str, Any]) -> Found:
+    """The sources of what the part behind some chains makes: for the next one, or for the model's output."""
+    blocks, before = sources.blocks, past[-1]
     reached = blocks[before.first]
     kept = {node: reached.begin for key in before.kept for node in reached.nodes.get(key, ())}
+    offered: dict[int, list[tuple[int, Slot]]] = {}
+    for number in [chain.first for chain in past]:
+        for key, nodes in blocks[number].nodes.items():
+            for node in nodes if all(map(_is_whole, tree_leaves(blocks[number].given[key]))) else ():
+                offered.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
     nodes, until = sources.seen.output, sources.seen.flow.tick()
-    if after is not None:
-        first = blocks[after.first]
-        nodes, until = [node for key in (*after.entries, *after.kept) for node in first.nodes.get(key, ())], first.begin
-    return sources.of(nodes, share, kept, blocks[before.last].end, until)
+    for chain in after:
+        first = blocks[chain.first]
+        nodes, until = [node for key in (*chain.entries, *chain.kept) for node in first.nodes.get(key, ())], first.begin
+    return sources.of(nodes, share, kept, blocks[before.last].end, until, offered)

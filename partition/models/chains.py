@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     """The blocks of a model, in ways to be tried in turn.
 
     All chains of blocks of one type that have a good part of the parameters; the longest alone; all modules that are
-    called once, where these have most of the parameters.
+    called once, where these have most of the parameters; those of them that have some.
 
     Raises:
         PartitionError: there are none.
@@ -44,7 +44,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     ways = [sorted([call for run in several for call in run], key=_begin), *chains[:1]][: len(several)]
     units = sorted([once[name] for name in _units(model, "", once)], key=_begin)
     if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
-        ways.append(units)
+        ways += [units, _with_parameters(model, units)]
     if not ways:
         raise PartitionError(
             f"{type(model).__name__} has no blocks: no modules that are called once in a forward and have most of its "
@@ -109,12 +109,12 @@ def chains_of(
     Raises:
         PartitionError: a block has no hidden state.
     """
-    with_parameters = [call for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None]
+    trained = _with_parameters(model, calls)
     runs: list[list[Called]] = []
     for number, block in enumerate(blocks):
         run = runs[-1] if runs else []
         is_next = run and number not in begins and _continues(run, block)
-        if is_next and not any(run[-1].end < call.begin and call.end < block.begin for call in with_parameters):
+        if is_next and not any(run[-1].end < call.begin and call.end < block.begin for call in trained):
             run.append(block)
         else:
             runs.append([block])
@@ -122,6 +122,11 @@ def chains_of(
     for run in runs:
         chains.append(_chain(run)._replace(first=chains[-1].last + 1 if chains else 0))
     return tuple(chains)
+
+
+def _with_parameters(model: nn.Module, calls: Iterable[Called]) -> list[Called]:
+    """The calls of modules that have parameters."""
+    return [call for call in calls if next(model.get_submodule(call.name).parameters(), None) is not None]
 
 
 def _continues(run: Sequence[Called], block: Called) -> bool:

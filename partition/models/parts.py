@@ -93,7 +93,7 @@ class Beginning(Part):
         run = Run(self.outline.chains, chain.first)
         self.outline.run(run, leaves, device, self.own(), self.training)
         nothing = (None,) * len(self.outline.passing.slots)
-        return _reached(run, chain, self.outline.inputs.travelling(leaves), nothing)
+        return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -161,7 +161,7 @@ class Middle(Part):
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.training)
         self.outline.run(run, leaves, device, self.own(), self.training)
-        return _reached(run, after, value[2], self.outline.passing.behind(self._number, value[3]))
+        return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
 class End(Part):
@@ -191,7 +191,8 @@ def _after(
     hidden, kept, travelling, passing = value
     device = next(leaf.device for leaf in hidden if leaf is not None)
     told = outline.passing.told(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
-    written = {chain.first: dict(zip(chain.kept, kept, strict=True))}
+    written = outline.passing.arguments(passing)
+    written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
     run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if training else int)
     return run, outline.inputs.arrived(travelling, device), device
 
@@ -211,8 +212,9 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
+def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
     call = run.calls[chain.first]
+    passing = outline.passing.entered(chain.first, call, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 

@@ -1,20 +1,33 @@
-"""Values of blocks that pass others by: the skips of a U-Net, the outputs of all blocks that an end adds up.
+"""Values that pass blocks by: the skips of a U-Net, the outputs of all blocks that an end adds up, residual streams.
 
     block 1 ─► its output ─► block 2 ─► ... ─► block 7
                        └──────── a slot ────────► what is computed before block 7
+    an argument ─► block 3 ─► its output ─► + ─► block 4
+              └─────────── a slot ──────────┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from partition.models.runs import Call, Key
+
+
+class Argument(NamedTuple):
+    """An argument of a block."""
+
+    key: Key
+
+
+Slot: TypeAlias = "tuple[int, int | Argument]"  # a block's number; the place among the leaves of what it returns
 
 
 class Passing(NamedTuple):
     """The slots of the values that pass blocks by.
 
     Attributes:
-        slots: (the number of the block, the place of the value among the leaves of what it returns).
+        slots: of what blocks return, and of what the first blocks of chains are called with.
         until: for each slot the number of the last chain of blocks before which it is read; that behind the last chain
             is the end.
         written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
@@ -28,20 +41,37 @@ class Passing(NamedTuple):
         (None, None)
     """
 
-    slots: tuple[tuple[int, int], ...] = ()
+    slots: tuple[Slot, ...] = ()
     until: tuple[int, ...] = ()
     written: frozenset[tuple[int, int]] = frozenset()
 
     def filled(self, number: int, leaves: Sequence[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values, with those of the block of this number."""
-        slots = zip(self.slots, values, strict=True)
-        return tuple([leaves[place] if block == number else value for (block, place), value in slots])
+        """The values, with those that the block of this number returns."""
+        return tuple([
+            leaves[place] if block == number and isinstance(place, int) else value
+            for (block, place), value in zip(self.slots, values, strict=True)
+        ])
+
+    def entered(self, number: int, call: Call, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values, with those that the block of this number is called with."""
+        return tuple([
+            call[place.key] if block == number and isinstance(place, Argument) else value
+            for (block, place), value in zip(self.slots, values, strict=True)
+        ])
+
+    def arguments(self, values: tuple[Any, ...]) -> dict[int, dict[Key, Any]]:
+        """The arguments that are there: by block, by key."""
+        by_block: dict[int, dict[Key, Any]] = {}
+        for (block, place), value in zip(self.slots, values, strict=True):
+            if value is not None and isinstance(place, Argument):
+                by_block.setdefault(block, {})[place.key] = value
+        return by_block
 
     def told(self, values: tuple[Any, ...], last: int, hidden: Mapping[int, Any]) -> dict[int, dict[int, Any]]:
         """The values that are there, and the hidden state that the last block has returned: by block, by place."""
         by_block: dict[int, dict[int, Any]] = {}
         for (block, place), value in zip(self.slots, values, strict=True):
-            if value is not None:
+            if value is not None and isinstance(place, int):
                 by_block.setdefault(block, {})[place] = value
         by_block.setdefault(last, {}).update(hidden)
         for block, place in self.written:

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
-from partition.models.shapes import is_without_memory
+from partition.models.shapes import is_without_memory, lost
 
 Key: TypeAlias = "int | str"  # of an argument: its place, or its name
 
@@ -144,10 +144,11 @@ class Run:
         self.calls.append(call)
         if number == self._end:
             raise Reached
-        for key, value in self._written.get(number, {}).items():
-            for lost, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
-                if isinstance(lost, Tensor) and _is_computed(lost) and id(lost) not in self._known:
-                    lost.copy_(tensor)
+        written = self._written.get(number, {})
+        for key, value in written.items():
+            for there, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
+                if isinstance(there, Tensor) and _is_computed(there) and id(there) not in self._known:
+                    _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
         chain = chain_of(self._chains, number)
@@ -155,7 +156,7 @@ class Run:
         leaves = list(chain.returned)
         if absent is None:
             for place, key in zip(chain.exits, chain.entries, strict=True):
-                leaves[place] = call[key]
+                leaves[place] = lost(call[key], call[key].device) if key in written else call[key]
         elif any(leaf is None and place not in told for place, leaf in enumerate(leaves)):
             leaves = tree_leaves(absent(*args, **kwargs))
         for place, leaf in told.items():
@@ -178,6 +179,14 @@ def chain_of(chains: Iterable[Chain], number: int) -> Chain:
 
 
 this_run: ContextVar[Run] = ContextVar("run")
+
+
+def _overwrite(there: Tensor, tensor: Tensor) -> None:
+    """Copy numbers into a tensor whose own were computed from nan, and to which no gradient goes: 0 * nan is nan."""
+    owner = there if there._base is None else there._base
+    if owner.grad_fn is not None:
+        owner.detach_()
+    there.copy_(tensor)
 
 
 def _is_computed(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from partition.models.calls import Called, Seen
 from partition.models.flow import Flow
+from partition.models.passing import Slot
 from partition.models.shapes import MadeUp
 from partition.models.shares import names_of
 
@@ -28,11 +30,11 @@ class Found(NamedTuple):
     """The sources of some values.
 
     Attributes:
-        slots: values that blocks returned: the number of the block, the place among the leaves.
+        slots: values that blocks returned, and what else was offered.
         lost: in words, what else was computed in another part.
     """
 
-    slots: set[tuple[int, int]]
+    slots: set[Slot]
     lost: list[str]
 
 
@@ -70,6 +72,7 @@ class Sources:
         kept: Mapping[int, int] = MappingProxyType({}),
         since: int | None = None,
         until: int = -1,
+        offered: Mapping[int, Sequence[tuple[int, Slot]]] = MappingProxyType({}),
     ) -> Found:
         """The sources of some nodes.
 
@@ -79,12 +82,25 @@ class Sources:
             kept: nodes that reach the part, and when: they are there for what is computed later.
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too: it may have decided the way.
+            offered: for nodes from when on which slots have them, for what the part cannot compute.
         """
         flow, found = self.seen.flow, Found(set(), [])
-        open_nodes, visited = [number for number in nodes if number not in kept], set[int]()
+        open_nodes, visited = list[int](), set[int]()
+
+        def reach(numbers: Iterable[int], time: float) -> None:
+            for number in numbers:
+                slots = [slot for begin, slot in offered.get(number, ()) if begin < time]
+                if number in kept and kept[number] <= time:
+                    continue
+                if slots and self.of((number,), present, kept, since).lost:
+                    found.slots.add(slots[-1])
+                elif number not in visited:
+                    open_nodes.append(number)
+
+        reach(nodes, inf)
         for time, given in flow.told:
             if time < until and not self._is_elsewhere(time, present):
-                open_nodes += given
+                reach(given, time)
         while open_nodes:
             number = open_nodes.pop()
             if number in visited:
@@ -98,7 +114,7 @@ class Sources:
             if lost:
                 found.lost.append(lost)
             else:
-                open_nodes += [each for each in node.parents if each not in kept or node.time < kept[each]]
+                reach(node.parents, node.time)
         return found
 
     def written(self) -> set[tuple[int, int]]:
