@@ -2,11 +2,15 @@
 
     python benchmarks/families.py            text and images, some ten minutes
     python benchmarks/families.py causal     one kind
+    python benchmarks/families.py --train    trained instead, some half an hour
 
     configuration, small ─► model ─► cut on one sample ─► called with another: the same outputs, to the bit?
+                                                       └► --train: steps of a Pipe, and H @ v: the plain loop's numbers?
 
 Every class that AutoModelForCausalLM, MaskedLM, Seq2SeqLM and ImageClassification know is built from its configuration
 with small sizes, where these make a model at all; nothing is downloaded, and no model is chosen. Weights are random.
+Trained are models in float64, in eval mode (dropout would differ by its chunks) and with attention="eager", which has
+second derivatives; two stages, two chunks. Differences are shares of the largest number.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from partition import PartitionError, to_sequential
+from pipeline import Pipe
+from pipeline.curvature import Hessian
 
 KINDS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -100,6 +106,73 @@ def verdict(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
     return ("cut" if same else "DIFFERENT"), ""
 
 
+def trained(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
+    """What became of a model's gradients and Hessian products through a Pipe, and the words that say more."""
+    try:
+        with within(seconds):
+            model: Any = model_of(kind, name, known).double()
+            model.set_attn_implementation("eager")
+            layers: Any = to_sequential(model, doubled(inputs(kind, model, 4))).eval()
+    except (Exception, TooLongError):  # as `verdict` says, or not in float64
+        return "not trained", ""
+    parameters = {key: each for key, each in model.eval().named_parameters() if each.requires_grad}
+    x, target = doubled(inputs(kind, model, 5)), torch.randn(5, dtype=torch.float64)
+    always, half = layers[0].outline.inputs.always, len(layers) // 2
+    balance = [half, len(layers) - half]
+    v = {key: torch.randn_like(each) for key, each in parameters.items()}
+    try:
+        with within(6 * seconds):
+            found = []
+            for checkpoint, schedule in (("always", "1f1b"), ("never", "zb-h1")):
+                model.zero_grad()
+                Pipe(layers, balance, 2, checkpoint=checkpoint, schedule=schedule, mixes_rows=True).step(
+                    x, target, loss_fn=loss_of
+                )
+                found.append([each.grad for each in parameters.values()])
+            pipe = Pipe(layers, balance, 2, checkpoint="always", mixes_rows=True)
+            keys = {id(each): key for key, each in pipe.named_parameters()}
+            product = Hessian(pipe, (x, target), loss_of) @ {keys[id(parameters[key])]: v[key] for key in parameters}
+            expected = plain_grads(model, x, always, target, list(parameters.values()))
+            dots = sum((v[key] * each).sum() for key, each in zip(v, expected, strict=True) if each is not None)
+            plain = torch.autograd.grad(dots, list(parameters.values()), allow_unused=True)
+            gradients = max(apart(grads, expected) for grads in found)
+            products = apart([product[keys[id(each)]] for each in parameters.values()], plain)
+    except TooLongError:
+        return "too slow", ""
+    except Exception as error:
+        return "refused", str(error)
+    words = f"gradients {gradients:.0e}, Hessian products {products:.0e}"
+    return ("to 1e-12" if max(gradients, products) <= 1e-12 else "FURTHER"), words
+
+
+def plain_grads(model: nn.Module, x: Any, always: Any, target: torch.Tensor, parameters: list[torch.Tensor]) -> Any:
+    """The gradients of the mean over rows, by a loop over two chunks without a Pipe. They can be differentiated."""
+    total = torch.zeros((), dtype=torch.float64)
+    for first, last in ((0, 3), (3, 5)):
+        output = model(**{key: value[first:last] for key, value in x.items()}, **always)
+        total = total + loss_of(output, target[first:last]) * (last - first) / len(target)
+    return torch.autograd.grad(total, parameters, create_graph=True, allow_unused=True)
+
+
+def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+    """A mean over rows: of their logits' means, weighed, and of their squares."""
+    rows: torch.Tensor = output["logits"].double().flatten(1)
+    return (rows.mean(1) * target + rows.square().mean(1)).mean()
+
+
+def apart(found: Any, expected: Any) -> float:
+    """The largest difference, as a share of the largest number. None is 0."""
+    pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None or other is not None]
+    both = [(torch.zeros_like(b) if a is None else a, torch.zeros_like(a) if b is None else b) for a, b in pairs]
+    largest = max(float(other.detach().abs().max()) for _, other in both if other.numel())
+    return max(float((one - other).detach().abs().max()) for one, other in both if one.numel()) / (largest or 1.0)
+
+
+def doubled(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs, floats in float64."""
+    return {key: value.double() if value.is_floating_point() else value for key, value in x.items()}
+
+
 def tensors(output: Any) -> list[torch.Tensor]:
     """The tensors in an output."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -129,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="default: all")
     parser.add_argument("--seconds", type=int, default=20, help="the longest that a model may take to be built, or cut")
+    parser.add_argument("--train", action="store_true", help="gradients and Hessian products through a Pipe")
     parser.add_argument("--names", nargs="*", help="of models, as in their configurations; default: all")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -136,15 +210,20 @@ def main() -> None:
     automatic = importlib.import_module("transformers.models.auto.modeling_auto")
     refusals: list[str] = []
     columns = ["cut", "DIFFERENT", "refused", "not built", "too slow to build", "too slow to cut"]
+    judge = verdict
+    if arguments.train:
+        judge, columns = trained, ["to 1e-12", "FURTHER", "refused", "too slow"]
+        softmax = torch.nn.functional.softmax  # models ask for float32, in which second derivatives are off by 1e-9
+        torch.nn.functional.softmax = lambda x, dim=None, *_, **__: softmax(x, dim)
     print(f"| kind | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
     for kind in arguments.kinds or KINDS:
         counts: Counter[str] = Counter()
         for name, known in sorted(getattr(automatic, KINDS[kind]).items()):
             if arguments.names and name not in arguments.names:
                 continue
-            what, words = verdict(kind, name, known if isinstance(known, str) else known[0], arguments.seconds)
+            what, words = judge(kind, name, known if isinstance(known, str) else known[0], arguments.seconds)
             counts[what] += 1
-            refusals += [f"{kind} {name}: {words}"] if what == "refused" else []
+            refusals += [f"{kind} {name}: {words}"] if what in ("refused", "FURTHER") else []
         print(f"| {kind} | {' | '.join(str(counts[column]) for column in columns)} |", flush=True)
     print("\n" + "\n".join(refusals))
 
