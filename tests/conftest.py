@@ -105,7 +105,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-WAITING = "test_faults.py", "test_curvature_example.py", "test_monitor.py"  # they start their ranks themselves
+WAITING = "test_faults.py", "test_monitor.py"  # they start their ranks themselves
 LONG = (*WAITING, "test_families.py", "test_recipes.py")
 
 

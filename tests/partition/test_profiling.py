@@ -6,6 +6,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy
@@ -273,14 +274,19 @@ def test_seconds_are_of_forward_and_backward() -> None:
     assert 0.004 <= forward[0] < 0.1 and 0.03 <= forward[1] and 0.104 <= both[0]
 
 
-def test_passes_are_repeated_until_the_timeout_and_each_layer_runs_once_to_warm_up() -> None:
+def test_passes_are_repeated_until_the_timeout_and_each_layer_runs_once_to_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
     module = nn.Sequential(Lambda(lambda x: (calls.append(0), x)[1]), Lambda(lambda x: (calls.append(1), x)[1]))
     layer_times(module, torch.rand(1), timeout=0)
     assert calls == [0, 0, 1, 1]
-    begun = time.perf_counter()
-    layer_times(module, torch.rand(1), timeout=0.05)
-    assert time.perf_counter() - begun >= 0.05 and len(calls) > 8 and calls == [0, 0, 1, 1] * (len(calls) // 4)
+    clock = count()  # a second for each look at it
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    layer_times(module, torch.rand(1), timeout=50)
+    passes, seconds = len(calls) // 4 - 1, next(clock)
+    assert passes > 1 and calls == [0, 0, 1, 1] * (passes + 1)
+    assert 50 < seconds < 52 + seconds / passes  # no pass begins after the timeout
 
 
 def test_a_layer_counts_its_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
