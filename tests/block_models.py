@@ -436,6 +436,34 @@ def doubled(x: Any) -> Any:
 
 
 # By name: the model, and inputs of so many rows.
+class Conditioned(nn.Module):
+    """A block that embeds what it is conditioned by, as those of a diffusion transformer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Sequential(nn.Embedding(11, 4), nn.Dropout(0.2))
+        self.inner = nn.ModuleDict({"norm": nn.LayerNorm(4), "linear": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        given = torch.cat([self.inner["norm"](x), self.condition(ids)], -1)
+        return x + self.inner["linear"](given)
+
+
+class Borrows(Chain):
+    """The beginning and the end call what is in blocks, as the DiT of diffusers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Conditioned() for _ in range(3)), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[2].inner["norm"](self.embed(ids))
+        for block in self.blocks:
+            x = block(x, ids)
+        first, _, last = self.blocks
+        return self.head(first.inner["norm"](x) * first.condition(ids) + last.condition(ids))
+
+
 MODELS = {
     "diffusion": (
         DiffusionTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows), torch.randint(0, 10, (rows,)))
@@ -455,6 +483,7 @@ MODELS = {
     "biased": (Biased, ids),
     "streams": (Streams, ids),
     "adds in place": (AddsInPlace, ids),
+    "borrows": (Borrows, ids),
 }  # fmt: skip
 
 
@@ -594,6 +623,20 @@ class WritesShared(Chain):
         return x
 
 
+class BorrowsStatistics(Chain):
+    """The end calls a BatchNorm that is in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(2)) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids[:, :2])
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[1][1](x)
+
+
 class Counts(Chain):
     """The model counts its calls, which its parts would do again."""
 
@@ -630,6 +673,7 @@ REFUSED = {
     ReadsBlocksInTraining: "computes beside what it returns is used behind block 'blocks.2', in another part of",
     ListsInTraining: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argum",
     WritesShared: "block 'blocks.1' is called with what block 'blocks.0' computes beside what it returns: its argument",
+    BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",

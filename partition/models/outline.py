@@ -91,8 +91,15 @@ class Outline(nn.Module):
             name: StandIn(model.get_submodule(name), number, volatile, number in shaping)
             for number, name in enumerate(blocks)
         }
-        replaced.update({name: Absent(model.get_submodule(name), volatile) for name in apart})
         containers = around(chains)
+        for name in apart:
+            absent = Absent(model.get_submodule(name), volatile)
+            block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            if block is None:
+                replaced[name] = absent
+            else:  # the model calls what is within a block
+                *above, key = name.removeprefix(f"{block}.").split(".")
+                replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
         self._containers_of_blocks = sorted(containers)
         self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
         self._memory = _Memory()
@@ -220,16 +227,27 @@ def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], trai
     """The root with some modules and parameters put in, and copies of what contains them: the containers of blocks."""
     copies = {"": shallow(root)}
     for name in containers[1:]:  # each after the one that it is in
-        above, _, key = name.rpartition(".")
-        table = copies[above]._modules
-        copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # it contains blocks
+        _copy(name, copies)
     for made in copies.values():
         vars(made)["training"] = training
     for name, each in own.items():
         above, _, key = name.rpartition(".")
+        _copy(above, copies)
         tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
     return copies[""]
+
+
+def _copy(name: str, copies: dict[str, nn.Module]) -> None:
+    """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows."""
+    if name in copies:
+        return
+    above, _, key = name.rpartition(".")
+    _copy(above, copies)
+    table = copies[above]._modules
+    made = copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # a unit lies in it
+    if isinstance(made, StandIn):
+        copies[name] = made._modules["shadow"] = shallow(made.shadow)
 
 
 def _holds_parameters(value: Any) -> bool:

@@ -11,7 +11,7 @@ A part holds modules of the model under their names in the model, and brings the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -97,11 +97,27 @@ class Beginning(Part):
 
 
 class Block(Part):
-    """One block of a model."""
+    """One block of a model.
 
-    def __init__(self, outline: Outline, number: int, name: str, block: nn.Module) -> None:
+    Args:
+        outline: of the model.
+        number: of the block.
+        name: its name in the model.
+        block: the block.
+        lent: the names of what is in it and in other parts, too.
+    """
+
+    def __init__(
+        self, outline: Outline, number: int, name: str, block: nn.Module, lent: Collection[str] = ()
+    ) -> None:
         super().__init__(outline, {name: block})
         self._number = number
+        self._lent = tuple([each for each in lent if each.startswith(f"{name}.")])
+
+    @property
+    def in_model(self) -> InModel:
+        (name,) = self._names
+        return InModel(tuple(_parted(name, self.block, self._lent)), self.outline.places)
 
     def forward(self, value: Value) -> Value:
         hidden, kept, travelling, passing = value
@@ -216,6 +232,17 @@ def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, pass
     call = run.calls[chain.first]
     passing = outline.passing.entered(chain.first, call, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
+
+
+def _parted(name: str, module: nn.Module, lent: Collection[str]) -> Iterator[str]:
+    """The name of a module; of one that contains what is lent those of what it consists of."""
+    if not any(each.startswith(f"{name}.") for each in lent):
+        yield name
+        return
+    yield from [f"{name}.{key}" for key in (*module._parameters, *module._buffers)]
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _parted(f"{name}.{key}", child, lent)
 
 
 def _check_dtypes(hidden: Iterable[Any], dtypes: Iterable[torch.dtype | None]) -> None:

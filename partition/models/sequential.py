@@ -235,9 +235,11 @@ def _layers(
     model: nn.Module, outline: Outline, shares: Sequence[Mapping[str, Any]], output: Callable[[Any], Any]
 ) -> nn.Sequential:
     seen: set[str] = set()
+    blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
+    lent = {name for share in shares for name in share if name.startswith(blocks)}
     layers: list[nn.Module] = []
     for number, share in enumerate(shares):
-        again = {name for name in seen & set(share) if isinstance(share[name], nn.Module)}
+        again = {name for name in (seen | lent) & set(share) if isinstance(share[name], nn.Module)}
         own = {name: _sharing(each) if name in again else each for name, each in share.items()}
         seen.update(share)
         if number == 0:
@@ -248,8 +250,8 @@ def _layers(
             layers.append(End(outline, own, output))
             break
         chain = outline.chains[number]
-        blocks = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
-        layers += [Block(outline, index, name, model.get_submodule(name)) for index, name in blocks]
+        numbered = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
+        layers += [Block(outline, index, name, model.get_submodule(name), lent) for index, name in numbered]
     return _in_mode(ModelLayers(*layers), False)
 
 

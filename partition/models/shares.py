@@ -51,12 +51,16 @@ def shares_of(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The shares of the parts that are no blocks, in order; and the modules with parameters among them.
 
+    A module within a block that the model calls too is in the shares of the parts that call it.
+
     Raises:
         PartitionError: a module is called within a chain, or several parts would write its buffers.
     """
     shares: list[dict[str, Any]] = [{} for _ in range(len(chains) + 1)]
     apart = []
     units = dict(_units(model, "", {name for chain in chains for name in chain.blocks}))
+    within = _called_from_without(model, chains, phases, units)
+    units.update(within)
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     for name, unit in units.items():
         used = _used(name, unit, modules, phases)
@@ -66,7 +70,7 @@ def shares_of(
         )
         if has_parameters:
             apart.append(name)
-            if any(phase % 2 for phase in phases.called.get(name, ())):
+            if name not in within and any(phase % 2 for phase in phases.called.get(name, ())):
                 raise PartitionError(
                     f"module {name!r} is called between blocks, and belongs to none. Name blocks that contain it: "
                     "blocks=[...]."
@@ -75,7 +79,7 @@ def shares_of(
         if not owners and (has_parameters or name not in modules or modules[name].state_dict()):
             owners = {phase // 2 for phase in used} or {len(chains)}  # handed to blocks from before; or unused
         writes = [f"{name}.{key}" for key in _written_buffers(modules[name], volatile)] if name in modules else []
-        if len(owners) > 1 and writes:
+        if len(owners) + (name in within) > 1 and writes:
             raise PartitionError(
                 f"module {name!r} is called in several parts of the model, and writes its buffer {writes[0]!r}: each "
                 "part would write it for those before it, too. Let a module of its own stand in each place."
@@ -83,6 +87,23 @@ def shares_of(
         for owner in owners:
             shares[owner][name] = unit
     return shares, apart
+
+
+def _called_from_without(
+    model: nn.Module, chains: Sequence[Chain], phases: Phases, units: Mapping[str, nn.Module | Tensor]
+) -> dict[str, nn.Module]:
+    """The modules within blocks that the model itself calls, before or after their chain: blocks[0].embed(y)."""
+    known = {
+        id(module) for unit in units.values() if isinstance(unit, nn.Module) for module in unit.modules()
+    }  # fmt: skip
+    found: dict[str, nn.Module] = {}
+    for block in [block for chain in chains for block in chain.blocks]:
+        for key, module in model.get_submodule(block).named_modules(prefix=block):
+            is_called = any(phase % 2 == 0 for phase in phases.called.get(key, ()))
+            if is_called and key != block and id(module) not in known:
+                known.update(map(id, module.modules()))  # the largest, as it comes before what is in it
+                found[key] = module
+    return found
 
 
 def _written_buffers(unit: nn.Module, volatile: Volatile) -> list[str]:
