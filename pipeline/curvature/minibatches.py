@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipeline.data.microbatch import NoChunk
+from pipeline.data.microbatch import bare
 from pipeline.distributed.agreement import digest, values_in_words
 
 
@@ -69,7 +69,7 @@ class MiniBatches:
         Raises:
             ValueError: it held something else the first time.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves(_bare(pair)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(bare(pair)) if isinstance(leaf, Tensor)]
         found = str(digest(values_in_words(tensors)))
         if not self._is_known:
             self._seen[number:] = [found]
@@ -96,9 +96,3 @@ def _pair(item: Any, number: int) -> tuple[Any, Any]:
         what = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list)) else "")
         raise TypeError(f"mini-batch {number} of the data is {what}. Give pairs (x, target); target may be None.")
     return item[0], item[1]
-
-
-def _bare(value: Any) -> Any:
-    """Without the marks for what is not cut."""
-    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, NoChunk))
-    return pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)

@@ -50,6 +50,17 @@ class NoChunk:
     value: Any
 
 
+def bare(value: Any) -> Any:
+    """A value without the marks for what is not cut.
+
+    Example:
+        >>> bare((1, NoChunk(2)))
+        (1, 2)
+    """
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, NoChunk))
+    return pytree.tree_unflatten([leaf.value if isinstance(leaf, NoChunk) else leaf for leaf in leaves], spec)
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """A mini-batch that is cut, or several, one after the other, each cut by itself.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import Pipe
+from pipeline import NoChunk, Pipe
 
 
 class Block(nn.Linear):
@@ -52,6 +52,13 @@ def test_a_model_that_was_cut_takes_its_own_arguments(plain):
     one = Pipe(plain, [2, 3], 2, sample=IDS)
     torch.testing.assert_close(one(IDS), plain(IDS))
     torch.testing.assert_close(one(input=IDS), plain(IDS))
+
+
+def test_a_sample_may_say_what_is_not_cut_as_calls_do(plain):
+    batch = {"ids": IDS, "scale": NoChunk(SCALE[0, 0])}
+    torch.testing.assert_close(Pipe(plain, [2, 3], 2, sample=batch)(**batch), plain(IDS, SCALE[0, 0]))
+    pair = IDS, NoChunk(SCALE[0, 0])
+    torch.testing.assert_close(Pipe(plain, [2, 3], 2, sample=pair)(*pair), plain(IDS, SCALE[0, 0]))
 
 
 def test_steps_and_evaluations_take_a_mapping(plain):
