@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from block_models import Borrows, ids
 from torch import nn
 
 from pipeline import Pipe
@@ -109,3 +110,36 @@ def test_what_is_replaced_within_a_layer_or_in_the_pipe_is_what_runs_and_no_mode
     torch.testing.assert_close(pipe(X), expected, rtol=0, atol=1e-15)
     del model
     torch.testing.assert_close(pipe(X), expected, rtol=0, atol=1e-15)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.more = base, nn.Embedding(11, 4)
+
+    def forward(self, ids):
+        return self.base(ids) + self.more(ids)
+
+
+WITHIN = {
+    "a weight": lambda condition: setattr(condition[0], "weight", nn.Parameter(torch.rand(11, 4))),
+    "a layer": lambda condition: condition.__setitem__(0, nn.Embedding(11, 4)),
+    "a layer without weights": lambda condition: condition.__setitem__(1, nn.Identity()),
+    "an adapter": lambda condition: condition.__setitem__(0, Adapted(condition[0])),
+}
+
+
+@pytest.mark.parametrize("change", WITHIN)
+def test_what_is_replaced_in_a_module_that_several_parts_call_is_refused(change):
+    model, x = Borrows().eval(), ids(4)  # its blocks 0 and 2 and its end call modules named "condition"
+    pipe = Pipe(model, [2, 3], 2, sample=x)
+    torch.testing.assert_close(pipe(x), model(x))
+    condition = model.blocks[0].condition
+    before, weight = list(condition), condition[0].weight
+    WITHIN[change](condition)
+    with pytest.raises(RuntimeError, match="'blocks.0.condition', which several parts .* was replaced in"):
+        pipe(x)
+    condition[0], condition[1] = before
+    condition[0].weight = weight
+    torch.testing.assert_close(pipe(x), model(x))
+    torch.testing.assert_close(Pipe(model, [2, 3], 2, sample=x)(x), model(x))
