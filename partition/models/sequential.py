@@ -106,12 +106,12 @@ def to_sequential(
     twin = twin_of(model, sample)
     if twin is not None:
         cut = to_sequential(twin.model, sample, blocks=blocks, output=output)
-        return _in_mode(twin.returned(cut), model.training)
+        return _in_mode(twin.returned(cut), model)
     leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     with in_eval_mode(model), generators_left(devices), uncompiled():
         layers = _first_cut(model, sample, blocks, output or _plain)
-    return _in_mode(layers, model.training)
+    return _in_mode(layers, model)
 
 
 def _first_cut(
@@ -252,14 +252,15 @@ def _layers(
         chain = outline.chains[number]
         numbered = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
         layers += [Block(outline, index, name, model.get_submodule(name), lent) for index, name in numbered]
-    return _in_mode(ModelLayers(*layers), False)
+    return _in_mode(ModelLayers(*layers), model)
 
 
-def _in_mode(layers: nn.Sequential, training: bool) -> nn.Sequential:
-    """The layers in train or eval mode: all that is not the model's, which keeps its own."""
-    for module in layers.modules():
-        if module is layers or isinstance(module, Part | Holder):
-            module.training = training
+def _in_mode(layers: nn.Sequential, model: nn.Module) -> nn.Sequential:
+    """The layers in the mode of the model, and what they hold of it, copies too, in that which each has there."""
+    for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
+        is_own = isinstance(module, Part | Holder)
+        module.training = model.training if is_own else model.get_submodule(name).training
+    layers.training = model.training
     return layers
 
 

@@ -87,6 +87,17 @@ def test_layers_draw_in_train_mode_what_the_model_draws(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_layers_of_a_model_in_train_mode_draw_what_it_draws_before_they_are_told_their_mode(name):
+    model, sample, inputs = made(name)
+    model.train()
+    layers, x, found = to_sequential(model, sample), inputs(5), []
+    for module in (layers, model):
+        torch.manual_seed(7)
+        found.append(layers(x) if module is layers else called(model, x))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_hold_the_models_own_parameters_and_buffers(name):
     model, sample, _ = made(name)
     layers = to_sequential(model, sample)
