@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
 from partition.errors import PartitionError
+from partition.modes import Modes
 
 T = TypeVar("T")
 
@@ -32,10 +33,12 @@ class InModel(NamedTuple):
     Attributes:
         names: those of the modules and tensors in it, none of which lies within another.
         places: of all modules and tensors of the model, by name, as from `places_of`.
+        settings: plain attributes of modules of the model that stay in it, by their names, as the layer runs them.
     """
 
     names: Sequence[str]
     places: Mapping[str, int]
+    settings: Mapping[str, Mapping[str, Any]]
 
 
 class NamedLayer(nn.Module, ABC):
@@ -260,20 +263,55 @@ class Layered(nn.Module):
 
 
 class ModelLayers(Layered, nn.Sequential):
-    """An nn.Sequential of the parts of a model."""
+    """An nn.Sequential of the parts of a model.
+
+    Args:
+        layers: the parts.
+        modes: theirs and the model's.
+    """
+
+    def __init__(self, *layers: Any, modes: Modes | None = None) -> None:
+        super().__init__(*layers)
+        self.modes = modes or Modes()
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's; the model is told."""
+        super().train(mode)
+        self.modes.lead(mode)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Sequential's; in the modes that the model was told."""
+        self.modes.follow()
+        return super().__call__(*args, **kwargs)
 
 
-def sequential(layers: Mapping[str, nn.Module | None]) -> nn.Sequential:
+def sequential(layers: Mapping[str, nn.Module | None], modes: Modes | None = None) -> nn.Sequential:
     """An nn.Sequential of some layers under their numbers, which names what they hold as they say.
+
+    Args:
+        layers: by number.
+        modes: of the model of which they are parts. None: that is not known.
 
     Example:
         >>> list(sequential({"4": nn.Linear(2, 2)}).state_dict())
         ['4.weight', '4.bias']
     """
-    made = ModelLayers() if Names(layers) else nn.Sequential()
+    made = ModelLayers(modes=modes) if Names(layers) else nn.Sequential()
     table: dict[str, Any] = made._modules  # a Sequential that holds None could not run
     table.update({number: layer for number, layer in layers.items() if layer is not None})
     return made
+
+
+def plain_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers or words, but for its mode.
+
+    Example:
+        >>> plain_of(nn.Dropout(0.5))
+        {'p': 0.5, 'inplace': False}
+    """
+    own = vars(module).items()
+    return {key: value for key, value in own if isinstance(value, bool | int | float | str) and key != "training"}
 
 
 def places_of(model: nn.Module) -> dict[str, int]:

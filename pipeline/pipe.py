@@ -145,7 +145,6 @@ class Pipe(Settled, Stateful):
     ) -> None:
         super().__init__()
         check_flags(mixes_rows=mixes_rows)
-        origin = module
         if sample is not None and isinstance(module, nn.Module) and not isinstance(module, nn.Sequential):
             module = to_sequential(module, bare(sample))
         module = check_module(module)
@@ -173,7 +172,7 @@ class Pipe(Settled, Stateful):
         self._settings = Settings(
             layout, processes, layers_per_stage, count, plans, check_policy(checkpoint), check_batch_dim(batch_dim),
             mixes_rows, check_deferred(deferred_batch_norm, module), takes_arguments(list(module)),
-            Origin(origin, module),
+            Origin(module),
         )
         self._history = History()
         self.training = module.training
@@ -210,6 +209,12 @@ class Pipe(Settled, Stateful):
             [3, 3]
         """
         return cls(module, **{**plan.settings, **settings})
+
+    def train(self, mode: bool = True) -> Pipe:
+        """As nn.Module's; what the model was made of is set as well, but for what other ranks hold."""
+        super().train(mode)
+        self._settings.origin.modes.lead(mode)
+        return self
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, which has parameters of its own."""
@@ -302,7 +307,7 @@ class Pipe(Settled, Stateful):
 
     def to_sequential(self) -> nn.Sequential:
         """The plain module back: the same layers under the same names."""
-        plain = sequential(self._modules)
+        plain = sequential(self._modules, self._settings.origin.modes)
         plain.training = self.training
         return plain
 

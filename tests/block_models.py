@@ -498,6 +498,31 @@ class Repeats(Chain):
         return x
 
 
+class Moody(nn.Module):
+    """What each of its modules computes depends on the mode of that."""
+
+    def __init__(self, *children: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.inner:
+            x = child(x)
+        return (1.5 if self.training else 0.5) * x
+
+
+class Moods(nn.Module):
+    """Its beginning and its end call one module; some modules contain blocks, and some are in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often = Moody(nn.Linear(4, 4), Moody())
+        self.body = Moody(*[Moody(Moody(), nn.Linear(4, 4)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (2.0 if self.training else 1.0) * self.often(self.body(self.often(x)))
+
+
 class Telling(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, float]:
         return super().forward(x), float(x[0, 0].sign())

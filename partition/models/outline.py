@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from partition.models.passing import Passing
 from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
-from partition.names import places_of
+from partition.names import places_of, plain_of
 
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -100,8 +101,9 @@ class Outline(nn.Module):
             else:  # the model calls what is within a block
                 *above, key = name.removeprefix(f"{block}.").split(".")
                 replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
-        self._containers_of_blocks = sorted(containers)
         self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
+        self.settings = {name: plain_of(self._roots[None].get_submodule(name)) for name in sorted(containers)}
+        self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._memory = _Memory()
 
     def __deepcopy__(self, memo: Any) -> Outline:
@@ -115,7 +117,12 @@ class Outline(nn.Module):
         return made
 
     def run(
-        self, run: Run, leaves: Leaves, device: torch.device, own: Mapping[str, Any], training: bool = False
+        self,
+        run: Run,
+        leaves: Leaves,
+        device: torch.device,
+        own: Mapping[str, Any],
+        modes: Mapping[str, bool] = MappingProxyType({}),
     ) -> Any:
         """Run the model's forward.
 
@@ -124,12 +131,13 @@ class Outline(nn.Module):
             leaves: of the inputs.
             device: where it computes.
             own: the modules and parameters that are there, by their names in the model.
-            training: the mode of the modules that contain others.
+            modes: of the modules that contain others, by their names in the model: train mode or not. Others are in
+                eval mode.
 
         Returns:
             What the model returns; None where the run ended at a block.
         """
-        root = _put_in(self._on(device), own, self._containers_of_blocks, training)
+        root = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
         run.spare(own.values())
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
@@ -223,13 +231,12 @@ def _outlined(
     return made
 
 
-def _put_in(root: nn.Module, own: Mapping[str, Any], containers: list[str], training: bool) -> nn.Module:
-    """The root with some modules and parameters put in, and copies of what contains them: the containers of blocks."""
+def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) -> nn.Module:
+    """The root with some modules and parameters put in, and copies of what contains them, in their modes."""
     copies = {"": shallow(root)}
-    for name in containers[1:]:  # each after the one that it is in
+    for name, training in modes.items():
         _copy(name, copies)
-    for made in copies.values():
-        vars(made)["training"] = training
+        vars(copies[name])["training"] = training
     for name, each in own.items():
         above, _, key = name.rpartition(".")
         _copy(above, copies)

@@ -46,18 +46,23 @@ class Part(NamedLayer):
         self._of = (outline,)  # not as a child
         self._names = tuple(own)
         for name, each in own.items():
-            *above, key = name.split(".")
-            place: nn.Module = self
-            for step in above:
-                if step not in place._modules:
-                    place.add_module(step, Holder())
-                place = place._modules[step]  # type: ignore[assignment]  # just added
+            above, _, key = name.rpartition(".")
+            place = self._holder(above)
             if isinstance(each, nn.Module):
                 place.add_module(key, each)
             elif isinstance(each, nn.Parameter):
                 place.register_parameter(key, each)
             else:
                 place.register_buffer(key, each)
+
+    def _holder(self, name: str) -> nn.Module:
+        """The module that has a name, in which there may be others. It is added if it is not there."""
+        place: nn.Module = self
+        for step in name.split(".") if name else ():
+            if step not in place._modules:
+                place.add_module(step, Holder())
+            place = place._modules[step]  # type: ignore[assignment]  # just added
+        return place
 
     @property
     def outline(self) -> Outline:
@@ -66,7 +71,7 @@ class Part(NamedLayer):
 
     @property
     def in_model(self) -> InModel:
-        return InModel(self._names, self.outline.places)
+        return InModel(self._names, self.outline.places, {})
 
     def own(self) -> dict[str, Any]:
         """The modules and parameters as they are now, by their names in the model."""
@@ -83,7 +88,25 @@ class Part(NamedLayer):
         return ", ".join(self._names)
 
 
-class Beginning(Part):
+class Around(Part):
+    """A part that runs the forward of the model itself, before, between or after its blocks."""
+
+    def __init__(self, outline: Outline, own: Mapping[str, nn.Module | Tensor]) -> None:
+        super().__init__(outline, own)
+        for name in outline.settings:
+            self._holder(name)
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """The modes of the modules of the model that contain blocks, by their names: train mode or not."""
+        return {name: self._holder(name).training for name in self.outline.settings}
+
+    @property
+    def in_model(self) -> InModel:
+        return super().in_model._replace(settings=self.outline.settings)
+
+
+class Beginning(Around):
     """All that a model computes before its first block."""
 
     def forward(self, x: Any) -> Value:
@@ -91,7 +114,7 @@ class Beginning(Part):
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         chain = self.outline.chains[0]
         run = Run(self.outline.chains, chain.first)
-        self.outline.run(run, leaves, device, self.own(), self.training)
+        self.outline.run(run, leaves, device, self.own(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
         return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
 
@@ -117,7 +140,7 @@ class Block(Part):
     @property
     def in_model(self) -> InModel:
         (name,) = self._names
-        return InModel(tuple(_parted(name, self.block, self._lent)), self.outline.places)
+        return InModel(tuple(_parted(name, self.block, self._lent)), self.outline.places, {})
 
     def forward(self, value: Value) -> Value:
         hidden, kept, travelling, passing = value
@@ -160,7 +183,7 @@ class Block(Part):
         return leaves
 
 
-class Middle(Part):
+class Middle(Around):
     """All that a model computes between two chains of blocks: between an encoder and a decoder, before a skip is read.
 
     Args:
@@ -175,12 +198,12 @@ class Middle(Part):
 
     def forward(self, value: Value) -> Value:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
-        run, leaves, device = _after(self.outline, before, value, after.first, self.training)
-        self.outline.run(run, leaves, device, self.own(), self.training)
+        run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
+        self.outline.run(run, leaves, device, self.own(), self.modes)
         return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
-class End(Part):
+class End(Around):
     """All that a model computes after its last block.
 
     Args:
@@ -196,12 +219,12 @@ class End(Part):
         self._output = output
 
     def forward(self, value: Value) -> Any:
-        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.training)
-        return self._output(self.outline.run(run, leaves, device, self.own(), self.training))
+        run, leaves, device = _after(self.outline, self.outline.chains[-1], value, None, self.modes)
+        return self._output(self.outline.run(run, leaves, device, self.own(), self.modes))
 
 
 def _after(
-    outline: Outline, chain: Chain, value: Value, end: int | None, training: bool
+    outline: Outline, chain: Chain, value: Value, end: int | None, modes: Mapping[str, bool]
 ) -> tuple[Run, Leaves, torch.device]:
     """A run that goes on where a chain has ended, the leaves of its inputs, and where it computes."""
     hidden, kept, travelling, passing = value
@@ -209,7 +232,7 @@ def _after(
     told = outline.passing.told(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
     written = outline.passing.arguments(passing)
     written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
-    run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if training else int)
+    run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if any(modes.values()) else int)
     return run, outline.inputs.arrived(travelling, device), device
 
 

@@ -10,7 +10,7 @@ Nothing is traced: each part runs the model's own forward (`partition.models.out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from partition.models.chains import broken_links, called_once, chains_of, found_
 from partition.models.comparison import compare, compare_in_train_mode
 from partition.models.inputs import Inputs, UnreadError
 from partition.models.outline import Outline
-from partition.models.parts import Beginning, Block, End, Holder, Middle, Part
+from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import Passing
 from partition.models.runs import Chain, around, chain_of
 from partition.models.shapes import MadeUp, Shape
@@ -33,6 +33,7 @@ from partition.models.shares import phases_of, shares_of
 from partition.models.sources import Sources
 from partition.models.stand_ins import rebuilt
 from partition.models.twin import twin_of
+from partition.modes import Modes
 from partition.names import ModelLayers
 from partition.randomness import generators_left
 
@@ -47,7 +48,8 @@ def to_sequential(
     """A model as an nn.Sequential of its beginning, its blocks and its end, which a Pipe can cut.
 
     The layers hold the model's own modules and parameters: what trains the one trains the other, and
-    `model.state_dict()` or `model.save_pretrained(...)` saves it. The names are those of the model,
+    `model.state_dict()` or `model.save_pretrained(...)` saves it. Either may be told its mode, `train()` or `eval()`;
+    copies of the layers are of no model. The names are those of the model,
     "model.layers.2.mlp.up_proj.weight", and so is their order.
 
     The model's own forward is run in each part, with its blocks replaced. Before it is returned, the nn.Sequential is
@@ -106,12 +108,12 @@ def to_sequential(
     twin = twin_of(model, sample)
     if twin is not None:
         cut = to_sequential(twin.model, sample, blocks=blocks, output=output)
-        return _in_mode(twin.returned(cut), model)
+        return _of(model, twin.returned(cut))
     leaves = [*model.parameters(), *model.buffers(), *tree_iter(sample)]
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     with in_eval_mode(model), generators_left(devices), uncompiled():
         layers = _first_cut(model, sample, blocks, output or _plain)
-    return _in_mode(layers, model)
+    return _of(model, layers)
 
 
 def _first_cut(
@@ -252,16 +254,17 @@ def _layers(
         chain = outline.chains[number]
         numbered = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
         layers += [Block(outline, index, name, model.get_submodule(name), lent) for index, name in numbered]
-    return _in_mode(ModelLayers(*layers), model)
+    return _of(model, layers)
 
 
-def _in_mode(layers: nn.Sequential, model: nn.Module) -> nn.Sequential:
-    """The layers in the mode of the model, and what they hold of it, copies too, in that which each has there."""
+def _of(model: nn.Module, layers: Iterable[nn.Module]) -> ModelLayers:
+    """Layers that hold what is the model's. What stands for one of its modules, a copy too, is in the mode of that."""
+    layers = list(layers)
     for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
-        is_own = isinstance(module, Part | Holder)
-        module.training = model.training if is_own else model.get_submodule(name).training
-    layers.training = model.training
-    return layers
+        module.training = model.get_submodule(name).training
+    made = ModelLayers(*layers, modes=Modes(model, layers))
+    made.training = model.training
+    return made
 
 
 def _sharing(module: nn.Module) -> nn.Module:

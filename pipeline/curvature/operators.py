@@ -237,6 +237,7 @@ class Operator(ByLayers):
 
     def fingerprint(self) -> str:
         """A digest of parameters, buffers, data, loss and settings; the same text on all ranks."""
+        self._pipe.runtime.follow_model()
         tensors = [*self._passes.parameters().values(), *self._pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
         text = f"{self.rule} {values_in_words(tensors)} {self._passes.settings} {flags}"

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
@@ -95,7 +95,7 @@ def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None =
     """
     with turn(), runtime.communicator("evaluate") as communicator:
         request = Request(plan_forward, False, arguments.options)
-        return _run(runtime, communicator, arguments, request, sink or LossSink(), _evaluating(runtime.module))
+        return _run(runtime, communicator, arguments, request, sink or LossSink(), _evaluating(runtime))
 
 
 def _run(
@@ -125,11 +125,13 @@ def _run(
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(runtime: Runtime) -> Iterator[None]:
     """Within: eval mode, without gradients; at the end the modes are as they were."""
-    modules = list(module.modules())
+    runtime.follow_model()
+    modules = list(runtime.module.modules())
     with training_flags(modules, [layer.training for layer in modules]), torch.no_grad():
-        module.eval()
+        for layer in runtime.module.children():
+            layer.eval()
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -35,7 +36,10 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         topology.ranks.refuse_shared_devices()
         topology.ranks.connections.connect(topology.pairs)
         settle(stages, topology.assignment.own, runtime.settings.layout.devices, materialize, lambda: seed)
-        modules = runtime.module._modules
+        modules: dict[str, Any] = runtime.module._modules
+        modes = runtime.settings.origin.modes
+        for name, placeholder in elsewhere.items():
+            modes.add(modes.model or modules[name], placeholder)
         modules.update(elsewhere)
         communicator.gradients.share_values(topology.assignment.copies_in(runtime.module))
         communicator.agree(Verdict(None, None, True))

@@ -1,7 +1,8 @@
-"""The origin of a Pipe's layers: the module from which they were taken. A Pipe refuses to run once that has others.
+"""The origin of a Pipe's layers: the module from which they were taken.
 
     pipe = Pipe(model, ...)          the Pipe holds the layers, not the model that holds them
-    model.lm_head = nn.Linear(...)   what the model computes from now on, the Pipe would not
+    model.lm_head = nn.Linear(...)   what the model computes from now on, the Pipe would not: it refuses to run
+    model.eval()                     the Pipe follows
 
 A module of which several parts of a model have a copy (an embedding that the beginning and the end call) is the same in
 all of them.
@@ -11,27 +12,37 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from partition.names import NamedLayer
+from partition.modes import Modes
+from partition.names import InModel, ModelLayers, NamedLayer, plain_of
 
 
 class Origin:
     """The modules that hold the layers of a Pipe, which does not keep them alive. A copy of a Pipe has no origin.
 
     Args:
-        module: what was given to `Pipe`. None: nothing is known.
-        layers: those of the Pipe.
+        module: what the Pipe was made of: its layers are the children. None: nothing is known.
+
+    Attributes:
+        modes: of the model of which the layers are parts, and theirs.
     """
 
-    def __init__(self, module: nn.Module | None = None, layers: Iterable[nn.Module] = ()) -> None:
-        layers = list(layers)
-        self._places = [] if module is None else list(_places(module, layers))
-        self._shared = [] if module is None else list(_shared(layers))
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.modes = module.modes if isinstance(module, ModelLayers) else Modes()
+        model = self.modes.model
+        layers = [] if module is None else list(module.children())
+        brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
+        self._places = [] if module is None else [_children(module)]
+        self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
+        self._shared = list(_shared(layers))
+        if model is not None:
+            self._places += _places(model, brought)
+            self._settings += _settings(model, brought)
 
     def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
         return Origin, ()
@@ -39,8 +50,8 @@ class Origin:
     def check(self) -> None:
         """
         Raises:
-            RuntimeError: a layer, or a tensor beside the layers, was replaced, removed or added there; or one of
-                several copies of a module was changed.
+            RuntimeError: a layer, or a tensor or a plain attribute beside the layers, was replaced, removed or added
+                there; or one of several copies of a module was changed.
         """
         for name, copies in self._shared:
             contents = [_contents(module) for copy in copies if (module := copy()) is not None]
@@ -53,10 +64,20 @@ class Origin:
             module = owner()
             if module is not None and _ids(module, table, names) != ids:
                 changed = [name for name, old in zip(names, ids, strict=True) if _ids(module, table, [name]) != [old]]
-                raise RuntimeError(
-                    f"{changed} of the {type(module).__name__} was replaced or removed or added after the Pipe was "
-                    "built, which has what stood there before. Build the Pipe anew, or put that back."
-                )
+                _refuse(module, changed)
+        for owner, settings in self._settings:
+            module = owner()
+            if module is not None:
+                changed = [name for name, value in settings.items() if _differs(vars(module).get(name), value)]
+                if changed:
+                    _refuse(module, changed)
+
+
+def _refuse(module: nn.Module, changed: Sequence[str]) -> None:
+    raise RuntimeError(
+        f"{changed} of the {type(module).__name__} was replaced or removed or added after the Pipe was built, which "
+        "has what stood there before. Build the Pipe anew, or put that back."
+    )
 
 
 class _Place(NamedTuple):
@@ -68,19 +89,30 @@ class _Place(NamedTuple):
     ids: list[int]
 
 
-def _places(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[_Place]:
-    if isinstance(module, nn.Sequential):
-        yield _place(module, "_modules", [*module._modules, str(len(module))])  # the last is what `append` takes
-        return
-    modules, tables = dict(module.named_modules()), dict[tuple[str, str], list[str]]()
-    brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer)]
-    for name in dict.fromkeys(name for each in brought if each is not None for name in each.names):
+def _children(module: nn.Module) -> _Place:
+    appended = str(len(module._modules))
+    return _place(module, "_modules", [*module._modules, appended])
+
+
+def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_Place]:
+    """The places of what layers bring of a model."""
+    tables = dict[tuple[str, str], list[str]]()
+    for name in dict.fromkeys(name for each in brought for name in each.names):
         owner, _, own = name.rpartition(".")
         for table in _TABLES:
-            if owner in modules and own in getattr(modules[owner], table):
+            if own in getattr(model.get_submodule(owner), table):
                 tables.setdefault((owner, table), []).append(own)
     for (owner, table), names in tables.items():
-        yield _place(modules[owner], table, names)
+        yield _place(model.get_submodule(owner), table, names)
+
+
+def _settings(
+    model: nn.Module, brought: Iterable[InModel]
+) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
+    """The plain attributes of modules of a model that layers do not hold, but run."""
+    settings = {name: own for each in brought for name, own in each.settings.items()}
+    for name, own in settings.items():
+        yield weakref.ref(model.get_submodule(name)), own
 
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:
@@ -94,9 +126,9 @@ def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref
 
 
 def _contents(module: nn.Module) -> list[Any]:
-    """The modules in a module, by name and type, and their parameters. Each copy may have buffers of its own."""
+    """The modules in a module: name, type, parameters, plain attributes. Each copy may have buffers of its own."""
     return [
-        (name, type(each), {key: id(parameter) for key, parameter in each._parameters.items()})
+        (name, type(each), {key: id(parameter) for key, parameter in each._parameters.items()}, plain_of(each))
         for name, each in module.named_modules()
     ]
 
@@ -108,6 +140,10 @@ def _place(owner: nn.Module, table: str, names: list[str]) -> _Place:
 def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
     entries = getattr(module, table)
     return [id(entries.get(name)) for name in names]
+
+
+def _differs(there: Any, value: Any) -> bool:
+    return there is not value and (type(there) is not type(value) or there != value)
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")

@@ -140,6 +140,10 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------------------- a call
 
+    def follow_model(self) -> None:
+        """Give the layers the modes that the model of which they are parts was given: `model.eval()`."""
+        self.settings.origin.modes.follow()
+
     def communicator(self, entry: str, averages: bool = False) -> Communicator:
         """The processes that run one operation, a context: within it a failure on one rank fails all.
 
@@ -190,6 +194,7 @@ class Runtime:
     ) -> Setup:
         settings, history = self.settings, self.history
         settings.origin.check()
+        self.follow_model()
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(

@@ -87,9 +87,11 @@ def test_layers_draw_in_train_mode_what_the_model_draws(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_of_a_model_in_train_mode_draw_what_it_draws_before_they_are_told_their_mode(name):
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_layers_draw_what_a_model_draws_of_which_all_or_some_modules_are_in_train_mode(name, every):
     model, sample, inputs = made(name)
-    model.train()
+    for number, module in enumerate(model.modules()):
+        module.training = number % every == 0
     layers, x, found = to_sequential(model, sample), inputs(5), []
     for module in (layers, model):
         torch.manual_seed(7)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from block_models import MODELS, doubled
+from block_models import MODELS, Moods, doubled
 from families import of_family
 from one_and_many import Found, Make, state_of
 from rank_models import even
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition import to_sequential
@@ -51,3 +53,18 @@ def loaded(make: Make, family: str, folder: str, stages: int) -> Found:
         batch, batch["input_ids"], loss_fn=lambda out, _: (out["logits"] ** 2).mean(), optimizer=optimizer
     )
     return {"loss": step.loss, **state_of(pipe)}
+
+
+def told_modes(make: Make, is_cut: bool, stages: int) -> Found:
+    """The outputs of a Pipe in modes of which the model is told, or the Pipe."""
+    torch.manual_seed(3)
+    model = Moods().double().train()
+    x = torch.randn(6, 4).double()
+    layers: Any = to_sequential(model, x) if is_cut else nn.Sequential(model.often, *model.body.inner)
+    pipe = make(layers, even(len(layers), stages), 2)
+    told: Any = model if is_cut else layers
+    found: Found = {}
+    for number, tell in enumerate([told.eval, pipe.train, told.eval, told.train, pipe.eval, told.train]):
+        tell()
+        found[f"loss {number}"] = pipe(x).square().mean().detach()
+    return found

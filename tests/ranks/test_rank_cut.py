@@ -25,6 +25,10 @@ def test_cut_models_train_over_ranks_as_in_one_process(crew2: Crew, crew3: Crew)
         ])  # fmt: skip
 
 
+def test_a_pipe_over_ranks_has_the_modes_that_its_model_was_told(crew2: Crew) -> None:
+    agree_all(crew2, "rank_cut:told_modes", [(is_cut, crew2.size) for is_cut in (True, False)])
+
+
 ROWS = pairwise({
     "family": either(["T5ForConditionalGeneration"], list(FAMILIES)),
     "stages": (2, 3),

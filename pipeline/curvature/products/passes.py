@@ -256,6 +256,7 @@ class Passes:
     @contextmanager
     def _prepared(self, seed: int) -> Iterator[None]:
         """Within: modes, kernels and generators as a product wants them; at the end as they were."""
+        self.pipe.runtime.follow_model()
         modules = list(self.pipe.modules())
         private = private_generators(modules).values()
         with ExitStack() as stack:

@@ -1,13 +1,17 @@
 """A model whose layers are replaced after Pipe(model, ...) computes something else than the Pipe: that is refused."""
 
 import copy
+import gc
 import pickle
 
 import pytest
 import torch
-from block_models import Borrows, ids
+from block_models import Borrows, Moods, ids
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from partition import to_sequential
 from pipeline import Pipe
 from pipeline.curvature import Hessian
 
@@ -35,10 +39,11 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.head, self.offset = nn.Linear(4, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(4))
         self.register_buffer("scale", torch.full((4,), 0.5))
+        self.power, self.name = 1.0, "a model"
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x):
-        x = self.first(x) * self.scale + self.offset
+        x = self.first(x) * self.scale**self.power + self.offset
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -77,6 +82,8 @@ CHANGES = {
     "the head": (of_model, "head", lambda model: setattr(model, "head", nn.Linear(4, 2).double())),
     "a parameter": (of_model, "offset", lambda model: setattr(model, "offset", nn.Parameter(torch.zeros(4).double()))),
     "a buffer": (of_model, "scale", lambda model: setattr(model, "scale", torch.zeros(4).double())),
+    "a number": (of_model, "power", lambda model: setattr(model, "power", 2.0)),
+    "a word": (of_model, "name", lambda model: delattr(model, "name")),
     "by a state": (of_model, "offset", lambda model: model.load_state_dict(doubled(model), assign=True)),
     "a block": (of_model, "1", lambda model: model.blocks.__setitem__(1, copy.deepcopy(model.blocks[0]))),
 }
@@ -89,8 +96,10 @@ def test_a_layer_that_is_replaced_in_the_model_is_refused_until_it_is_put_back(c
     model, pipe = build()
     before = copy.deepcopy(pipe)
     CALLS[call](pipe)
-    kinds = ("_modules", "_parameters", "_buffers")
-    tables = [(module, {kind: dict(getattr(module, kind)) for kind in kinds}) for module in model.modules()]
+    tables = [
+        (module, {kind: copy.copy(value) if isinstance(value, dict) else value for kind, value in vars(module).items()})
+        for module in model.modules()
+    ]
     replace(model)
     with pytest.raises(RuntimeError, match=rf"\['{name}'\] of the \w+ was replaced or removed.*Build the Pipe anew"):
         CALLS[call](pipe)
@@ -125,6 +134,7 @@ WITHIN = {
     "a weight": lambda condition: setattr(condition[0], "weight", nn.Parameter(torch.rand(11, 4))),
     "a layer": lambda condition: condition.__setitem__(0, nn.Embedding(11, 4)),
     "a layer without weights": lambda condition: condition.__setitem__(1, nn.Identity()),
+    "a number": lambda condition: setattr(condition[1], "p", 0.5),
     "an adapter": lambda condition: condition.__setitem__(0, Adapted(condition[0])),
 }
 
@@ -140,6 +150,63 @@ def test_what_is_replaced_in_a_module_that_several_parts_call_is_refused(change)
     with pytest.raises(RuntimeError, match="'blocks.0.condition', which several parts .* was replaced in"):
         pipe(x)
     condition[0], condition[1] = before
-    condition[0].weight = weight
+    condition[0].weight, condition[1].p = weight, 0.2
     torch.testing.assert_close(pipe(x), model(x))
     torch.testing.assert_close(Pipe(model, [2, 3], 2, sample=x)(x), model(x))
+
+
+MOODS = {
+    "model.train()": lambda model, pipe: model.train(),
+    "model.eval()": lambda model, pipe: model.eval(),
+    "pipe.train()": lambda model, pipe: pipe.train(),
+    "pipe.eval()": lambda model, pipe: pipe.eval(),
+    "layers.train()": lambda model, pipe: pipe.to_sequential().train(),
+    "layers.eval()": lambda model, pipe: pipe.to_sequential().eval(),
+    "model.body.train()": lambda model, pipe: model.body.train(),
+    "model.body.eval()": lambda model, pipe: model.body.eval(),
+    "model.often.train()": lambda model, pipe: model.often.train(),
+    "model.often.inner[1].eval()": lambda model, pipe: model.often.inner[1].eval(),
+    "model.body.inner[1].train(), eval()": lambda model, pipe: model.body.inner[1].train().inner[0].eval(),
+    "model.training = False": lambda model, pipe: setattr(model, "training", False),
+    "pipe.evaluate()": lambda model, pipe: pipe.evaluate(X, loss_fn=mean_of_squares),
+    "pipe.step()": lambda model, pipe: pipe.step(X, loss_fn=mean_of_squares),
+    "Hessian": lambda model, pipe: Hessian(pipe, (X, X), mean_of_squares, training=True).loss(),
+}
+
+
+@example(True, ["model.eval()", "pipe.evaluate()"])
+@example(True, ["layers.eval()", "model.train()"])
+@settings(max_examples=80)
+@given(training=st.booleans(), changes=st.lists(st.sampled_from(list(MOODS)), min_size=1, max_size=5))
+def test_the_modes_of_a_model_and_of_its_pipe_are_one(training, changes):
+    torch.manual_seed(3)
+    model = Moods().double().train(training)
+    model.body.eval()
+    layers = to_sequential(model, X)
+    for pipe in (Pipe(model, [2, 3], 2, sample=X), Pipe(layers, [1, 4], 3)):
+        torch.testing.assert_close(pipe(X), model(X))
+        for number, change in enumerate(changes):
+            alone, modes = copy.deepcopy(pipe), [module.training for module in model.modules()]
+            alone.train(), alone(X), alone.eval()
+            MOODS[change](model, pipe)
+            is_call = change in ("pipe.evaluate()", "pipe.step()", "Hessian")
+            assert modes == [module.training for module in model.modules()] or not is_call
+            if number % 2:
+                torch.testing.assert_close(pipe(X), model(X))
+        expected = model(X)
+        again = Pipe(pipe.to_sequential(), [len(pipe)])
+        for each in (pipe.to_sequential(), again, pipe, layers):
+            torch.testing.assert_close(each(X), expected)
+
+
+def test_a_pipe_keeps_its_modes_when_its_model_is_gone():
+    model = Moods().double().train()
+    pipe = Pipe(model, [2, 3], 2, sample=X)
+    model.eval()
+    expected = model(X)
+    torch.testing.assert_close(pipe(X), expected)
+    del model
+    gc.collect()
+    torch.testing.assert_close(pipe(X), expected)
+    pipe.train(), pipe.eval()
+    torch.testing.assert_close(pipe(X), expected)
