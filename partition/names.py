@@ -33,7 +33,7 @@ class InModel(NamedTuple):
     Attributes:
         names: those of the modules and tensors in it, none of which lies within another.
         places: of all modules and tensors of the model, by name, as from `places_of`.
-        settings: plain attributes of modules of the model that stay in it, by their names, as the layer runs them.
+        settings: of modules of the model that stay in it, by their names: as the layer runs them.
     """
 
     names: Sequence[str]
@@ -312,6 +312,16 @@ def plain_of(module: nn.Module) -> dict[str, Any]:
     """
     own = vars(module).items()
     return {key: value for key, value in own if isinstance(value, bool | int | float | str) and key != "training"}
+
+
+def behaviour_of(module: nn.Module) -> dict[str, Any]:
+    """The behaviour of a module that its class does not say: a forward of its own, hooks that are told its gradients.
+
+    Example:
+        >>> behaviour_of(nn.Dropout(0.5))
+        {'forward': None, 'backward hooks': ()}
+    """
+    return {"forward": vars(module).get("forward"), "backward hooks": tuple(module._backward_hooks)}
 
 
 def places_of(model: nn.Module) -> dict[str, int]:

@@ -29,7 +29,7 @@ from partition.models.passing import Passing
 from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
-from partition.names import places_of, plain_of
+from partition.names import behaviour_of, places_of, plain_of
 
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -102,7 +102,7 @@ class Outline(nn.Module):
                 *above, key = name.removeprefix(f"{block}.").split(".")
                 replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
         self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
-        self.settings = {name: plain_of(self._roots[None].get_submodule(name)) for name in sorted(containers)}
+        self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._memory = _Memory()
 
@@ -142,7 +142,7 @@ class Outline(nn.Module):
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
-            return root.forward(*args, **kwargs)
+            return root(*args, **kwargs)
         except Reached:
             return None
         finally:
@@ -255,6 +255,12 @@ def _copy(name: str, copies: dict[str, nn.Module]) -> None:
     made = copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # a unit lies in it
     if isinstance(made, StandIn):
         copies[name] = made._modules["shadow"] = shallow(made.shadow)
+
+
+def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:
+    """The settings of a module that no forward sets."""
+    settings = {**plain_of(module), **behaviour_of(module)}
+    return {key: value for key, value in settings.items() if (id(module), key) not in volatile}
 
 
 def _holds_parameters(value: Any) -> bool:

@@ -177,7 +177,7 @@ def _divided(
     model, begins = seen.model, broken_links(blocks, seen.in_train_mode.calls)
     while True:
         chains = chains_of(model, blocks, seen.in_eval_mode.calls, begins)
-        _check_buffers(seen, chains)
+        _check_containers(seen, chains)
         runs = [run for run in seen.runs if called_once(run.calls, blocks)]
         shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
         elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
@@ -195,14 +195,19 @@ def _is_parameter(unit: nn.Module | Tensor) -> bool:
     return isinstance(unit, nn.Parameter | MadeUp)
 
 
-def _check_buffers(seen: Watched, chains: Sequence[Chain]) -> None:
-    """See that no module that contains blocks writes its buffers.
+def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
+    """See that no module that contains blocks writes its buffers, or tells a hook the gradients of its input.
 
     Raises:
         PartitionError: one does.
     """
     for name in around(chains):
         module = seen.model.get_submodule(name)
+        if module._backward_hooks:
+            raise PartitionError(
+                f"{type(module).__name__}, which contains blocks, has a backward hook, and no part runs it from its "
+                "input to its output. Hooks on blocks and on what is in them work, and full_backward_pre_hooks."
+            )
         for key in module._buffers:
             if (id(module), key) in seen.volatile:
                 raise PartitionError(

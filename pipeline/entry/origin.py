@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from partition.modes import Modes
-from partition.names import InModel, ModelLayers, NamedLayer, plain_of
+from partition.names import InModel, ModelLayers, NamedLayer, behaviour_of, plain_of
 
 
 class Origin:
@@ -42,7 +42,7 @@ class Origin:
         self._shared = list(_shared(layers))
         if model is not None:
             self._places += _places(model, brought)
-            self._settings += _settings(model, brought)
+            self._settings += _settings(model, brought, [name for name, _ in self._shared])
 
     def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
         return Origin, ()
@@ -68,7 +68,8 @@ class Origin:
         for owner, settings in self._settings:
             module = owner()
             if module is not None:
-                changed = [name for name, value in settings.items() if _differs(vars(module).get(name), value)]
+                now = {**vars(module), **behaviour_of(module)}
+                changed = [name for name, value in settings.items() if _differs(now.get(name), value)]
                 if changed:
                     _refuse(module, changed)
 
@@ -107,12 +108,14 @@ def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_Place]:
 
 
 def _settings(
-    model: nn.Module, brought: Iterable[InModel]
+    model: nn.Module, brought: Iterable[InModel], shared: Iterable[str]
 ) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
-    """The plain attributes of modules of a model that layers do not hold, but run."""
+    """The settings of modules of a model that layers run and do not hold; and of those of which they have copies."""
     settings = {name: own for each in brought for name, own in each.settings.items()}
     for name, own in settings.items():
         yield weakref.ref(model.get_submodule(name)), own
+    for module in [module for name in shared for module in model.get_submodule(name).modules()]:
+        yield weakref.ref(module), behaviour_of(module)
 
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:

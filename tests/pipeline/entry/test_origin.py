@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from partition import to_sequential
+from partition import PartitionError, to_sequential
 from pipeline import Pipe
 from pipeline.curvature import Hessian
 
@@ -210,3 +210,53 @@ def test_a_pipe_keeps_its_modes_when_its_model_is_gone():
     torch.testing.assert_close(pipe(X), expected)
     pipe.train(), pipe.eval()
     torch.testing.assert_close(pipe(X), expected)
+
+
+HOOKS = {
+    "register_forward_hook": lambda module, args, out: 2 * out,
+    "register_forward_pre_hook": lambda module, args: (2 * args[0],),
+    "register_full_backward_pre_hook": lambda module, grads: (2 * grads[0],),
+    "register_full_backward_hook": lambda module, given, grads: given[0] if given[0] is None else (2 * given[0],),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("name", ["", "body", "often", "often.inner.0", "body.inner.1", "body.inner.1.inner.0"])
+@pytest.mark.parametrize("method", HOOKS)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_hooks_of_a_model_run_in_its_pipe_or_are_refused(name, method, is_before):
+    torch.manual_seed(3)
+    model = Moods().double()
+    told = model.get_submodule(name)
+    if is_before:
+        getattr(told, method)(HOOKS[method])
+    is_whole = method == "register_full_backward_hook"
+    if is_before and is_whole and name in ("", "body"):
+        with pytest.raises(PartitionError, match="which contains blocks, has a backward hook, and no part runs it"):
+            Pipe(model, [2, 3], 2, sample=X)
+        return
+    pipe = Pipe(model, None, 2, devices=["cpu", "cpu"], sample=X)
+    if not is_before:
+        getattr(told, method)(HOOKS[method])
+    if not is_before and is_whole and not name.startswith("body."):
+        with pytest.raises(RuntimeError, match="of the .* was replaced or|was replaced in one of them"):
+            pipe(X)
+        return
+    found = []
+    for module in (pipe, model):
+        x = X.clone().requires_grad_()
+        out = module(x)
+        found.append([out, *torch.autograd.grad(mean_of_squares(out, None), [x, *model.parameters()])])
+    torch.testing.assert_close(*found)
+
+
+def test_a_forward_that_is_set_beside_the_layers_is_refused():
+    for name in ("", "body", "often", "often.inner.1"):
+        model = Moods().double()
+        pipe = Pipe(model, [2, 3], 2, sample=X)
+        told = model.get_submodule(name)
+        told.forward = lambda x: x
+        with pytest.raises(RuntimeError, match=r"\['forward'\] of the Mood.*was replaced"):
+            pipe(X)
+        del told.forward
+        torch.testing.assert_close(pipe(X), model(X))
