@@ -20,6 +20,7 @@ from torch import nn
 
 from partition.modes import Modes
 from partition.names import InModel, ModelLayers, NamedLayer, behaviour_of, plain_of
+from pipeline.entry.validation import check_own_hooks
 
 
 class Origin:
@@ -37,6 +38,7 @@ class Origin:
         model = self.modes.model
         layers = [] if module is None else list(module.children())
         brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
+        self._module = None if module is None else weakref.ref(module)
         self._places = [] if module is None else [_children(module)]
         self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
         self._shared = list(_shared(layers))
@@ -52,7 +54,11 @@ class Origin:
         Raises:
             RuntimeError: a layer, or a tensor or a plain attribute beside the layers, was replaced, removed or added
                 there; or one of several copies of a module was changed.
+            ValueError: hooks were registered there that would not run.
         """
+        module = None if self._module is None else self._module()
+        if module is not None:
+            check_own_hooks(module)
         for name, copies in self._shared:
             contents = [_contents(module) for copy in copies if (module := copy()) is not None]
             if any(each != contents[0] for each in contents):

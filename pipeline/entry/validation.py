@@ -92,13 +92,18 @@ def check_hooks(pipe: nn.Module, entry: str) -> None:
         )
 
 
-def check_plain(module: nn.Sequential) -> None:
-    """Refuse a Sequential that does more than call its layers: a Pipe would leave that out."""
+def check_own_hooks(module: nn.Module) -> None:
+    """Refuse hooks of what a Pipe was made of: only its layers are called."""
     if _has_hooks(module):
         raise ValueError(
             "the nn.Sequential has hooks of its own, which would not run. Register them on the Pipe, where they run in "
             "pipe(x), or on a layer."
         )
+
+
+def check_plain(module: nn.Sequential) -> None:
+    """Refuse a Sequential that does more than call its layers: a Pipe would leave that out."""
+    check_own_hooks(module)
     if module._state_dict_hooks or module._state_dict_pre_hooks or module._load_state_dict_pre_hooks:
         raise ValueError("the nn.Sequential has state_dict hooks of its own, which would not run. Put them on a layer.")
     if module._parameters or module._buffers:

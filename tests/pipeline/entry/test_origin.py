@@ -260,3 +260,15 @@ def test_a_forward_that_is_set_beside_the_layers_is_refused():
             pipe(X)
         del told.forward
         torch.testing.assert_close(pipe(X), model(X))
+
+
+@pytest.mark.parametrize("method", HOOKS)
+@pytest.mark.parametrize("call", CALLS)
+def test_hooks_that_a_sequential_gets_after_its_pipe_are_refused_as_before_it(method, call):
+    model, pipe = of_sequential()
+    hook = getattr(model, method)(HOOKS[method])
+    for run in (lambda: CALLS[call](pipe), lambda: Pipe(model, [2, 1], 2)):
+        with pytest.raises(ValueError, match="has hooks of its own, which would not run. Register them on the Pipe"):
+            run()
+    hook.remove()
+    CALLS[call](pipe)
