@@ -10,9 +10,35 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
+
+
+@contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """At the end modules are in the modes in which they were. Their own `train` tells them, since it may do more.
+
+    Args:
+        modules: each before what is in it.
+
+    Example:
+        >>> module = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+        >>> with modes_kept(module.modules()):
+        ...     _ = module.eval()
+        >>> [layer.training for layer in module]
+        [True, False]
+    """
+    found = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, training in found:
+            if module.training != training:
+                module.train(training)
+        for module, training in found:  # where a module's own `train` sets another
+            module.training = training
 
 
 class Modes:

@@ -16,6 +16,7 @@ from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
 from partition.models.stand_ins import Volatile
+from partition.modes import modes_kept
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
@@ -57,13 +58,9 @@ def training(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_kept(model.modules()):
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class Called(NamedTuple):

@@ -119,7 +119,8 @@ def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Ten
         for parameter in parameters:
             stack.callback(parameter.register_hook(partial(note, parameter)).remove)
         if roots and parameters:
-            torch.autograd.grad(roots, parameters, weights, allow_unused=True)
+            # A model may keep what it computed of parameters, so that both go back through one graph.
+            torch.autograd.grad(roots, parameters, weights, retain_graph=True, allow_unused=True)
     return shrunk
 
 

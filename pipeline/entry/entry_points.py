@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from partition.modes import modes_kept
 from pipeline.common.arguments import check_flags, check_limit, check_norm_type
 from pipeline.common.call_lock import turn
-from pipeline.common.module_tables import training_flags
 from pipeline.data.microbatch import scatter
 from pipeline.entry.eager_step import EagerSink
 from pipeline.entry.forward import attached
@@ -128,9 +128,9 @@ def _run(
 def _evaluating(runtime: Runtime) -> Iterator[None]:
     """Within: eval mode, without gradients; at the end the modes are as they were."""
     runtime.follow_model()
-    modules = list(runtime.module.modules())
-    with training_flags(modules, [layer.training for layer in modules]), torch.no_grad():
-        for layer in runtime.module.children():
+    layers = list(runtime.module.children())
+    with modes_kept([module for layer in layers for module in layer.modules()]), torch.no_grad():
+        for layer in layers:
             layer.eval()
         yield
 

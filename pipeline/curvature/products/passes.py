@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from partition.modes import modes_kept
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
 from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
@@ -36,6 +37,7 @@ from pipeline.execution.communicator import Communicator
 from pipeline.execution.execution import Execution
 from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.pipe import Pipe
+from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.randomness import generators_at, private_generators
 
 
@@ -255,12 +257,13 @@ class Passes:
 
     @contextmanager
     def _prepared(self, seed: int) -> Iterator[None]:
-        """Within: modes, kernels and generators as a product wants them; at the end as they were."""
+        """Within: modes, kernels, generators as a product wants them; at the end they and attributes as they were."""
         self.pipe.runtime.follow_model()
-        modules = list(self.pipe.modules())
+        modules = [module for layer in self.pipe.children() for module in layer.modules()]
         private = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.callback(Attributes(modules).roll_back)  # a value kept in a module would have a tangent
             stack.enter_context(in_mode(modules, self.training))
             stack.enter_context(twice_differentiable(modules))
             stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
@@ -272,15 +275,11 @@ class Passes:
 @contextmanager
 def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[None]:
     """Within: all modules train, or none does; None: as they are."""
-    found = [(module, module.training) for module in modules]
-    try:
-        if training is not None:
-            for module, _ in found:
-                module.training = training
+    modules = list(modules)
+    with modes_kept(modules):
+        for module in modules if training is not None else ():
+            module.training = bool(training)
         yield
-    finally:
-        for module, flag in found:
-            module.training = flag
 
 
 def _along(
