@@ -4,13 +4,14 @@
     layers.train()        leads the model's own modules, whose code runs in the parts
 
 A part stands for the modules of the model that contain its blocks, and may have a copy of what several parts call.
+A model whose own `train` leaves some modules in the other mode (a BatchNorm that stays in eval mode) does so in parts.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -34,23 +35,26 @@ def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in found:
-            if module.training != training:
-                module.train(training)
-        for module, training in found:  # where a module's own `train` sets another
-            module.training = training
+        _tell(found)
 
 
 class Modes:
-    """The modes of modules of a model, and of what stands for them. A copy has none: its parts are of no model.
+    """The modes of modules of a model, and of what stands for them.
 
     Args:
-        model: the model, which is not kept alive. None: that is not known.
+        model: the model, which is not kept alive. None: that is not known, as of a copy of its parts.
         layers: its parts. What is in them, under its names in the model, and is not the model's own stands for that.
+        exempt: by mode the names of the modules that the model's own `train` leaves in the other one.
     """
 
-    def __init__(self, model: nn.Module | None = None, layers: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        layers: Iterable[nn.Module] = (),
+        exempt: Mapping[bool, frozenset[str]] | None = None,
+    ) -> None:
         self._model = None if model is None else weakref.ref(model)
+        self._exempt = exempt or {}
         standing: dict[str, list[nn.Module]] = defaultdict(list)
         for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
             if model is not None and module is not model.get_submodule(name):
@@ -59,8 +63,16 @@ class Modes:
             _Standing(model.get_submodule(name), modules) for name, modules in standing.items()
         ]  # fmt: skip
 
-    def __reduce__(self) -> tuple[type[Modes], tuple[()]]:
-        return Modes, ()
+    @classmethod
+    def of(cls, model: nn.Module, layers: Iterable[nn.Module]) -> Modes:
+        """Those of a model and its parts, which are told the modes that it has."""
+        layers = list(layers)
+        for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
+            module.training = model.get_submodule(name).training
+        return cls(model, layers, _exempt(model))
+
+    def __reduce__(self) -> tuple[type[Modes], tuple[None, tuple[()], Mapping[bool, frozenset[str]]]]:
+        return Modes, (None, (), self._exempt)
 
     @property
     def model(self) -> nn.Module | None:
@@ -73,13 +85,22 @@ class Modes:
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
-        for each in self._standing:
-            each.follow()
+        if any([each.is_behind for each in self._standing]):
+            _tell([pair for each in self._standing for pair in each.follow()])
 
-    def lead(self, training: bool) -> None:
-        """Give the modules of the model the mode that what stands for them was given."""
+    def tell(self, layers: Iterable[nn.Module], training: bool) -> None:
+        """Tell layers their mode, but for what the model's own `train` leaves in the other one."""
+        exempt = self._exempt.get(training, ())
+        for layer in layers:
+            layer.train(training)
+            if exempt and getattr(layer, "in_model", None) is not None:  # what is in it has its name in the model
+                named = layer.named_modules()
+                _tell([(each, not training if name in exempt else each.training) for name, each in named])
+
+    def lead(self) -> None:
+        """Give the modules of the model the modes that what stands for them was told."""
         for each in self._standing:
-            each.lead(training)
+            each.lead()
 
 
 class _Standing:
@@ -95,17 +116,54 @@ class _Standing:
         self._standing = [weakref.ref(each) for each in standing]
         self._seen = module.training
 
-    def follow(self) -> None:
+    @property
+    def is_behind(self) -> bool:
+        """Whether the mode of the module was changed."""
         module = self._module()
-        if module is None or module.training == self._seen:
-            return
-        self._seen = module.training
-        for each in self._standing:
-            standing = each()
-            if standing is not None:
-                standing.training = module.training
+        return module is not None and module.training != self._seen
 
-    def lead(self, training: bool) -> None:
-        module = self._module()
+    def follow(self) -> list[tuple[nn.Module, bool]]:
+        """The copies of the module, and the modes they are to have. What holds other modules has its own at once."""
+        module, is_behind = self._module(), self.is_behind
         if module is not None:
-            self._seen = module.training = training
+            self._seen = module.training
+        copies = []
+        for each in [each for reference in self._standing if (each := reference()) is not None]:
+            training = self._seen if is_behind else each.training
+            if type(each) is type(module):
+                copies.append((each, training))
+            else:
+                each.training = training
+        return copies
+
+    def lead(self) -> None:
+        """Give the module the mode of what stands for it."""
+        module = self._module()
+        standing = next((each for reference in self._standing if (each := reference()) is not None), None)
+        if module is not None and standing is not None:
+            self._seen = module.training = standing.training
+
+
+def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:
+    if all(type(module).train is nn.Module.train for module in model.modules()):
+        return {}
+    exempt: dict[bool, frozenset[str]] = {}
+    with modes_kept(model.modules()):
+        for training in (False, True):
+            named = model.train(training).named_modules(remove_duplicate=False)
+            exempt[training] = frozenset([name for name, module in named if module.training != training])
+    return exempt
+
+
+def _tell(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Give modules their modes, each by its own `train`, which may do more; at the end no other has told them another.
+
+    Args:
+        modes: of modules, each before what is in it.
+    """
+    modes = list(modes)
+    for module, training in modes:
+        if module.training != training:
+            module.train(training)
+    for module, training in modes:
+        module.training = training

@@ -275,9 +275,10 @@ class ModelLayers(Layered, nn.Sequential):
         self.modes = modes or Modes()
 
     def train(self, mode: bool = True) -> Self:
-        """As nn.Module's; the model is told."""
-        super().train(mode)
-        self.modes.lead(mode)
+        """As nn.Module's, and as the model's own; the model is told."""
+        self.modes.tell(self, mode)
+        self.training = mode
+        self.modes.lead()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

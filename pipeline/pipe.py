@@ -211,9 +211,11 @@ class Pipe(Settled, Stateful):
         return cls(module, **{**plan.settings, **settings})
 
     def train(self, mode: bool = True) -> Pipe:
-        """As nn.Module's; what the model was made of is set as well, but for what other ranks hold."""
-        super().train(mode)
-        self._settings.origin.modes.lead(mode)
+        """As nn.Module's, and as that of the model which the layers are parts of; this is told, too."""
+        modes = self._settings.origin.modes
+        modes.tell(self.children(), mode)
+        self.training = mode
+        modes.lead()
         return self
 
     def __setstate__(self, state: Any) -> None:

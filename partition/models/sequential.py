@@ -265,9 +265,7 @@ def _layers(
 def _of(model: nn.Module, layers: Iterable[nn.Module]) -> ModelLayers:
     """Layers that hold what is the model's. What stands for one of its modules, a copy too, is in the mode of that."""
     layers = list(layers)
-    for name, module in [(name, module) for layer in layers for name, module in layer.named_modules()]:
-        module.training = model.get_submodule(name).training
-    made = ModelLayers(*layers, modes=Modes(model, layers))
+    made = ModelLayers(*layers, modes=Modes.of(model, layers))
     made.training = model.training
     return made
 

@@ -130,8 +130,7 @@ def _evaluating(runtime: Runtime) -> Iterator[None]:
     runtime.follow_model()
     layers = list(runtime.module.children())
     with modes_kept([module for layer in layers for module in layer.modules()]), torch.no_grad():
-        for layer in layers:
-            layer.eval()
+        runtime.settings.origin.modes.tell(layers, False)
         yield
 
 

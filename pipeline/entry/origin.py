@@ -28,13 +28,14 @@ class Origin:
 
     Args:
         module: what the Pipe was made of: its layers are the children. None: nothing is known.
+        modes: where no module is known, those of the layers.
 
     Attributes:
         modes: of the model of which the layers are parts, and theirs.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.modes = module.modes if isinstance(module, ModelLayers) else Modes()
+    def __init__(self, module: nn.Module | None = None, modes: Modes | None = None) -> None:
+        self.modes = module.modes if isinstance(module, ModelLayers) else modes or Modes()
         model = self.modes.model
         layers = [] if module is None else list(module.children())
         brought = [layer.in_model for layer in layers if isinstance(layer, NamedLayer) and layer.in_model is not None]
@@ -46,8 +47,8 @@ class Origin:
             self._places += _places(model, brought)
             self._settings += _settings(model, brought, [name for name, _ in self._shared])
 
-    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
-        return Origin, ()
+    def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
+        return Origin, (None, self.modes)
 
     def check(self) -> None:
         """

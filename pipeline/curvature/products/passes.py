@@ -257,19 +257,25 @@ class Passes:
 
     @contextmanager
     def _prepared(self, seed: int) -> Iterator[None]:
-        """Within: modes, kernels, generators as a product wants them; at the end they and attributes as they were."""
+        """Within: modes, kernels, generators as a product wants them; at the end as they were, without more tensors."""
         self.pipe.runtime.follow_model()
         modules = [module for layer in self.pipe.children() for module in layer.modules()]
         private = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.callback(Attributes(modules).roll_back)  # a value kept in a module would have a tangent
+            stack.callback(_put_back, Attributes(modules))
             stack.enter_context(in_mode(modules, self.training))
             stack.enter_context(twice_differentiable(modules))
             stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
             for number, generator in enumerate(private):
                 generator.manual_seed(seed + number)
             yield
+
+
+def _put_back(attributes: Attributes) -> None:
+    """Restore them if there are other tensors: what a product computes has tangents, or had them."""
+    if attributes.holds_more:
+        attributes.roll_back()
 
 
 @contextmanager

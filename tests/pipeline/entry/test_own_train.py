@@ -130,3 +130,60 @@ def test_a_model_that_was_cut_in_train_mode_keeps_nothing_for_eval_mode(kind):
                 parameter.mul_(1.5)
     torch.testing.assert_close(model(X), plain(X))
     torch.testing.assert_close(model.eval()(X), plain.eval()(X))
+
+
+class Freezes(nn.Module):
+    """Some of it stays in eval mode: its normalisation, and its first block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(3))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        self.blocks[0].eval()
+        self.blocks[1][2].train()
+        return self
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def by_name(layers):
+    return {name: module.training for layer in layers for name, module in layer.named_modules()}
+
+
+def test_what_a_model_keeps_in_another_mode_its_pipe_does():
+    torch.manual_seed(2)
+    model = Freezes().double()
+    assert model.train().norm.training is False
+    for parameter in model.norm.parameters():
+        nn.init.uniform_(parameter)
+    model.norm.running_mean.uniform_()
+    plain = copy.deepcopy(model)
+    layers = to_sequential(model, X)
+    pipe = Pipe(model, [2, 3], 2, sample=X)
+    for each in (layers, pipe, copy.deepcopy(pipe), copy.deepcopy(layers), pipe.to_sequential()):
+        for training in (True, False, True):
+            each.train(training), plain.train(training)
+            expected = {name: module.training for name, module in plain.named_modules()}
+            found = by_name(each.children())
+            assert found == {name: expected[name] for name in found} and set(expected) == set(found)
+    pipe.evaluate(X, loss_fn=loss_fn)
+    assert by_name(pipe.children()) == by_name([plain])
+    states = []
+    for each in (pipe, plain):
+        torch.manual_seed(3)
+        each.train()
+        for _ in range(2):
+            each.zero_grad()
+            loss_fn(each(X), None)
+        states.append({name: value.clone() for name, value in each.state_dict().items()})
+    torch.testing.assert_close(states[0], states[1])
+    del model
+    assert by_name(pipe.train().children()) == by_name([plain])
