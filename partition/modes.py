@@ -60,7 +60,7 @@ class Modes:
             if model is not None and module is not model.get_submodule(name):
                 standing[name].append(module)
         self._standing = [] if model is None else [
-            _Standing(model.get_submodule(name), modules) for name, modules in standing.items()
+            _Standing(name, model.get_submodule(name), modules) for name, modules in standing.items()
         ]  # fmt: skip
 
     @classmethod
@@ -81,7 +81,7 @@ class Modes:
 
     def add(self, module: nn.Module, standing: nn.Module) -> None:
         """Let something stand for a module from now on: a placeholder of what another process has."""
-        self._standing.append(_Standing(module, [standing]))
+        self._standing.append(_Standing("", module, [standing]))
 
     def follow(self) -> None:
         """Give what stands for modules of the model the modes of these, where they were changed."""
@@ -97,21 +97,24 @@ class Modes:
                 named = layer.named_modules()
                 _tell([(each, not training if name in exempt else each.training) for name, each in named])
 
-    def lead(self) -> None:
-        """Give the modules of the model the modes that what stands for them was told."""
+    def lead(self, training: bool) -> None:
+        """Give the modules of the model the modes that layers were told."""
+        exempt = self._exempt.get(training, ())
         for each in self._standing:
-            each.lead()
+            each.lead(training != (each.name in exempt))
 
 
 class _Standing:
     """Modules that stand for one of a model. They have its mode, or one that they were given since.
 
     Args:
+        name: of the module.
         module: of the model.
         standing: what stands for it.
     """
 
-    def __init__(self, module: nn.Module, standing: Iterable[nn.Module]) -> None:
+    def __init__(self, name: str, module: nn.Module, standing: Iterable[nn.Module]) -> None:
+        self.name = name
         self._module = weakref.ref(module)
         self._standing = [weakref.ref(each) for each in standing]
         self._seen = module.training
@@ -136,12 +139,11 @@ class _Standing:
                 each.training = training
         return copies
 
-    def lead(self) -> None:
-        """Give the module the mode of what stands for it."""
+    def lead(self, training: bool) -> None:
+        """Give the module the mode that what stands for it was told."""
         module = self._module()
-        standing = next((each for reference in self._standing if (each := reference()) is not None), None)
-        if module is not None and standing is not None:
-            self._seen = module.training = standing.training
+        if module is not None:
+            self._seen = module.training = training
 
 
 def _exempt(model: nn.Module) -> dict[bool, frozenset[str]]:

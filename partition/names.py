@@ -278,7 +278,7 @@ class ModelLayers(Layered, nn.Sequential):
         """As nn.Module's, and as the model's own; the model is told."""
         self.modes.tell(self, mode)
         self.training = mode
-        self.modes.lead()
+        self.modes.lead(mode)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -215,7 +215,7 @@ class Pipe(Settled, Stateful):
         modes = self._settings.origin.modes
         modes.tell(self.children(), mode)
         self.training = mode
-        modes.lead()
+        modes.lead(mode)
         return self
 
     def __setstate__(self, state: Any) -> None:

@@ -85,7 +85,8 @@ def same(one: Any, other: Any) -> bool:
 def _compare_grads(
     kind: str, ours: Leaves, theirs: Leaves, parameters: Sequence[Tensor], names: Mapping[int, str]
 ) -> None:
-    found, expected = _shrunk_grads(ours, parameters), _shrunk_grads(theirs, parameters)
+    # A model may keep what it computed of parameters, so that both go back through one graph.
+    found, expected = _shrunk_grads(ours, parameters, retain=True), _shrunk_grads(theirs, parameters)
     largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
     for key, gradient in expected.items():
         owner = names[key].rpartition(".")[0]
@@ -103,7 +104,7 @@ def _compare_grads(
             )
 
 
-def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor], retain: bool = False) -> dict[int, Tensor]:
     """The gradients, shrunk as they come, by the id of the parameter: those of all would take the model's memory."""
     roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     with generators_left({root.device for root in roots}):
@@ -119,8 +120,7 @@ def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor]) -> dict[int, Ten
         for parameter in parameters:
             stack.callback(parameter.register_hook(partial(note, parameter)).remove)
         if roots and parameters:
-            # A model may keep what it computed of parameters, so that both go back through one graph.
-            torch.autograd.grad(roots, parameters, weights, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(roots, parameters, weights, retain_graph=retain, allow_unused=True)
     return shrunk
 
 
