@@ -316,13 +316,14 @@ def plain_of(module: nn.Module) -> dict[str, Any]:
 
 
 def behaviour_of(module: nn.Module) -> dict[str, Any]:
-    """The behaviour of a module that its class does not say: a forward of its own, hooks that are told its gradients.
+    """The behaviour of a module that its class does not say: the id of a forward of its own, hooks on its gradients.
 
     Example:
         >>> behaviour_of(nn.Dropout(0.5))
         {'forward': None, 'backward hooks': ()}
     """
-    return {"forward": vars(module).get("forward"), "backward hooks": tuple(module._backward_hooks)}
+    forward = vars(module).get("forward")
+    return {"forward": forward and id(forward), "backward hooks": tuple(module._backward_hooks)}
 
 
 def places_of(model: nn.Module) -> dict[str, int]:

@@ -127,7 +127,8 @@ def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
         own.pop(name, None)
     for table in ("_parameters", "_buffers", "_modules"):
         own[table] = own[table].copy()
-    own.pop("forward", None)  # it is bound to the other
+    for name in ("forward", "_compiled_call_impl"):  # it is bound to the other
+        own.pop(name, None)
     return made
 
 

@@ -12,7 +12,22 @@ import weakref
 import numpy
 import pytest
 import torch
-from block_models import MODELS, REFUSED, Chain, Gpt, Graph, OnTheHost, ResNet, Skips, Tells, UNet, doubled, ids, padded
+from block_models import (
+    MODELS,
+    REFUSED,
+    Chain,
+    Gpt,
+    Graph,
+    Moods,
+    OnTheHost,
+    ResNet,
+    Skips,
+    Tells,
+    UNet,
+    doubled,
+    ids,
+    padded,
+)
 from families import of_family
 from hypothesis import given
 from hypothesis import strategies as st
@@ -470,3 +485,19 @@ def test_a_frozen_model_of_transformers_has_gradients_where_it_is_trained():
     pipe.step(x, x["input_ids"], loss_fn=lambda out, y: nn.functional.cross_entropy(out["logits"].transpose(1, 2), y))
     with_grad = {name for name, each in model.named_parameters() if each.grad is not None}
     assert with_grad == {f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+@pytest.mark.parametrize("name", ["", "body", "body.inner.1", "often"])
+def test_what_is_compiled_in_place_runs_in_its_part(name):
+    for is_before in (True, False):
+        model, x = Moods().double(), torch.rand(4, 4).double()
+        told = model.get_submodule(name)
+        if is_before:
+            told.compile(backend="eager")
+        layers = to_sequential(model, x)
+        if not is_before:
+            told.compile(backend="eager")
+        for parameter in model.parameters():
+            torch.nn.init.uniform_(parameter)
+        torch.testing.assert_close(layers(x), model(x))
