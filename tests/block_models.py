@@ -684,6 +684,21 @@ class Compiled(Chain):
         return self.last(x)
 
 
+class TwoNames(nn.Module):
+    """The module that contains its blocks has two names, and is called by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 4), nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        self.steps = nn.ModuleList([self.embed, self.body])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = ids
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -701,5 +716,6 @@ REFUSED = {
     BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
+    TwoNames: "the model's forward ended before it called block 'embed'. If a module that contains blocks has two nam",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

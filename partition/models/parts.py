@@ -252,6 +252,11 @@ def _rewound(device: torch.device) -> Callable[[], object]:
 
 
 def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
+    if len(run.calls) <= chain.first:
+        raise PartitionError(
+            f"the model's forward ended before it called block {chain.blocks[0]!r}. If a module that contains blocks "
+            "has two names, or is kept in a list beside its name, call it by the first."
+        )
     call = run.calls[chain.first]
     passing = outline.passing.entered(chain.first, call, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
