@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from block_models import Borrows, Moods, ids
+from cover import either
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -176,7 +177,7 @@ MOODS = {
 
 @example(True, ["model.eval()", "pipe.evaluate()"])
 @example(True, ["layers.eval()", "model.train()"])
-@settings(max_examples=25)
+@settings(max_examples=either(12, 80))
 @given(training=st.booleans(), changes=st.lists(st.sampled_from(list(MOODS)), min_size=1, max_size=5))
 def test_the_modes_of_a_model_and_of_its_pipe_are_one(training, changes):
     torch.manual_seed(3)
