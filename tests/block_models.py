@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -387,9 +386,7 @@ class OnTheHost(Chain):
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(module)
+    return torch.jit.script(module)
 
 
 class Halved(nn.Module):

@@ -60,7 +60,6 @@ def same(one: Any, other: Any) -> bool:
     return all(ours.is_sim and ours.stride() == its.stride() and torch.equal(ours.cpu(), its) for ours, its in pairs)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's, in forward mode
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_give_the_numbers_of_the_cpu(name: str) -> None:
     x = torch.randn(12)

@@ -102,10 +102,18 @@ def mix(grads: Sequence[Tensor | None]) -> Tensor:
 
 
 def orders(loss: Tensor, targets: Sequence[Tensor], order: int) -> list[Grads]:
-    """The first `order` derivatives, each of a number mixed from the one before."""
+    """The first `order` derivatives, each of a number mixed from the one before; fewer, where torch itself has no more.
+
+    From torch 2.14 on a batch norm in train mode has no third derivative.
+    """
     found: list[Grads] = []
     for number in range(1, order + 1):
-        grads = torch.autograd.grad(loss, targets, create_graph=number < order, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(loss, targets, create_graph=number < order, allow_unused=True)
+        except RuntimeError as error:
+            if number < 3 or "does not support 3rd" not in str(error):
+                raise
+            break
         found.append(list(grads))
         if number < order:
             loss = mix(grads)

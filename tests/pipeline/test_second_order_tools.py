@@ -13,8 +13,7 @@ from torch.func import functional_call
 
 from pipeline import Pipe
 
-JIT = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # torch's own, when forward mode is first used
-pytestmark = [pytest.mark.filterwarnings(CREATES_CYCLE), pytest.mark.filterwarnings(JIT)]
+pytestmark = pytest.mark.filterwarnings(CREATES_CYCLE)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 

@@ -188,7 +188,6 @@ WORDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", WORDS)
 def test_what_was_taken_in_silence_is_refused_with_the_value_and_what_to_do(name):
     call, kind, words = WORDS[name]

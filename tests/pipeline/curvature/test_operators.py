@@ -631,7 +631,6 @@ def compiled(layer):
     return torch.compile(layer, backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.parametrize("put", [hooked, watched, energy, forces, mapped, pushed, checkpointed, compiled])
 def test_what_is_put_around_a_layer_is_differentiated_too(put):

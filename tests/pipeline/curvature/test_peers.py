@@ -23,8 +23,7 @@ from pipeline import Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
 
 pyhessian = pytest.importorskip("pyhessian")
-JIT = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # torch's own, when forward mode is first used
-pytestmark = [pytest.mark.filterwarnings(CREATES_CYCLE), pytest.mark.filterwarnings(JIT)]
+pytestmark = pytest.mark.filterwarnings(CREATES_CYCLE)
 
 ROWS, WIDTH, CLASSES = 7, 4, 3
 OURS = {"HessianLinearOperator": Hessian, "GGNLinearOperator": GaussNewton, "EFLinearOperator": EmpiricalFisher}

@@ -678,7 +678,6 @@ def test_a_stuck_lane_is_an_error_that_says_what_each_lane_waits_for():
         drive_inline(orders, needs_of(orders, stages=2), lambda action: None)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func's own imports
 def test_transforms_and_forward_mode_are_refused_with_the_way_to_go():
     pipe = Pipe(small(), [2, 2], CHUNKS)
     x, _ = batch()
@@ -693,7 +692,6 @@ def test_transforms_and_forward_mode_are_refused_with_the_way_to_go():
     assert all(param is params[name] for name, param in pipe.named_parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func's own imports
 @pytest.mark.parametrize("method", ["step", "evaluate"])
 def test_calls_with_a_loss_refuse_transforms_and_forward_mode_too(method):
     pipe = Pipe(small(), [2, 2], CHUNKS)

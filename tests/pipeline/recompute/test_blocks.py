@@ -247,6 +247,8 @@ def test_a_gradient_penalty_has_the_plain_models_second_derivatives() -> None:
 def test_third_derivatives_equal_the_plain_models() -> None:
     found = []
     for model in pair():
+        for norm in [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]:
+            norm.eval()  # from torch 2.14 on it has no third derivative in train mode
         torch.manual_seed(3)
         x = rows().requires_grad_()
         value = model(x).square().sum()
@@ -410,7 +412,6 @@ def test_weights_given_by_functional_call_are_those_of_the_recomputation() -> No
     check_equal(*found)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # forward mode, as it is first used
 def test_torch_func_and_forward_mode_compute_as_ever() -> None:
     plain, patched = pair(Flat)
     found = []

@@ -10,7 +10,6 @@ from torch import nn
 from pipeline import EagerUpdate, Pipe, checkpoint_blocks
 from pipeline.common.places import Place
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 ROWS, WIDE, CHUNKS = 11, 6, 3
 mse = nn.functional.mse_loss
 GELU = """
