@@ -24,6 +24,7 @@ def run_doctest(block: str, names: dict[str, object], where: str, line: int) -> 
     assert not report, "".join(report)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
     torch.manual_seed(0)
@@ -65,3 +66,13 @@ def test_the_public_ci_runs_on_each_python_that_the_classifiers_name() -> None:
     (matrix,) = re.findall(r"python: \[(.*)\]", workflow)
     assert re.findall(r"[\d.]+", matrix) == named and f">={named[0]}" == setup["options"]["python_requires"]
     assert f"Python {named[0]} to {named[-1]}" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_names_the_torches_that_are_asked_for_and_tested() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    (least,) = re.findall(r"torch>=([\d.]+)", setup["options"]["install_requires"])
+    (pinned,) = re.findall(r"^torch==(\d+\.\d+)\.\d+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (newest,) = re.findall(r"torch==(\d+\.\d+)\.\d+/", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {least} or newer (tested with {pinned} and {newest})" in readme and least == pinned
