@@ -49,9 +49,10 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None, chunks: int | None = None) -> Schedule:
     """Reads what `to_csv` wrote, or torch's `_dump_csv` in either of its formats.
 
-    Of torch's "compute_comms" format the cells that do not compute (SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD,
-    REDUCE_GRAD) are dropped: what is sent follows from the placement. Whether the orders are right is for `verify`:
-    torch sends the chunks of its looped BFS back in descending order, for example.
+    Of torch's "compute_comms" format the cells that do not compute (SEND_F, RECV_F, WAIT_SEND_F, SEND_B, RECV_B,
+    WAIT_SEND_B, UNSHARD, RESHARD, REDUCE_GRAD, WAIT_REDUCE_GRAD) are dropped: what is sent follows from the placement.
+    Whether the orders are right is for `verify`: torch sends the chunks of its looped BFS back in descending order, for
+    example.
 
     Args:
         text: a row for each lane; empty cells, and empty rows at the end, carry no meaning
@@ -155,7 +156,7 @@ def _place(lane: int, column: int) -> str:
     return f"row {lane + 1} (lane {lane}), column {column + 1}"
 
 
-_NO_WORK = re.compile(r"[0-9]+(?:(?:SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_NO_WORK = re.compile(r"[0-9]+(?:(?:SEND|RECV|WAIT_SEND)_[FB][0-9]+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
 _BLOCK = re.compile(r"\(([0-9]+[FBIW][0-9]+);([0-9]+[FBIW][0-9]+)\)OVERLAP_F_B")
 _ALLOWED = (
     "Write a row for each lane, its cells between commas: an action such as 2F0 (stage, kind, chunk; the kinds are "

@@ -52,7 +52,10 @@ def test_named_schedules_are_read_back(name):
 @LAWS
 @given(with_blocks(schedules()), st.randoms(use_true_random=False))
 def test_idle_cells_and_what_does_not_compute_carry_no_meaning(schedule, random):
-    noise = ["", " ", "0SEND_F1", "12RECV_F0", "3SEND_B10", "1RECV_B1", "0UNSHARD", "1RESHARD", "2REDUCE_GRAD"]
+    noise = [
+        "", " ", "0SEND_F1", "12RECV_F0", "3SEND_B10", "1RECV_B1", "0UNSHARD", "1RESHARD", "2REDUCE_GRAD",
+        "0WAIT_SEND_F1", "3WAIT_SEND_B10", "2WAIT_REDUCE_GRAD",
+    ]  # fmt: skip
     rows = [row.split(",") for row in to_csv(schedule).splitlines()]
     for row in rows:
         for _ in range(random.randrange(6)):
