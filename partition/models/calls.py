@@ -110,7 +110,8 @@ class Watched(NamedTuple):
         sample: what it is called with.
         always: keyword arguments beside that.
         in_eval_mode, in_train_mode: what was seen.
-        volatile: the attributes that forwards set, and the buffers that they write, in either mode.
+        volatile: the attributes that forwards set, and the buffers that they write, in either mode; but for flags that
+            one forward alone sets to True, as it does something once: transformers registers hooks so.
     """
 
     model: nn.Module
@@ -132,35 +133,38 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     modes: list[Seen] = []
     written: set[tuple[int, str]] = set()
-    with training(model), _setting(written), torch.no_grad():
+    flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
+    with training(model), torch.no_grad():
         buffers = [(id(module), name, buffer, buffer._version) for module in model.modules()
                    for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
         for _ in range(2):
             calls: list[Called] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors))
-            with _calling(model, calls, flow), flow.watching():
+            with _calling(model, calls, flow), flow.watching(), _setting() as values:
                 leaves = tree_leaves(make(run_model(model, sample, always)))
+            flags = {key for key, value in values.items() if value is True} - written | flags - values.keys()
+            written |= values.keys()
             output = [flow.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
             modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output))
             for module in model.modules():
                 vars(module)["training"] = False
         written.update((owner, name) for owner, name, buffer, version in buffers if buffer._version != version)
     in_train_mode, in_eval_mode = modes
-    return Watched(model, sample, always, in_eval_mode, in_train_mode, frozenset(written))
+    return Watched(model, sample, always, in_eval_mode, in_train_mode, frozenset(written - flags))
 
 
 @contextmanager
-def _setting(written: set[tuple[int, str]]) -> Iterator[None]:
-    """Within: note the attributes of modules that are set."""
-    own = nn.Module.__setattr__
+def _setting() -> Iterator[dict[tuple[int, str], Any]]:
+    """Within: note the attributes of modules that are set, and their values."""
+    own, values = nn.Module.__setattr__, dict[tuple[int, str], Any]()
 
     def note(module: nn.Module, name: str, value: Any) -> None:
-        written.add((id(module), name))
+        values[id(module), name] = value
         own(module, name, value)
 
     nn.Module.__setattr__ = note  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield values
     finally:
         nn.Module.__setattr__ = own  # type: ignore[method-assign]
 

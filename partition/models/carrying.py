@@ -1,15 +1,16 @@
 """The values that travel between the parts of a model beside the hidden state.
 
     carrying      arguments of blocks that are not computed from the inputs alone, for all blocks of a chain
-    passing_of    values that blocks return, and that are read later than by the next block; and what the first block
-                  of a chain was called with, where that is read behind it
+    passing_of    values that blocks return, and that are read later than by the next block; what the first block of a
+                  chain was called with, where that is read behind it; what a module of one part returned, and another
+                  reads
 
 Both follow from the flow of values through the model: from which values each was computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
-from partition.models.passing import Argument, Passing, Slot
+from partition.models.passing import Argument, Passing, Return, Slot
 from partition.models.runs import Chain, Key
 from partition.models.sources import Found, Sources
 
@@ -100,29 +101,52 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
 
     Raises:
         PartitionError: what is before a chain, or the end, reads what another part computes, and no block returns or is
-            called with.
+            called with, nor a module returns.
     """
     readers: dict[Slot, int] = {}
-    written: set[tuple[int, int]] = set()
+    written: set[Slot] = set()
     for sources in runs:
-        written |= sources.written()
-        for reader in range(1, len(chains) + 1):
+        slots, nodes = sources.written()
+        written |= slots | {slot for node in nodes for slot in _returns(sources, chains, node)}
+        made: dict[int, set[int]] = {}  # by part: nodes that its modules return to later ones
+        losses: list[str] = []
+        for reader in range(len(chains), 0, -1):
             before = chains[reader - 1]
-            slots, lost = _read(sources, chains[:reader], chains[reader : reader + 1], shares[reader])
-            if lost:
-                raise PartitionError(
-                    f"{lost[0]} is used behind block {sources.blocks[before.last].name!r}, in another part of the "
-                    "model, and does not travel there. Return it from a block; name the module that computes it among "
-                    "the blocks, blocks=[...]; or write the model as an nn.Sequential."
-                )
+            past, after = chains[:reader], chains[reader : reader + 1]
+            slots, lost, returned = _read(sources, past, after, shares[reader], made.pop(reader, set()))
+            for node in returned:
+                made.setdefault(_part_of(sources, chains, node), set()).add(node)
+                slots |= _returns(sources, chains, node)
+            losses += [f"{words} is used behind block {sources.blocks[before.last].name!r}" for words in lost[:1]]
             for slot in slots - {(before.last, place) for place in before.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
+        if losses:
+            raise PartitionError(
+                f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or from "
+                "a module that is called once; name the module that computes it among the blocks, blocks=[...]; or write "
+                "the model as an nn.Sequential."
+            )
     ordered = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))
 
 
-def _read(sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share: Mapping[str, Any]) -> Found:
-    """The sources of what the part behind some chains makes: for the next one, or for the model's output."""
+def _returns(sources: Sources, chains: Sequence[Chain], node: int) -> set[Slot]:
+    """The slots of a node that a module returned: none where that is behind all blocks."""
+    part, call, left = _part_of(sources, chains, node), sources.call_of(node), sources.seen.flow.nodes[node].left
+    assert call is not None and left is not None  # it did
+    return {(chain.first, Return(call.name, place)) for chain in chains[part : part + 1] for place in left[1]}
+
+
+def _part_of(sources: Sources, chains: Sequence[Chain], node: int) -> int:
+    """The part that computes a node: 0 before the first chain, 1 before the second, ..."""
+    time = sources.seen.flow.nodes[node].time
+    return sum([sources.blocks[chain.first].begin < time for chain in chains])
+
+
+def _read(
+    sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share: Mapping[str, Any], made: Collection[int]
+) -> Found:
+    """The sources of what the part behind some chains makes: for the next one, for later ones (`made`), or the output."""
     blocks, before = sources.blocks, past[-1]
     reached = blocks[before.first]
     kept = {node: reached.begin for key in before.kept for node in reached.nodes.get(key, ())}
@@ -135,4 +159,5 @@ def _read(sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share
     for chain in after:
         first = blocks[chain.first]
         nodes, until = [node for key in (*chain.entries, *chain.kept) for node in first.nodes.get(key, ())], first.begin
-    return sources.of(nodes, share, kept, blocks[before.last].end, until, offered)
+    end = blocks[before.last].end
+    return sources.of([*nodes, *made], share, kept, end, until, offered, by=end)

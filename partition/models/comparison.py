@@ -46,7 +46,14 @@ def compare(
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
             raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_ANOTHER}")
         ours, tree = tree_flatten(layers(sample))
-        if tree != their_tree or not all(map(_equal, ours, theirs)):
+        if tree != their_tree:
+            counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
+            raise PartitionError(
+                f"{kind} returns {counts[0]} tensors on the sample, and its parts {counts[1]}, or other containers of "
+                "them. Hidden states and attentions that hooks on blocks collect are in no part: leave "
+                "output_hidden_states and output_attentions out of the sample, or choose with output=..."
+            )
+        if not all(map(_equal, ours, theirs)):
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
                 f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "

@@ -14,7 +14,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
 from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
+from partition.models.shares import names_of
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import behaviour_of, places_of, plain_of
 
@@ -70,6 +71,9 @@ class Outline(nn.Module):
         volatile: the attributes that a forward sets.
         passing: the values that pass blocks by.
         shaping: the numbers of the blocks that are asked for the shapes of what they return.
+
+    Attributes:
+        first_names: of the modules `apart`, by each of their names.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Outline(nn.Module):
         model: nn.Module,
         chains: tuple[Chain, ...],
         inputs: Inputs,
-        apart: Iterable[str],
+        apart: Sequence[str],
         volatile: Volatile,
         passing: Passing = Passing(),
         shaping: Container[int] = (),
@@ -93,8 +97,10 @@ class Outline(nn.Module):
             for number, name in enumerate(blocks)
         }
         containers = around(chains)
+        first_names = {name: names[0] for names in names_of(model).values() for name in names}
+        self.first_names = {name: first_names[name] for name in apart}
         for name in apart:
-            absent = Absent(model.get_submodule(name), volatile)
+            absent = Absent(model.get_submodule(name), volatile, first_names[name])
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
             if block is None:
                 replaced[name] = absent

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
+from partition.models.noted import Noted
 from partition.models.outline import Outline
+from partition.models.passing import Return
 from partition.models.runs import Chain, Run, chain_of
 from partition.names import InModel, NamedLayer
 
@@ -114,9 +116,10 @@ class Beginning(Around):
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         chain = self.outline.chains[0]
         run = Run(self.outline.chains, chain.first)
-        self.outline.run(run, leaves, device, self.own(), self.modes)
+        with Noted(self.outline, chain, self.own()) as noted:
+            self.outline.run(run, leaves, device, self.own(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
-        return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
+        return _reached(self.outline, run, chain, noted, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -199,8 +202,9 @@ class Middle(Around):
     def forward(self, value: Value) -> Value:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
-        self.outline.run(run, leaves, device, self.own(), self.modes)
-        return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
+        with Noted(self.outline, after, self.own()) as noted:
+            self.outline.run(run, leaves, device, self.own(), self.modes)
+        return _reached(self.outline, run, after, noted, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
 class End(Around):
@@ -232,7 +236,8 @@ def _after(
     told = outline.passing.told(passing, chain.last, dict(zip(chain.exits, hidden, strict=True)))
     written = outline.passing.arguments(passing)
     written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
-    run = Run(outline.chains, end, told, written, chain.last, _rewound(device) if any(modes.values()) else int)
+    rewind = _rewound(device) if any(modes.values()) else int
+    run = Run(outline.chains, end, told, written, chain.last, rewind, outline.passing.returns(passing))
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -251,14 +256,16 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
+def _reached(
+    outline: Outline, run: Run, chain: Chain, noted: Mapping[Return, Any], travelling: _Values, passing: _Values
+) -> Value:
     if len(run.calls) <= chain.first:
         raise PartitionError(
             f"the model's forward ended before it called block {chain.blocks[0]!r}. If a module that contains blocks "
             "has two names, or is kept in a list beside its name, call it by the first."
         )
     call = run.calls[chain.first]
-    passing = outline.passing.entered(chain.first, call, passing)
+    passing = outline.passing.entered(chain.first, call, noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 

@@ -4,6 +4,8 @@
                        └──────── a slot ────────► what is computed before block 7
     an argument ─► block 3 ─► its output ─► + ─► block 4
               └─────────── a slot ──────────┘
+    embed(words) ─► images ─► block 1 ─► ... ─► both ─► block 5     what a module of one part returns, and another reads
+            └─────────────── a slot ────────────┘
 """
 
 from __future__ import annotations
@@ -20,17 +22,26 @@ class Argument(NamedTuple):
     key: Key
 
 
-Slot: TypeAlias = "tuple[int, int | Argument]"  # a block's number; the place among the leaves of what it returns
+class Return(NamedTuple):
+    """A leaf of what a module beside the blocks returns, before the block of a slot."""
+
+    name: str
+    place: int
+
+
+Slot: TypeAlias = "tuple[int, int | Argument | Return]"  # a block's number; the place among the leaves of what it returns
 
 
 class Passing(NamedTuple):
     """The slots of the values that pass blocks by.
 
     Attributes:
-        slots: of what blocks return, and of what the first blocks of chains are called with.
+        slots: of what blocks return, of what the first blocks of chains are called with, and of what modules before
+            these return.
         until: for each slot the number of the last chain of blocks before which it is read; that behind the last chain
             is the end.
-        written: values that blocks return, hidden states among them, into which the model writes: each part to a copy.
+        written: values that blocks and modules return, hidden states among them, into which the model writes: each
+            part to a copy.
 
     Example:
         >>> passing = Passing(((1, 0), (3, 2)), (2, 4))
@@ -43,7 +54,7 @@ class Passing(NamedTuple):
 
     slots: tuple[Slot, ...] = ()
     until: tuple[int, ...] = ()
-    written: frozenset[tuple[int, int]] = frozenset()
+    written: frozenset[Slot] = frozenset()
 
     def filled(self, number: int, leaves: Sequence[Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values, with those that the block of this number returns."""
@@ -52,12 +63,33 @@ class Passing(NamedTuple):
             for (block, place), value in zip(self.slots, values, strict=True)
         ])
 
-    def entered(self, number: int, call: Call, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values, with those that the block of this number is called with."""
+    def entered(
+        self, number: int, call: Call, returned: Mapping[Return, Any], values: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """The values, with those that the block of this number is called with, and what modules before it returned."""
         return tuple([
-            call[place.key] if block == number and isinstance(place, Argument) else value
+            value if block != number or isinstance(place, int)
+            else call[place.key] if isinstance(place, Argument) else returned[place]
             for (block, place), value in zip(self.slots, values, strict=True)
         ])
+
+    def noted(self, number: int) -> dict[str, dict[int, bool]]:
+        """Of modules before the block of this number what is to be noted: by name, by place, whether to copy it."""
+        noted: dict[str, dict[int, bool]] = {}
+        for slot in self.slots:
+            block, place = slot
+            if block == number and isinstance(place, Return):
+                noted.setdefault(place.name, {})[place.place] = slot in self.written
+        return noted
+
+    def returns(self, values: tuple[Any, ...]) -> dict[str, dict[int, Any]]:
+        """What modules of other parts returned, where it is there: by name, by place."""
+        by_name: dict[str, dict[int, Any]] = {}
+        for slot, value in zip(self.slots, values, strict=True):
+            place = slot[1]
+            if value is not None and isinstance(place, Return):
+                by_name.setdefault(place.name, {})[place.place] = value.clone() if slot in self.written else value
+        return by_name
 
     def arguments(self, values: tuple[Any, ...]) -> dict[int, dict[Key, Any]]:
         """The arguments that are there: by block, by key."""
@@ -75,7 +107,7 @@ class Passing(NamedTuple):
                 by_block.setdefault(block, {})[place] = value
         by_block.setdefault(last, {}).update(hidden)
         for block, place in self.written:
-            if place in by_block.get(block, ()):
+            if isinstance(place, int) and place in by_block.get(block, ()):
                 by_block[block][place] = by_block[block][place].clone()
         return by_block
 

@@ -99,9 +99,11 @@ class Run:
         written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
         resume: the number of a block behind which this part begins.
         rewind: called there: what was drawn before was drawn by another part.
+        returns: of modules that lie in other parts, what they returned there: by name, by place among the leaves.
 
     Attributes:
         calls: of the blocks that were reached, in order.
+        returns: see above.
     """
 
     def __init__(
@@ -112,12 +114,14 @@ class Run:
         written: Mapping[int, Mapping[Key, Any]] = MappingProxyType({}),
         resume: int | None = None,
         rewind: Callable[[], object] = int,
+        returns: Mapping[str, Mapping[int, Any]] = MappingProxyType({}),
     ) -> None:
         self.calls: list[Call] = []
+        self.returns = returns
         self._chains = chains
         self._end = end
         self._told = told
-        self._known = {id(leaf) for leaves in told.values() for leaf in leaves.values()}
+        self._known = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
         self._written = written
         self._resume = resume
         self._rewind = rewind

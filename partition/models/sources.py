@@ -10,6 +10,7 @@ What was computed from the inputs alone has none: each part computes it again.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
@@ -32,10 +33,12 @@ class Found(NamedTuple):
     Attributes:
         slots: values that blocks returned, and what else was offered.
         lost: in words, what else was computed in another part.
+        returned: nodes that modules of other parts returned, where these are asked for.
     """
 
     slots: set[Slot]
     lost: list[str]
+    returned: set[int]
 
 
 class Sources:
@@ -52,6 +55,8 @@ class Sources:
         self.blocks = blocks
         self.seen = seen
         self._numbers = {block.number: number for number, block in enumerate(blocks)}
+        self._calls = {call.number: call for call in seen.calls}
+        self._times = Counter(call.name for call in seen.calls)
         names = names_of(model)
         self._units = {
             call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(apart) for call in seen.calls
@@ -73,6 +78,7 @@ class Sources:
         since: int | None = None,
         until: int = -1,
         offered: Mapping[int, Sequence[tuple[int, Slot]]] = MappingProxyType({}),
+        by: int = -1,
     ) -> Found:
         """The sources of some nodes.
 
@@ -83,8 +89,9 @@ class Sources:
             since: from when on the part draws the random numbers that the model draws; None: never.
             until: what Python was told until then counts, too: it may have decided the way.
             offered: for nodes from when on which slots have them, for what the part cannot compute.
+            by: what modules had returned by then is no loss.
         """
-        flow, found = self.seen.flow, Found(set(), [])
+        flow, found = self.seen.flow, Found(set(), [], set())
         open_nodes, visited = list[int](), set[int]()
 
         def reach(numbers: Iterable[int], time: float) -> None:
@@ -111,16 +118,25 @@ class Sources:
                 found.slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
                 continue
             lost = self._lost(number, present, since)
-            if lost:
+            if lost and node.time < by and self.call_of(number) is not None:
+                found.returned.add(number)
+            elif lost:
                 found.lost.append(lost)
             else:
                 reach(node.parents, node.time)
         return found
 
-    def written(self) -> set[tuple[int, int]]:
-        """The values that blocks returned, and into which the model wrote."""
+    def call_of(self, number: int) -> Called | None:
+        """The call of which a node is what it returned: the only one of a module that lies in a part."""
+        left = self.seen.flow.nodes[number].left
+        call = None if left is None or not self._units[left[0]] else self._calls[left[0]]
+        return call if call is not None and self._times[call.name] == 1 else None
+
+    def written(self) -> tuple[set[Slot], set[int]]:
+        """The values that blocks returned, and the nodes that modules did, into which the model wrote."""
         nodes = self.seen.flow.nodes
-        slots: set[tuple[int, int]] = set()
+        slots: set[Slot] = set()
+        returned: set[int] = set()
         for node in nodes:
             if node.before is None or node.left is not None or isinstance(self._within(node.time), int):
                 continue
@@ -130,8 +146,10 @@ class Sources:
                 if node.left is not None and node.left[0] in self._numbers:
                     slots.update((self._numbers[node.left[0]], place) for place in node.left[1])
                     break
+                if self.call_of(number) is not None:
+                    returned.add(number)
                 number = node.before
-        return slots
+        return slots, returned
 
     def _lost(self, number: int, present: Collection[str], since: int | None) -> str:
         node = self.seen.flow.nodes[number]

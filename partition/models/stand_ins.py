@@ -71,10 +71,12 @@ class Absent(Shadow):
     Args:
         module: the module.
         volatile: the attributes that a forward sets.
+        name: its name in the model, under which a run may have what it returned.
     """
 
-    def __init__(self, module: nn.Module, volatile: Volatile) -> None:
+    def __init__(self, module: nn.Module, volatile: Volatile, name: str = "") -> None:
         super().__init__(module, volatile)
+        self._name = name
         self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), volatile).eval(),)  # not as a child
         self._known: OrderedDict[str, Any] = OrderedDict()
 
@@ -91,6 +93,13 @@ class Absent(Shadow):
             self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
             forget_oldest(self._known)
         known = self._known[key]
+        told = this_run.get().returns.get(self._name)
+        if told is not None:
+            leaves, tree = tree_flatten(known)
+            return tree_unflatten([
+                told[place] if place in told else lost(leaf, device) if isinstance(leaf, Tensor) else leaf
+                for place, leaf in enumerate(leaves)
+            ], tree)  # fmt: skip
         return lost(known, device) if isinstance(known, Tensor) else tree_map_only(
             Tensor, lambda meta: lost(meta, device), known
         )

@@ -1,0 +1,365 @@
+"""The models of other libraries through a Pipe: torchvision, timm, diffusers and more, those that are installed.
+
+    python benchmarks/libraries.py                      all libraries, some half an hour
+    python benchmarks/libraries.py timm --seconds 20    one of them
+    python benchmarks/libraries.py timm --names vit     models whose names contain this
+
+    model ─► cut on one sample ─► called with another: the plain model's outputs, to 1e-12?
+                             └─► a step of two stages and two chunks: the plain loop's gradients, to 1e-9 of the largest?
+
+Of a library with many models one is taken of each family, the smallest where the library says its sizes. Weights are
+random, nothing is downloaded. All is in float64 and in eval mode, where dropout draws nothing. Steps are made twice:
+"always" under 1F1B, "never" under ZB-H1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import logging
+import pkgutil
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+from families import TooLongError, apart, tensors, within
+from torch import Tensor, nn
+from torch.nn import functional
+
+from partition import PartitionError, to_sequential
+from pipeline import Pipe
+
+CHUNKS = ((0, 3), (3, 5))  # rows of each
+
+
+class Candidate(NamedTuple):
+    """A model, and what it is called with.
+
+    Attributes:
+        name: for the report.
+        build: makes it.
+        inputs: of so many rows: a tensor, a tuple or a dict.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Any]
+
+
+def images(size: int, rows: int, channels: int = 3) -> Tensor:
+    return torch.randn(rows, channels, size, size, dtype=torch.float64)
+
+
+def words(length: int, rows: int) -> Tensor:
+    return torch.randint(1, 50, (rows, length))
+
+
+# -------------------------------------------------------------------------------------------------------- the libraries
+
+
+def torchvision() -> Iterator[Candidate]:
+    """One classifier of each module: the first that it lists, and segmentation; detectors take lists of images."""
+    models = importlib.import_module("torchvision.models")
+    seen = set()
+    for module in (models, models.segmentation, models.video):
+        for name in models.list_models(module):
+            build = models.get_model_builder(name)
+            if build.__module__ in seen:
+                continue
+            seen.add(build.__module__)
+            options = {} if module is models.video else {"weights_backbone": None} if module is not models else {}
+            shape = (3, 16, 112, 112) if module is models.video else (3, 224, 224)
+            yield Candidate(name.rpartition(".")[2], partial(build, weights=None, **options), partial(_random, shape))
+
+
+def _random(shape: tuple[int, ...], rows: int) -> Tensor:
+    return torch.randn(rows, *shape, dtype=torch.float64)
+
+
+def timm() -> Iterator[Candidate]:
+    """The model of each module that computes least, by its input's size and its parameters on the meta device."""
+    library = importlib.import_module("timm")
+    for module in sorted(library.list_modules()):
+        sized = []
+        for name in library.list_models(module=module):
+            size = (library.get_pretrained_cfg(name) or library.models.PretrainedCfg()).input_size[-1]
+            with torch.device("meta"):
+                try:
+                    model = library.create_model(name)
+                except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError):  # needs numbers
+                    continue
+            sized.append((sum(each.numel() for each in model.parameters()) * size**2, name, size))
+        if sized:
+            _, name, size = min(sized)
+            yield Candidate(f"{module}: {name}", partial(library.create_model, name), partial(images, size))
+
+
+def segmentation_models_pytorch() -> Iterator[Candidate]:
+    """Each decoder, on a ResNet."""
+    library = importlib.import_module("segmentation_models_pytorch")
+    for name in ("Unet", "UnetPlusPlus", "FPN", "PSPNet", "DeepLabV3", "DeepLabV3Plus", "Linknet", "MAnet", "PAN",
+                 "UPerNet", "Segformer", "DPT"):  # fmt: skip
+        encoder = {} if name == "DPT" else {"encoder_name": "resnet18"}
+        build = partial(getattr(library, name), encoder_weights=None, classes=2, **encoder)
+        yield Candidate(name, build, partial(images, 224 if name == "DPT" else 64))
+
+
+def open_clip() -> Iterator[Candidate]:
+    """The two towers of CLIP and of CoCa, small."""
+    library = importlib.import_module("open_clip.model")
+    vision = library.CLIPVisionCfg(layers=4, width=32, head_width=8, patch_size=16, image_size=64)
+    text = library.CLIPTextCfg(context_length=16, vocab_size=60, width=32, heads=4, layers=4)
+    resnet = library.CLIPVisionCfg(layers=(2, 2, 2, 2), width=16, image_size=64)
+
+    def tower(name: str, seen: Any) -> nn.Module:
+        made: nn.Module = getattr(library.CLIP(32, seen, text), name)
+        return made
+
+    yield Candidate("CLIP, images", partial(tower, "visual", vision), partial(images, 64))
+    yield Candidate("CLIP, images by a ResNet", partial(tower, "visual", resnet), partial(images, 64))
+    yield Candidate("CLIP", partial(library.CLIP, 32, vision, text), lambda rows: (images(64, rows), words(16, rows)))
+    custom = partial(library.CustomTextCLIP, 32, vision, text)
+    yield Candidate("CustomTextCLIP, words", lambda: custom().text, partial(words, 16))
+
+
+def vit_pytorch() -> Iterator[Candidate]:
+    """Every module of the library that has a vision transformer of the usual arguments."""
+    library = importlib.import_module("vit_pytorch")
+    usual = {
+        "image_size": 64, "patch_size": 16, "num_classes": 5, "dim": 32, "depth": 4, "heads": 4, "mlp_dim": 64,
+        "dim_head": 8, "k": 16, "max_tokens_per_depth": (16, 12, 8, 6), "window_size": 4, "spatial_size": 16,
+        "depths": (2, 2), "cls_depth": 2, "num_register_tokens": 2, "ssl_depth": 1, "cnn_depth": 1,
+    }  # fmt: skip
+    for found in pkgutil.iter_modules(library.__path__, "vit_pytorch."):
+        try:
+            module = importlib.import_module(found.name)
+        except ImportError:  # of packages that it does not ask for
+            continue
+        for name, kind in vars(module).items():
+            if not (inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == found.name):
+                continue
+            taken = inspect.signature(kind).parameters
+            needs = [key for key, each in taken.items() if each.default is each.empty and each.kind < 4 and
+                     each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]  # fmt: skip
+            if {"image_size", "num_classes"} <= set(taken) and set(needs) <= set(usual):
+                arguments = {key: usual[key] for key in taken if key in usual}
+                yield Candidate(f"{found.name[12:]}.{name}", partial(kind, **arguments), partial(images, 64))
+
+
+def x_transformers() -> Iterator[Candidate]:
+    """A decoder with each of the library's options."""
+    library = importlib.import_module("x_transformers")
+    options: dict[str, dict[str, Any]] = {
+        "plain": {}, "rotary": {"rotary_pos_emb": True}, "alibi": {"alibi_pos_bias": True},
+        "relative positions": {"rel_pos_bias": True}, "dynamic positions": {"dynamic_pos_bias": True},
+        "RMSNorm": {"use_rmsnorm": True}, "gated": {"ff_glu": True, "ff_swish": True, "ff_no_bias": True},
+        "one head of keys": {"attn_one_kv_head": True}, "grouped queries": {"attn_kv_heads": 2},
+        "norms of queries": {"attn_qk_norm": True}, "talking heads": {"attn_talking_heads": True},
+        "gates of values": {"attn_gate_values": True}, "memories": {"attn_num_mem_kv": 2},
+        "sandwich norm": {"sandwich_norm": True}, "residual attention": {"residual_attn": True},
+        "macaron": {"macaron": True}, "scaled residuals": {"scale_residual": True}, "shifted tokens": {"shift_tokens": 1},
+        "gated residuals": {"gate_residual": True}, "sparse attention": {"attn_sparse_topk": 4},
+        "squared ReLU": {"ff_relu_squared": True}, "layer dropout": {"layer_dropout": 0.1},
+        "hyper connections": {"num_residual_streams": 2}, "values of the first layer": {"learned_value_residual_mix": True,
+                                                                                        "attn_add_value_residual": True},
+    }  # fmt: skip
+
+    def build(some: dict[str, Any]) -> nn.Module:
+        layers = library.Decoder(dim=32, depth=4, heads=4, attn_dim_head=8, **some)
+        made: nn.Module = library.TransformerWrapper(num_tokens=50, max_seq_len=16, attn_layers=layers)
+        return made
+
+    for name, some in options.items():
+        yield Candidate(name, partial(build, some), partial(words, 12))
+
+
+def diffusers() -> Iterator[Candidate]:
+    """Denoisers and encoders, small."""
+    library = importlib.import_module("diffusers")
+
+    def timed(size: int, channels: int, rows: int, **others: Any) -> dict[str, Any]:
+        sample = torch.randn(rows, channels, size, size, dtype=torch.float64)
+        return {"sample": sample, "timestep": torch.arange(rows), **{key: make(rows) for key, make in others.items()}}
+
+    def hidden(length: int, width: int, rows: int) -> Tensor:
+        return torch.randn(rows, length, width, dtype=torch.float64)
+
+    unet = {"sample_size": 16, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
+    plain = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    crossed = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+               "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 16,
+               "attention_head_dim": 8}  # fmt: skip
+    yield Candidate("UNet2D", partial(library.UNet2DModel, **unet, **plain), partial(timed, 16, 3))
+    yield Candidate("UNet2DCondition", partial(library.UNet2DConditionModel, **unet, **crossed),
+                    partial(timed, 16, 4, encoder_hidden_states=partial(hidden, 6, 16)))  # fmt: skip
+    dit = partial(library.DiTTransformer2DModel, num_attention_heads=4, attention_head_dim=8, in_channels=4,
+                  out_channels=8, num_layers=4, sample_size=8, patch_size=2, norm_num_groups=4)  # fmt: skip
+    yield Candidate("DiT", dit, lambda rows: {
+        "hidden_states": torch.randn(rows, 4, 8, 8, dtype=torch.float64), "timestep": torch.arange(rows),
+        "class_labels": torch.arange(rows)})  # fmt: skip
+    pixart = partial(library.PixArtTransformer2DModel, num_attention_heads=4, attention_head_dim=8, in_channels=4,
+                     out_channels=8, num_layers=4, sample_size=8, patch_size=2, cross_attention_dim=32,
+                     caption_channels=16, use_additional_conditions=False)  # fmt: skip
+    yield Candidate("PixArt", pixart, lambda rows: {
+        "hidden_states": torch.randn(rows, 4, 8, 8, dtype=torch.float64), "timestep": torch.arange(rows),
+        "encoder_hidden_states": hidden(6, 16, rows), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}})
+    sd3 = partial(library.SD3Transformer2DModel, sample_size=8, patch_size=2, in_channels=4, num_layers=4,
+                  attention_head_dim=8, num_attention_heads=4, joint_attention_dim=16, caption_projection_dim=32,
+                  pooled_projection_dim=16, out_channels=4)  # fmt: skip
+    yield Candidate("SD3", sd3, lambda rows: {
+        "hidden_states": torch.randn(rows, 4, 8, 8, dtype=torch.float64), "timestep": torch.arange(rows),
+        "encoder_hidden_states": hidden(6, 16, rows),
+        "pooled_projections": torch.randn(rows, 16, dtype=torch.float64)})  # fmt: skip
+    vae = {"block_out_channels": (16, 32), "norm_num_groups": 8, "latent_channels": 4,
+           "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
+    yield Candidate("AutoencoderKL", partial(library.AutoencoderKL, **vae), partial(images, 16))
+    yield Candidate("AutoencoderTiny", partial(
+        library.AutoencoderTiny, encoder_block_out_channels=(16, 16), decoder_block_out_channels=(16, 16),
+        num_encoder_blocks=(1, 2), num_decoder_blocks=(2, 1)), partial(images, 16))  # fmt: skip
+    yield Candidate("Prior", partial(
+        library.PriorTransformer, num_attention_heads=4, attention_head_dim=8, num_layers=4, embedding_dim=16,
+        num_embeddings=6, additional_embeddings=4), lambda rows: {
+            "hidden_states": torch.randn(rows, 16, dtype=torch.float64), "timestep": torch.arange(rows),
+            "proj_embedding": torch.randn(rows, 16, dtype=torch.float64),
+            "encoder_hidden_states": hidden(6, 16, rows)})  # fmt: skip
+
+
+def monai() -> Iterator[Candidate]:
+    """Networks for images of one channel, in two dimensions where they can."""
+    nets = importlib.import_module("monai.networks.nets")
+    flat, wide = {"spatial_dims": 2}, {"in_channels": 1, "out_channels": 2}
+    sizes: dict[str, dict[str, Any]] = {
+        "UNet": {**flat, **wide, "channels": (8, 16, 32), "strides": (2, 2), "num_res_units": 1},
+        "AttentionUnet": {**flat, **wide, "channels": (8, 16, 32), "strides": (2, 2)},
+        "BasicUNet": {**flat, **wide, "features": (8, 8, 16, 16, 32, 8)},
+        "BasicUNetPlusPlus": {**flat, **wide, "features": (8, 8, 16, 16, 32, 8)},
+        "DynUNet": {**flat, **wide, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]},
+        "SegResNet": {**flat, **wide, "init_filters": 8}, "SegResNetVAE": {**flat, **wide, "init_filters": 8,
+                                                                             "input_image_size": (64, 64)},
+        "VNet": {**flat, **wide}, "DenseNet": {**flat, **wide, "init_features": 8, "growth_rate": 4},
+        "HighResNet": {**flat, **wide}, "SENet154": {**flat, "in_channels": 1, "num_classes": 2},
+        "UNETR": {**flat, **wide, "img_size": 64, "feature_size": 8, "hidden_size": 48, "mlp_dim": 64},
+        "SwinUNETR": {**flat, **wide, "feature_size": 12},
+        "ViT": {**flat, "in_channels": 1, "img_size": 64, "patch_size": 16, "hidden_size": 32, "mlp_dim": 64,
+                "num_layers": 4, "num_heads": 4, "classification": True},
+        "EfficientNetBN": {**flat, "model_name": "efficientnet-b0", "in_channels": 1, "pretrained": False},
+        "AutoEncoder": {**flat, **wide, "channels": (8, 16), "strides": (2, 2)},
+        "FlexibleUNet": {**flat, **wide, "backbone": "efficientnet-b0", "pretrained": False},
+        "DiNTS": {}, "Regressor": {"in_shape": (1, 64, 64), "out_shape": (1,), "channels": (4, 8), "strides": (2, 2)},
+        "Classifier": {"in_shape": (1, 64, 64), "classes": 3, "channels": (4, 8), "strides": (2, 2)},
+        "resnet18": {**flat, "n_input_channels": 1, "num_classes": 3},
+    }  # fmt: skip
+    for name, arguments in sizes.items():
+        if arguments:
+            yield Candidate(name, partial(getattr(nets, name), **arguments), partial(images, 64, channels=1))
+
+
+LIBRARIES: dict[str, Callable[[], Iterator[Candidate]]] = {
+    each.__name__: each
+    for each in (torchvision, timm, segmentation_models_pytorch, open_clip, vit_pytorch, x_transformers, diffusers, monai)
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ judgement
+
+
+def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
+    """What became of a model, and the words that say more."""
+    torch.manual_seed(0)
+    try:
+        with within(seconds):
+            model = candidate.build().double().eval()
+            with torch.no_grad():
+                called(model, candidate.inputs(2))
+    except TooLongError:
+        return "not run", "too slow"
+    except Exception as error:  # whatever a model does in float64, or without its author's settings
+        return "not run", f"{type(error).__name__}: {error}"
+    try:
+        with within(4 * seconds):
+            layers = to_sequential(model, candidate.inputs(4))
+            layers.eval()
+    except PartitionError as error:
+        return "refused", str(error)
+    except TooLongError:
+        return "not run", "too slow to cut"
+    x = candidate.inputs(5)
+    try:
+        with within(8 * seconds):
+            with torch.no_grad():
+                outputs = apart(tensors(Pipe(layers, halves(layers), 1)(x)), tensors(called(model, x)))
+            expected = plain_grads(model, x)
+            grads = max(
+                apart(stepped(model, layers, x, *how), expected) for how in (("always", "1f1b"), ("never", "zb-h1"))
+            )
+    except TooLongError:
+        return "not run", "too slow to train"
+    except (ValueError, TypeError, RuntimeError) as error:
+        return "refused", str(error)
+    said = f"outputs {outputs:.0e}, gradients {grads:.0e}"
+    return ("right" if outputs <= 1e-12 and grads <= 1e-9 else "FURTHER"), said
+
+
+def called(model: nn.Module, x: Any) -> Any:
+    return model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+
+
+def halves(layers: nn.Sequential) -> list[int]:
+    return [len(layers) // 2, len(layers) - len(layers) // 2]
+
+
+def stepped(model: nn.Module, layers: nn.Sequential, x: Any, checkpoint: str, schedule: str) -> list[Tensor | None]:
+    """The gradients of a step."""
+    model.zero_grad()
+    pipe = Pipe(layers, halves(layers), len(CHUNKS), checkpoint=checkpoint, schedule=schedule)
+    pipe.step(x, torch.zeros(CHUNKS[-1][1]), loss_fn=loss_of)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def plain_grads(model: nn.Module, x: Any) -> list[Tensor | None]:
+    """The same by a loop over the chunks."""
+    model.zero_grad()
+    for first, last in CHUNKS:
+        output = called(model, torch.utils._pytree.tree_map_only(Tensor, lambda whole: whole[first:last], x))
+        (loss_of(output, None) * (last - first) / CHUNKS[-1][1]).backward()
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def loss_of(output: Any, target: Tensor | None) -> Tensor:
+    """A mean over rows, of all floating-point tensors of the output that have rows."""
+    rows = [each.flatten(1) for each in tensors(output) if each.is_floating_point() and each.dim() > 1]
+    return torch.stack([(functional.softplus(each).mean(1) + each.square().mean(1)).mean() for each in rows]).sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("libraries", nargs="*", choices=[*LIBRARIES, []], help="default: all that are installed")
+    parser.add_argument("--names", default="", help="a pattern that the models' names contain; default: all")
+    parser.add_argument("--seconds", type=int, default=20, help="the longest that a model may take to be built and run")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    columns = ["right", "FURTHER", "refused", "not run"]
+    more: list[str] = []
+    print(f"| library | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
+    for name in arguments.libraries or [name for name in LIBRARIES if importlib.util.find_spec(name)]:
+        counts: Counter[str] = Counter()
+        for candidate in LIBRARIES[name]():
+            if re.search(arguments.names, candidate.name):
+                what, said = judged(candidate, arguments.seconds)
+                counts[what] += 1
+                more += [f"{name}, {candidate.name}: {what}: {said}"] if what != "right" else []
+        version = metadata.version(name)
+        print(f"| {name} {version} | {' | '.join(str(counts[column]) for column in columns)} |", flush=True)
+    print("\n" + "\n".join(more))
+
+
+if __name__ == "__main__":
+    main()
