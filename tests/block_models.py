@@ -461,6 +461,84 @@ class Borrows(Chain):
         return self.head(first.inner["norm"](x) * first.condition(ids) + last.condition(ids))
 
 
+def squashing(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count))
+
+
+class Sees(nn.Module):
+    """A language model that sees images, as Llava does: words are embedded before the images are, and written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.patch = nn.Embedding(11, 4), nn.Conv2d(3, 4, 4, 4)
+        self.looks, self.blocks = squashing(2), squashing(3)
+        self.project, self.head = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)), nn.Linear(4, 11)
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        x = self.words(ids)
+        x *= 2
+        y = self.patch(images).flatten(2).transpose(1, 2)
+        for block in self.looks:
+            y = block(y)
+        x[:, :2] = x[:, :2] + self.project(y)[:, :2]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Towers(nn.Module):
+    """Two towers, as CLIP has: what the first computes meets what the second computes at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.words = nn.Conv2d(3, 4, 4, 4), nn.Embedding(11, 4)
+        self.looks, self.reads = squashing(3), squashing(3)
+        self.of_image, self.of_text = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+
+    def forward(self, images: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        y = self.patch(images).flatten(2).transpose(1, 2)
+        for block in self.looks:
+            y = block(y)
+        image = F.normalize(self.of_image(y.mean(1)), dim=-1)
+        x = self.words(ids)
+        for block in self.reads:
+            x = block(x)
+        return {"image": image, "alike": (image * F.normalize(self.of_text(x.mean(1)), dim=-1)).sum(-1, True)}
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"left": self.left(x), "rest": (self.right(x), len(x))}
+
+
+class Branches(nn.Module):
+    """Of what one module returns a part is read before the blocks, another between two rows of them and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.pair, self.between = nn.Embedding(11, 4), Pair(), nn.Linear(4, 4)
+        self.first, self.second = squashing(2), squashing(2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pair = self.pair(self.embed(ids))
+        x = pair["left"]
+        for block in self.first:
+            x = block(x)
+        between = self.between(x)
+        x = between * pair["rest"][0].tanh()
+        for block in self.second:
+            x = block(x)
+        return x * pair["rest"][0] + between
+
+
+def pictured(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3, 8, 8), ids(rows)
+
+
 MODELS = {
     "diffusion": (
         DiffusionTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows), torch.randint(0, 10, (rows,)))
@@ -481,6 +559,9 @@ MODELS = {
     "streams": (Streams, ids),
     "adds in place": (AddsInPlace, ids),
     "borrows": (Borrows, ids),
+    "sees": (Sees, lambda rows: pictured(rows)[::-1]),
+    "towers": (Towers, pictured),
+    "branches": (Branches, ids),
 }  # fmt: skip
 
 

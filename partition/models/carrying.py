@@ -122,9 +122,9 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
                 readers[slot] = max(reader, readers.get(slot, 0))
         if losses:
             raise PartitionError(
-                f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or from "
-                "a module that is called once; name the module that computes it among the blocks, blocks=[...]; or write "
-                "the model as an nn.Sequential."
+                f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "
+                "from a module that is called once; name the module that computes it among the blocks, blocks=[...]; "
+                "or write the model as an nn.Sequential."
             )
     ordered = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))
@@ -146,7 +146,7 @@ def _part_of(sources: Sources, chains: Sequence[Chain], node: int) -> int:
 def _read(
     sources: Sources, past: Sequence[Chain], after: Sequence[Chain], share: Mapping[str, Any], made: Collection[int]
 ) -> Found:
-    """The sources of what the part behind some chains makes: for the next one, for later ones (`made`), or the output."""
+    """The sources of what the part behind some chains makes: for the next one or the output; `made` for later ones."""
     blocks, before = sources.blocks, past[-1]
     reached = blocks[before.first]
     kept = {node: reached.begin for key in before.kept for node in reached.nodes.get(key, ())}

@@ -20,8 +20,8 @@ _CALL = "_compiled_call_impl"  # what torch calls instead of a module's own `_ca
 class Noted:
     """Within: what modules before a chain return is noted. A context, whose value has it by its slot.
 
-    A call is caught where torch looks for a compiled one, so that hooks have run, and copies of the module in other parts,
-    whose tables of hooks are the same, know nothing of it.
+    A call is caught where torch looks for a compiled one, so that hooks have run, and copies of the module in other
+    parts, whose tables of hooks are the same, know nothing of it.
 
     Args:
         outline: of the model.
@@ -54,8 +54,9 @@ class Noted:
         missing = [name for name in self._wanted if not any(each.name == name for each in self._noted)]
         if missing and error is None:
             raise PartitionError(
-                f"the model's forward did not call {missing[0]!r} before its blocks, as it did on the sample with which "
-                "it was cut, and another part reads what it returns. Cut the model with a sample that is like this call."
+                f"the model's forward did not call {missing[0]!r} before its blocks, as it did on the sample with "
+                "which it was cut, and another part reads what it returns. Cut the model with a sample that is like "
+                "this call."
             )
 
     def _noting(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,8 @@ class Return(NamedTuple):
     place: int
 
 
-Slot: TypeAlias = "tuple[int, int | Argument | Return]"  # a block's number; the place among the leaves of what it returns
+# A block's number; the place among the leaves of what it returns, or what there is as it is called.
+Slot: TypeAlias = "tuple[int, int | Argument | Return]"
 
 
 class Passing(NamedTuple):

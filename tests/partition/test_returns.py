@@ -1,0 +1,135 @@
+"""Laws: what a module returns travels to the part that reads it, with its hooks, or the call is refused in words."""
+
+import pytest
+import torch
+from block_models import MODELS, Chain, Sees, Towers, pictured, squashing
+from torch import nn
+
+from partition import PartitionError, to_sequential
+from partition.models.passing import Argument, Return
+from pipeline import Pipe
+
+
+def cut(model, *sample):
+    torch.manual_seed(1)
+    return to_sequential(model.eval(), sample).eval()
+
+
+@pytest.mark.parametrize(
+    "name, slots",
+    [
+        ("sees", [(0, Return("words", 0))]),
+        ("towers", [(3, Return("of_image", 0))]),
+        ("branches", [(0, Return("pair", 1)), (2, Return("between", 0))]),
+    ],
+)
+def test_these_models_travel_so(name, slots):
+    """Each what its part alone computes: no module that its reader may call, no argument of a block."""
+    build, inputs = MODELS[name]
+    found = to_sequential(build(), inputs(4))[0].outline.passing
+    assert [slot for slot in found.slots if not isinstance(slot[1], int | Argument)] == slots
+    assert (slots[0] in found.written) is (name == "sees")
+
+
+class Apart(nn.Module):
+    """What a module of the beginning returns is read at the end; how often it is called depends on the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks, self.extra = nn.Embedding(11, 4), squashing(3), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        passing = self.extra(x) if ids.size(1) < 9 else x
+        if ids.size(1) == 8:
+            passing = self.extra(passing)
+        for block in self.blocks:
+            x = block(x)
+        return x + passing
+
+
+class Both(Apart):
+    def forward(self, ids):
+        x = self.embed(ids)
+        passing = self.extra(x) + self.extra(-x)
+        for block in self.blocks:
+            x = block(x)
+        return x + passing
+
+
+def test_of_a_module_that_is_called_twice_nothing_travels():
+    with pytest.raises(PartitionError, match="what 'extra' computes is used .*or from a module that is called once"):
+        cut(Both(), torch.arange(8).view(2, 4))
+
+
+def test_a_module_that_is_called_another_number_of_times_than_on_the_sample_is_named():
+    layers = cut(Apart(), torch.arange(8).view(2, 4))
+    assert (0, Return("extra", 0)) in layers[0].outline.passing.slots
+    with pytest.raises(PartitionError, match="called 'extra' twice, and once on the sample .* a sample that is li"):
+        layers((torch.arange(8).view(1, 8),))
+    with pytest.raises(PartitionError, match="did not call 'extra' before its blocks, as it did on the sample"):
+        layers((torch.arange(9).view(1, 9),))
+    pipe = Pipe(layers, [2, len(layers) - 2], 2)
+    with pytest.raises(PartitionError, match="did not call 'extra'"):
+        pipe((torch.arange(9).view(1, 9).repeat(4, 1),))
+    assert "_compiled_call_impl" not in vars(layers[0].own()["extra"])  # as it was, also after errors
+
+
+@pytest.mark.parametrize("way", ["hooks", "compiled"])
+def test_what_travels_is_what_the_module_returns_with_its_hooks_or_compiled(way):
+    torch.manual_seed(0)
+    model, sample = Towers().eval(), pictured(4)
+    if way == "hooks":
+        model.of_image.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    else:
+        model.of_image.compile(backend="eager")
+    layers = cut(model, *sample)
+    if way == "hooks":
+        model.of_image.register_forward_hook(lambda module, args, output: output + 1)  # after the cut, too
+    torch.compiler.reset()
+    images, ids = pictured(5)
+    for one, other in zip(layers((images, ids)).values(), model(images, ids).values(), strict=True):
+        assert torch.equal(one, other)
+    assert Return("of_image", 0) in [place for _, place in layers[0].outline.passing.slots]
+
+
+def test_gradients_reach_what_travels_from_every_reader():
+    torch.manual_seed(0)
+    model, (ids, images) = Sees().double().eval(), (pictured(6)[1], pictured(6)[0].double())
+    layers = to_sequential(model, (ids, images))
+    pipe = Pipe(layers, [3, 5], 3, checkpoint="always")
+    pipe.step((ids, images), torch.zeros(6), loss_fn=lambda y, _: y.pow(2).mean())
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(ids, images).pow(2).mean().backward()
+    for one, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+class Collecting(Chain):
+    """Its first forward registers hooks, which collect what blocks return where that is asked for."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.asks, self.found = asks, [[]]
+
+    def forward(self, ids):
+        if not getattr(self, "is_hooked", False):
+            for block in self.blocks:
+                block.register_forward_hook(lambda module, args, output: self.found[0].append(output))
+            self.is_hooked = True
+        self.found[0] = []
+        y = super().forward(ids)
+        return (y, *self.found[0]) if self.asks else y
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_hooks_that_the_first_forward_registers_are_registered_once(asks):
+    model, ids = Collecting(asks).eval(), torch.arange(8).view(2, 4)
+    if asks:
+        with pytest.raises(PartitionError, match=r"returns 4 tensors on the sample, and its parts [12], .*output="):
+            to_sequential(model, ids)
+    else:
+        assert torch.equal(to_sequential(model, ids)(ids), model(ids))
+    model(ids)
+    assert len(model.found[0]) == 3
