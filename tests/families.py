@@ -18,6 +18,7 @@ SEEING = {"image_size": 16, "patch_size": 4} | {
     key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
+IMAGE, IMAGES = 45, 16  # the token in whose place a part of an image comes, and how many there are
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 50, "n_positions": 64,
                                        "bos_token_id": 1, "eos_token_id": 2}),
@@ -43,8 +44,23 @@ FAMILIES = {
                                                     "encoder_attention_heads": 4, "decoder_attention_heads": 4,
                                                     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 50,
                                                     "max_position_embeddings": 64, "forced_eos_token_id": 2}),
+    "WhisperForConditionalGeneration": ("WhisperConfig", {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 50,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8,
+        "max_source_positions": 10, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1}),
+    "LlavaForConditionalGeneration": ("LlavaConfig", {
+        "vision_config": SEEING | {"model_type": "clip_vision_model"}, "image_token_index": IMAGE,
+        "text_config": GROUPED | {"model_type": "llama"}}),
+    "PaliGemmaForConditionalGeneration": ("PaliGemmaConfig", {
+        "vision_config": SEEING | {"model_type": "siglip_vision_model", "vision_use_head": False}, "projection_dim": 32,
+        "text_config": GROUPED | {"model_type": "gemma", "head_dim": 8}, "image_token_index": IMAGE,
+        "hidden_size": 32}),
 }  # fmt: skip
-LAYERS = {"T5ForConditionalGeneration": 7, "BartForConditionalGeneration": 7}  # all others: 5
+TWO_ROWS = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration")
+LAYERS = dict.fromkeys(TWO_ROWS, 7) | {"PaliGemmaForConditionalGeneration": 9}  # all others: 5
+# From transformers 5.24 on it returns a list with an entry for each image, which no chunk can continue.
+OUTPUTS = {"LlavaForConditionalGeneration": lambda returned: {"logits": returned["logits"]}}
 
 
 def of_family(
@@ -69,9 +85,18 @@ def of_family(
 
     def text(rows: int, length: int = 12) -> dict[str, Tensor]:
         mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (rows, 1))).long()
-        words = {"input_ids": torch.randint(3, 50, (rows, length)), "attention_mask": mask}
-        if family in LAYERS:
+        words = {"input_ids": torch.randint(3, IMAGE, (rows, length)), "attention_mask": mask}
+        if family in TWO_ROWS:
             words["decoder_input_ids"] = torch.randint(3, 50, (rows, 5))
+        if "WhisperConfig" == config:
+            del words["input_ids"], words["attention_mask"]
+            words["input_features"] = torch.randn(rows, 8, 20)
+        if "vision_config" in sizes:
+            places = torch.full((rows, IMAGES), IMAGE)
+            words["input_ids"] = torch.cat([words["input_ids"][:, :2], places, words["input_ids"][:, 2:]], 1)
+            mask[:, -1] = 0  # PaliGemma itself (transformers 5.23) gives a row other logits where no row is padded
+            words["attention_mask"] = torch.cat([torch.ones_like(places), mask], 1)
+            words["pixel_values"] = torch.randn(rows, 3, 16, 16)
         return words
 
     return model, text

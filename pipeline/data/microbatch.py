@@ -249,8 +249,8 @@ def gather(trees: Sequence[Tree], rows: Sequence[int], batch_dim: int = 0) -> tu
         if not same_structure(first, tree) or len(tree.tensors) != len(first.tensors):
             raise ValueError(
                 f"the outputs of the chunks cannot be joined: chunk 0 gave {describe(first)} and chunk {chunk} gave "
-                f"{describe(tree)}. Return the same structure and the same plain values for every chunk, or use "
-                "chunks=1."
+                f"{describe(tree)}. Return the same structure and the same plain values for every chunk (a model that "
+                'is cut with to_sequential(..., output=lambda out: out["logits"]) returns that alone), or use chunks=1.'
             )
     columns = [tuple(tree.tensors[index] for tree in trees) for index in range(len(first.tensors))]
     for column in columns:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cover import either, pairwise
-from families import FAMILIES, LAYERS, of_family
+from families import FAMILIES, LAYERS, OUTPUTS, of_family
 from torch.utils._pytree import tree_map
 
 from partition import to_sequential
@@ -56,7 +56,7 @@ class Plain:
 def cut(family, sample, **settings):
     """A model, its layers, and a Pipe with its optimizer."""
     model, _ = of_family(family, 0.2)
-    layers = to_sequential(model, sample)
+    layers = to_sequential(model, sample, output=OUTPUTS.get(family))
     assert len(layers) == LAYERS.get(family, 5)
     return model, layers, *piped(layers, [2, len(layers) - 4, 2], **settings)
 
@@ -137,7 +137,8 @@ def test_second_derivatives_are_those_of_the_plain_model(family):
     model, inputs = of_family(family, attn_implementation="eager")
     model.eval()
     x = inputs(5)
-    pipe, _ = piped(to_sequential(model, x), [2, LAYERS.get(family, 5) - 2], checkpoint="always")
+    layers = to_sequential(model, x, output=OUTPUTS.get(family))
+    pipe, _ = piped(layers, [2, LAYERS.get(family, 5) - 2], checkpoint="always")
     first = next(iter(pipe(x)))
     params = list(model.parameters())
     products = []
