@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from partition.errors import PartitionError
 from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
+from partition.models.returns import caught, check_noted
 from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.shares import names_of
@@ -143,16 +144,20 @@ class Outline(nn.Module):
         Returns:
             What the model returns; None where the run ended at a block.
         """
-        root = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
+        copies = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
+        modules = [(self.first_names[name], each) for name, each in own.items() if name in self.first_names]
         run.spare(own.values())
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
-            return root(*args, **kwargs)
+            with caught(run, [*copies.items(), *modules]):
+                returned = copies[""](*args, **kwargs)
         except Reached:
-            return None
+            returned = None
         finally:
             this_run.reset(token)
+        check_noted(run)
+        return returned
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
@@ -237,8 +242,8 @@ def _outlined(
     return made
 
 
-def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) -> nn.Module:
-    """The root with some modules and parameters put in, and copies of what contains them, in their modes."""
+def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) -> dict[str, nn.Module]:
+    """The root with some modules and parameters put in, and copies of what contains them, in their modes: by name."""
     copies = {"": shallow(root)}
     for name, training in modes.items():
         _copy(name, copies)
@@ -248,7 +253,7 @@ def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) 
         _copy(above, copies)
         tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
-    return copies[""]
+    return copies
 
 
 def _copy(name: str, copies: dict[str, nn.Module]) -> None:

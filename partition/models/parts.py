@@ -21,9 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
-from partition.models.noted import Noted
 from partition.models.outline import Outline
-from partition.models.passing import Return
 from partition.models.runs import Chain, Run, chain_of
 from partition.names import InModel, NamedLayer
 
@@ -115,11 +113,10 @@ class Beginning(Around):
         leaves = self.outline.inputs.leaves(x)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         chain = self.outline.chains[0]
-        run = Run(self.outline.chains, chain.first)
-        with Noted(self.outline, chain, self.own()) as noted:
-            self.outline.run(run, leaves, device, self.own(), self.modes)
+        run = Run(self.outline.chains, chain.first, wanted=self.outline.passing.wanted(chain.first))
+        self.outline.run(run, leaves, device, self.own(), self.modes)
         nothing = (None,) * len(self.outline.passing.slots)
-        return _reached(self.outline, run, chain, noted, self.outline.inputs.travelling(leaves), nothing)
+        return _reached(self.outline, run, chain, self.outline.inputs.travelling(leaves), nothing)
 
 
 class Block(Part):
@@ -202,9 +199,8 @@ class Middle(Around):
     def forward(self, value: Value) -> Value:
         before, after = self.outline.chains[self._number - 1 : self._number + 1]
         run, leaves, device = _after(self.outline, before, value, after.first, self.modes)
-        with Noted(self.outline, after, self.own()) as noted:
-            self.outline.run(run, leaves, device, self.own(), self.modes)
-        return _reached(self.outline, run, after, noted, value[2], self.outline.passing.behind(self._number, value[3]))
+        self.outline.run(run, leaves, device, self.own(), self.modes)
+        return _reached(self.outline, run, after, value[2], self.outline.passing.behind(self._number, value[3]))
 
 
 class End(Around):
@@ -237,7 +233,8 @@ def _after(
     written = outline.passing.arguments(passing)
     written.setdefault(chain.first, {}).update(zip(chain.kept, kept, strict=True))
     rewind = _rewound(device) if any(modes.values()) else int
-    run = Run(outline.chains, end, told, written, chain.last, rewind, outline.passing.returns(passing))
+    returns, wanted = outline.passing.returns(passing), {} if end is None else outline.passing.wanted(end)
+    run = Run(outline.chains, end, told, written, chain.last, rewind, returns, wanted)
     return run, outline.inputs.arrived(travelling, device), device
 
 
@@ -256,16 +253,14 @@ def _rewound(device: torch.device) -> Callable[[], object]:
     return rewind
 
 
-def _reached(
-    outline: Outline, run: Run, chain: Chain, noted: Mapping[Return, Any], travelling: _Values, passing: _Values
-) -> Value:
+def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
     if len(run.calls) <= chain.first:
         raise PartitionError(
             f"the model's forward ended before it called block {chain.blocks[0]!r}. If a module that contains blocks "
             "has two names, or is kept in a list beside its name, call it by the first."
         )
     call = run.calls[chain.first]
-    passing = outline.passing.entered(chain.first, call, noted, passing)
+    passing = outline.passing.entered(chain.first, call, run.noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 
 

@@ -65,7 +65,7 @@ class Passing(NamedTuple):
         ])
 
     def entered(
-        self, number: int, call: Call, returned: Mapping[Return, Any], values: tuple[Any, ...]
+        self, number: int, call: Call, returned: Mapping[tuple[str, int], Any], values: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """The values, with those that the block of this number is called with, and what modules before it returned."""
         return tuple([
@@ -74,14 +74,14 @@ class Passing(NamedTuple):
             for (block, place), value in zip(self.slots, values, strict=True)
         ])
 
-    def noted(self, number: int) -> dict[str, dict[int, bool]]:
+    def wanted(self, number: int) -> dict[str, dict[int, bool]]:
         """Of modules before the block of this number what is to be noted: by name, by place, whether to copy it."""
-        noted: dict[str, dict[int, bool]] = {}
+        wanted: dict[str, dict[int, bool]] = {}
         for slot in self.slots:
             block, place = slot
             if block == number and isinstance(place, Return):
-                noted.setdefault(place.name, {})[place.place] = slot in self.written
-        return noted
+                wanted.setdefault(place.name, {})[place.place] = slot in self.written
+        return wanted
 
     def returns(self, values: tuple[Any, ...]) -> dict[str, dict[int, Any]]:
         """What modules of other parts returned, where it is there: by name, by place."""

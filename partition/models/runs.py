@@ -99,11 +99,14 @@ class Run:
         written: by a block's number, what is to stand in some of its arguments: the run goes on with it.
         resume: the number of a block behind which this part begins.
         rewind: called there: what was drawn before was drawn by another part.
-        returns: of modules that lie in other parts, what they returned there: by name, by place among the leaves.
+        returns: of modules that lie in other parts or contain blocks, what they returned there: by name, by place among
+            the leaves.
+        wanted: of modules what is to be noted of what they return: by name, by place, whether to note a copy.
 
     Attributes:
         calls: of the blocks that were reached, in order.
-        returns: see above.
+        returns, wanted: see above.
+        noted: of what modules returned, by name and place.
     """
 
     def __init__(
@@ -115,9 +118,12 @@ class Run:
         resume: int | None = None,
         rewind: Callable[[], object] = int,
         returns: Mapping[str, Mapping[int, Any]] = MappingProxyType({}),
+        wanted: Mapping[str, Mapping[int, bool]] = MappingProxyType({}),
     ) -> None:
         self.calls: list[Call] = []
         self.returns = returns
+        self.wanted = wanted
+        self.noted: dict[tuple[str, int], Any] = {}
         self._chains = chains
         self._end = end
         self._told = told

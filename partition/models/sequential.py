@@ -181,7 +181,8 @@ def _divided(
         runs = [run for run in seen.runs if called_once(run.calls, blocks)]
         shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
         elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
-        sources = [Sources(model, run, called_once(run.calls, blocks), elsewhere) for run in runs]
+        containers = around(chains) - {""}
+        sources = [Sources(model, run, called_once(run.calls, blocks), elsewhere, containers) for run in runs]
         try:
             chains = tuple([carrying(chain, sources) for chain in chains])
             return chains, shares, apart, passing_of(chains, shares, sources)

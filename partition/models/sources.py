@@ -49,14 +49,23 @@ class Sources:
         seen: the run.
         blocks: of the model, as they were called in it.
         apart: the names of the modules and parameters that lie in parts.
+        containers: those of the modules that contain blocks.
     """
 
-    def __init__(self, model: nn.Module, seen: Seen, blocks: Sequence[Called], apart: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        seen: Seen,
+        blocks: Sequence[Called],
+        apart: Collection[str],
+        containers: Collection[str] = (),
+    ) -> None:
         self.blocks = blocks
         self.seen = seen
         self._numbers = {block.number: number for number, block in enumerate(blocks)}
         self._calls = {call.number: call for call in seen.calls}
         self._times = Counter(call.name for call in seen.calls)
+        self._containers = {call.number for call in seen.calls if call.name in containers}
         names = names_of(model)
         self._units = {
             call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(apart) for call in seen.calls
@@ -122,15 +131,27 @@ class Sources:
                 found.returned.add(number)
             elif lost:
                 found.lost.append(lost)
+            elif node.time < by and self._is_lost_within(number, present, kept, since):
+                found.returned.add(number)
             else:
                 reach(node.parents, node.time)
         return found
 
     def call_of(self, number: int) -> Called | None:
-        """The call of which a node is what it returned: the only one of a module that lies in a part."""
+        """The call of which a node is what it returned: the only one of a module that lies in a part or has blocks."""
         left = self.seen.flow.nodes[number].left
-        call = None if left is None or not self._units[left[0]] else self._calls[left[0]]
-        return call if call is not None and self._times[call.name] == 1 else None
+        if left is None or not self._units[left[0]] and left[0] not in self._containers:
+            return None
+        call = self._calls[left[0]]
+        return call if self._times[call.name] == 1 else None
+
+    def _is_lost_within(
+        self, number: int, present: Collection[str], kept: Mapping[int, int], since: int | None
+    ) -> bool:
+        """Whether a module that contains blocks returned a node, and computed it from what is lost."""
+        left = self.seen.flow.nodes[number].left
+        is_of_container = left is not None and left[0] in self._containers and self.call_of(number) is not None
+        return is_of_container and bool(self.of((number,), present, kept, since).lost)
 
     def written(self) -> tuple[set[Slot], set[int]]:
         """The values that blocks returned, and the nodes that modules did, into which the model wrote."""
