@@ -45,11 +45,13 @@ class Candidate(NamedTuple):
         name: for the report.
         build: makes it.
         inputs: of so many rows: a tensor, a tuple or a dict.
+        output: what is taken of what it returns.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Any]
+    output: Callable[[Any], Any] | None = None
 
 
 def images(size: int, rows: int, channels: int = 3) -> Tensor:
@@ -134,7 +136,8 @@ def open_clip() -> Iterator[Candidate]:
 
     yield Candidate("CLIP, images", partial(tower, "visual", vision), partial(images, 64))
     yield Candidate("CLIP, images by a ResNet", partial(tower, "visual", resnet), partial(images, 64))
-    yield Candidate("CLIP", partial(library.CLIP, 32, vision, text), lambda rows: (images(64, rows), words(16, rows)))
+    both = partial(library.CLIP, 32, vision, text)  # without the scale of the logits, a single number
+    yield Candidate("CLIP", both, lambda rows: (images(64, rows), words(16, rows)), lambda returned: returned[:2])
     custom = partial(library.CustomTextCLIP, 32, vision, text)
     yield Candidate("CustomTextCLIP, words", lambda: custom().text, partial(words, 16))
 
@@ -297,11 +300,11 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
         return "not run", f"{type(error).__name__}: {error}"
     try:
         with within(8 * seconds):
-            layers = to_sequential(model, candidate.inputs(4)).eval()
-            x = candidate.inputs(5)
+            layers = to_sequential(model, candidate.inputs(4), output=candidate.output).eval()
+            x, made = candidate.inputs(5), candidate.output or dict_of
             with torch.no_grad():
-                outputs = apart(tensors(Pipe(layers, halves(layers), 1)(x)), tensors(called(model, x)))
-            expected = plain_grads(model, x)
+                outputs = apart(tensors(Pipe(layers, halves(layers), 1)(x)), tensors(made(called(model, x))))
+            expected = plain_grads(model, x, made)
             grads = max(
                 apart(stepped(model, layers, x, *how), expected) for how in (("always", "1f1b"), ("never", "zb-h1"))
             )
@@ -310,13 +313,18 @@ def judged(candidate: Candidate, seconds: int) -> tuple[str, str]:
     except PartitionError as error:
         return "refused", str(error)
     except Exception as error:  # of the model itself in train mode, or a Pipe's words
-        return ("refused" if "Pipe(" in str(error) or "chunk" in str(error) else "not run"), str(error)
+        return "failed", f"{type(error).__name__}: {error}"
     said = f"outputs {outputs:.0e}, gradients {grads:.0e}"
     return ("right" if outputs <= 1e-12 and grads <= 1e-9 else "FURTHER"), said
 
 
 def called(model: nn.Module, x: Any) -> Any:
     return model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+
+
+def dict_of(returned: Any) -> Any:
+    """What `to_sequential` makes of what a model returns."""
+    return {key: each for key, each in returned.items() if each is not None} if isinstance(returned, dict) else returned
 
 
 def halves(layers: nn.Sequential) -> list[int]:
@@ -331,12 +339,12 @@ def stepped(model: nn.Module, layers: nn.Sequential, x: Any, checkpoint: str, sc
     return [parameter.grad for parameter in model.parameters()]
 
 
-def plain_grads(model: nn.Module, x: Any) -> list[Tensor | None]:
+def plain_grads(model: nn.Module, x: Any, made: Callable[[Any], Any]) -> list[Tensor | None]:
     """The same by a loop over the chunks."""
     model.zero_grad()
     for first, last in CHUNKS:
         output = called(model, torch.utils._pytree.tree_map_only(Tensor, lambda whole: whole[first:last], x))
-        (loss_of(output, None) * (last - first) / CHUNKS[-1][1]).backward()
+        (loss_of(made(output), None) * (last - first) / CHUNKS[-1][1]).backward()
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
@@ -354,7 +362,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    columns = ["right", "FURTHER", "refused", "not run"]
+    columns = ["right", "FURTHER", "refused", "failed", "not run"]
     more: list[str] = []
     print(f"| library | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
     for name in arguments.libraries or [name for name in LIBRARIES if importlib.util.find_spec(name)]:

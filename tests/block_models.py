@@ -506,6 +506,33 @@ class Towers(nn.Module):
         return {"image": image, "alike": (image * F.normalize(self.of_text(x.mean(1)), dim=-1)).sum(-1, True)}
 
 
+class Tower(nn.Module):
+    """It ends in a parameter of its own, as open_clip's do."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = first, squashing(3), nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).flatten(2)
+        x = x.transpose(1, 2) if isinstance(self.first, nn.Conv2d) else x
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1) @ self.last, x.amax(1)
+
+
+class TowersOfModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks, self.reads = Tower(nn.Conv2d(3, 4, 4, 4)), Tower(nn.Embedding(11, 4))
+
+    def forward(self, images: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        image, most = self.looks(images)
+        image += 1
+        text, _ = self.reads(ids)
+        return F.normalize(image, dim=-1) * text, most
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -561,6 +588,7 @@ MODELS = {
     "borrows": (Borrows, ids),
     "sees": (Sees, lambda rows: pictured(rows)[::-1]),
     "towers": (Towers, pictured),
+    "towers of modules": (TowersOfModules, pictured),
     "branches": (Branches, ids),
 }  # fmt: skip
 
