@@ -66,24 +66,35 @@ def words(length: int, rows: int) -> Tensor:
 
 
 def torchvision() -> Iterator[Candidate]:
-    """The first classifier that each module lists, on images as small as it takes, and segmentation and video.
+    """The smallest model of each module, classifiers and segmentation, on images as small as it takes; two of videos.
 
     Detectors are called with lists of images, which are no rows.
     """
     models = importlib.import_module("torchvision.models")
-    seen = set()
-    for module in (models, models.segmentation, models.video):
-        for name in models.list_models(module):
-            build = models.get_model_builder(name)
-            kind = build.__module__.rpartition(".")[2]
-            if kind in seen:
-                continue
-            seen.add(kind)
-            size = {"maxvit": 224, "mvit": 224}.get(kind, 64 if module is models.video else 96)
-            options = {"weights_backbone": None} if module is models.segmentation else {}
-            options |= {"image_size": size} if kind == "vision_transformer" else {}
-            shape = (3, 16, size, size) if module is models.video else (3, size, size)
-            yield Candidate(name.rpartition("/")[2], partial(build, weights=None, **options), partial(_random, shape))
+    sized: dict[str, list[tuple[int, str]]] = {}
+    for name in [*models.list_models(models), *models.list_models(models.segmentation)]:
+        try:
+            with torch.device("meta"):
+                model = _of_torchvision(name, 224)
+        except NotImplementedError:  # it needs numbers
+            model = _of_torchvision(name, 224)
+        kind = models.get_model_builder(name).__module__.rpartition(".")[2]
+        sized.setdefault(kind, []).append((sum(each.numel() for each in model.parameters()), name))
+    for kind, names in sized.items():
+        size = 224 if kind == "maxvit" else 96
+        _, name = min(names)
+        yield Candidate(name, partial(_of_torchvision, name, size), partial(images, size))
+    for name in ("r3d_18", "swin3d_t"):
+        yield Candidate(name, partial(_of_torchvision, name, 64), partial(_random, (3, 8, 64, 64)))
+
+
+def _of_torchvision(name: str, size: int) -> nn.Module:
+    models = importlib.import_module("torchvision.models")
+    options: dict[str, Any] = {"image_size": size} if name.startswith("vit_") else {}
+    if name in models.list_models(models.segmentation):
+        options["weights_backbone"] = None
+    made: nn.Module = models.get_model(name, weights=None, **options)
+    return made
 
 
 def _random(shape: tuple[int, ...], rows: int) -> Tensor:
