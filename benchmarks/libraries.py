@@ -81,7 +81,7 @@ def torchvision() -> Iterator[Candidate]:
         kind = models.get_model_builder(name).__module__.rpartition(".")[2]
         sized.setdefault(kind, []).append((sum(each.numel() for each in model.parameters()), name))
     for kind, names in sized.items():
-        size = 224 if kind == "maxvit" else 96
+        size = {"maxvit": 224, "inception": 299}.get(kind, 96)
         _, name = min(names)
         yield Candidate(name, partial(_of_torchvision, name, size), partial(images, size))
     for name in ("r3d_18", "swin3d_t"):

@@ -76,6 +76,7 @@ def test_a_module_that_is_called_another_number_of_times_than_on_the_sample_is_n
     assert "_compiled_call_impl" not in vars(layers[0].own()["extra"])  # as it was, also after errors
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks
 @pytest.mark.parametrize("way", ["hooks", "compiled"])
 def test_what_travels_is_what_the_module_returns_with_its_hooks_or_compiled(way):
     torch.manual_seed(0)
