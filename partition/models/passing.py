@@ -75,7 +75,7 @@ class Passing(NamedTuple):
         ])
 
     def wanted(self, number: int) -> dict[str, dict[int, bool]]:
-        """Of modules before the block of this number what is to be noted: by name, by place, whether to copy it."""
+        """The values to be noted of modules before the block of this number: by name, by place, whether to copy."""
         wanted: dict[str, dict[int, bool]] = {}
         for slot in self.slots:
             block, place = slot
@@ -84,7 +84,7 @@ class Passing(NamedTuple):
         return wanted
 
     def returns(self, values: tuple[Any, ...]) -> dict[str, dict[int, Any]]:
-        """What modules of other parts returned, where it is there: by name, by place."""
+        """The values that modules of other parts returned, as far as they are there: by name, by place."""
         by_name: dict[str, dict[int, Any]] = {}
         for slot, value in zip(self.slots, values, strict=True):
             place = slot[1]

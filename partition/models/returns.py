@@ -1,4 +1,4 @@
-"""What modules return in one run of an outline: noted for later parts, and told where another part has computed it."""
+"""The values that modules return in one run of an outline: noted for later parts, or told where others made them."""
 
 from __future__ import annotations
 
