@@ -2,7 +2,7 @@
 
     python benchmarks/libraries.py                      all libraries, some half an hour
     python benchmarks/libraries.py timm --seconds 20    one of them
-    python benchmarks/libraries.py timm --names vit     models whose names contain this
+    python benchmarks/libraries.py timm --names vit     models whose names contain this; those not right go to stderr
 
     model ─► cut on one sample ─► called with another: the plain model's outputs, to 1e-12?
                               └─► steps of two stages, two chunks: the plain loop's gradients, to 1e-9 of the largest?
@@ -20,6 +20,7 @@ import inspect
 import logging
 import pkgutil
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -374,7 +375,6 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     columns = ["right", "FURTHER", "refused", "failed", "not run"]
-    more: list[str] = []
     print(f"| library | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
     for name in arguments.libraries or [name for name in LIBRARIES if importlib.util.find_spec(name)]:
         counts: Counter[str] = Counter()
@@ -382,10 +382,10 @@ def main() -> None:
             if re.search(arguments.names, candidate.name):
                 what, said = judged(candidate, arguments.seconds)
                 counts[what] += 1
-                more += [f"{name}, {candidate.name}: {what}: {said}"] if what != "right" else []
+                if what != "right":
+                    print(f"{name}, {candidate.name}: {what}: {said}", file=sys.stderr, flush=True)
         version = metadata.version(NAMES.get(name, name))
         print(f"| {name} {version} | {' | '.join(str(counts[column]) for column in columns)} |", flush=True)
-    print("\n" + "\n".join(more))
 
 
 if __name__ == "__main__":
