@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.runs import Run
@@ -57,9 +57,8 @@ def check_noted(run: Run) -> None:
 
 def _catching(run: Run, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def catching(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = tree_flatten(call(*args, **kwargs))
-        for place, value in run.returns.get(name, {}).items():
-            leaves[place] = value
+        returned = run.as_told(name, call(*args, **kwargs))
+        leaves = tree_leaves(returned)
         for place, copies in run.wanted.get(name, {}).items():
             if (name, place) in run.noted:
                 raise PartitionError(
@@ -67,6 +66,6 @@ def _catching(run: Run, name: str, call: Callable[..., Any]) -> Callable[..., An
                     "part reads what it returns. Cut the model with a sample that is like this call."
                 )
             run.noted[name, place] = leaves[place].clone() if copies else leaves[place]
-        return tree_unflatten(leaves, tree)
+        return returned
 
     return catching

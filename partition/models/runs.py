@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
@@ -135,6 +135,16 @@ class Run:
     def spare(self, own: Iterable[Any]) -> None:
         """Write into none of these: what a part has is there."""
         self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
+
+    def as_told(self, name: str, returned: Any) -> Any:
+        """The output of a module, with what another part computed of it."""
+        told = self.returns.get(name)
+        if told is None:
+            return returned
+        leaves, tree = tree_flatten(returned)
+        for place, value in told.items():
+            leaves[place] = value
+        return tree_unflatten(leaves, tree)
 
     def reach(
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None

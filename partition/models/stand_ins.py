@@ -93,16 +93,10 @@ class Absent(Shadow):
             self._known[key] = self._shapes(place, *((here, {}) if tree is None else tree_unflatten(here, tree)))
             forget_oldest(self._known)
         known = self._known[key]
-        told = this_run.get().returns.get(self._name)
-        if told is not None:
-            leaves, tree = tree_flatten(known)
-            return tree_unflatten([
-                told[place] if place in told else lost(leaf, device) if isinstance(leaf, Tensor) else leaf
-                for place, leaf in enumerate(leaves)
-            ], tree)  # fmt: skip
-        return lost(known, device) if isinstance(known, Tensor) else tree_map_only(
+        made = lost(known, device) if isinstance(known, Tensor) else tree_map_only(
             Tensor, lambda meta: lost(meta, device), known
         )
+        return this_run.get().as_told(self._name, made)
 
     def _shapes(self, place: torch.device, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
         """The output of the module, on the meta device."""
