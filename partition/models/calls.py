@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from itertools import chain, count
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
-from partition.models.flow import Flow
+from partition.models.as_found import as_found, tensors_of
+from partition.models.flow import Flow, storage_of
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
 from partition.models.stand_ins import Volatile
@@ -40,8 +41,7 @@ def run_model(model: nn.Module, x: Any, always: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def training(*modules: nn.Module) -> Iterator[None]:
-    """Within: train mode; at the end eval mode, and buffers as they were."""
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    """Within: train mode; at the end eval mode."""
     for module in modules:
         module.train()
     try:
@@ -49,11 +49,6 @@ def training(*modules: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.eval()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                is_same = torch.equal(buffer.to_dense(), value.to_dense())
-                if not is_same:  # a write is counted, and BatchNorm's own are not
-                    buffer.copy_(value)
 
 
 @contextmanager
@@ -110,8 +105,8 @@ class Watched(NamedTuple):
         sample: what it is called with.
         always: keyword arguments beside that.
         in_eval_mode, in_train_mode: what was seen.
-        volatile: the attributes that forwards set, and the buffers that they write, in either mode; but for flags that
-            one forward alone sets to True, as it does something once: transformers registers hooks so.
+        volatile: the attributes that forwards set, and the parameters and buffers that they write, in either mode.
+        written: the tensors of the model, and of the sample, that they write.
     """
 
     model: nn.Module
@@ -120,6 +115,12 @@ class Watched(NamedTuple):
     in_eval_mode: Seen
     in_train_mode: Seen
     volatile: Volatile
+    written: list[Tensor]
+
+    @property
+    def done(self) -> list[tuple[int, str]]:
+        """The flags among what is volatile."""
+        return [key for key, is_done in self.volatile.items() if is_done]
 
     @property
     def runs(self) -> tuple[Seen, Seen]:
@@ -134,12 +135,17 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
     modes: list[Seen] = []
     written: set[tuple[int, str]] = set()
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
-    with training(model), torch.no_grad():
-        buffers = [(id(module), name, buffer, buffer._version) for module in model.modules()
-                   for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
+    own = [tensor for module in model.modules() for tensor in tensors_of(module)]
+    storages: set[int] = set()  # that are written
+    with as_found([model], there=[*own, *tensors]) as found, training(model), torch.no_grad():
+
+        def before_write(tensor: Tensor) -> None:
+            found.contents.keep(tensor)
+            storages.add(storage_of(tensor))
+
         for _ in range(2):
             calls: list[Called] = []
-            flow = Flow(chain(model.parameters(), model.buffers(), tensors))
+            flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
             with _calling(model, calls, flow), flow.watching(), _setting() as values:
                 leaves = tree_leaves(make(run_model(model, sample, always)))
             flags = {key for key, value in values.items() if value is True} - written | flags - values.keys()
@@ -148,9 +154,19 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
             modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output))
             for module in model.modules():
                 vars(module)["training"] = False
-        written.update((owner, name) for owner, name, buffer, version in buffers if buffer._version != version)
     in_train_mode, in_eval_mode = modes
-    return Watched(model, sample, always, in_eval_mode, in_train_mode, frozenset(written - flags))
+    volatile = {key: key in flags for key in written} | dict.fromkeys(_names(model, storages), False)
+    written_to = [tensor for tensor in [*own, *tensors] if storage_of(tensor) in storages]
+    return Watched(model, sample, always, in_eval_mode, in_train_mode, volatile, written_to)
+
+
+def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:
+    """The parameters and buffers that lie in some storages: id of the module, name."""
+    return [
+        (id(module), name) for module in model.modules() for name, tensor in chain(
+            module._parameters.items(), module._buffers.items()
+        ) if tensor is not None and storage_of(tensor) in storages
+    ]  # fmt: skip
 
 
 @contextmanager

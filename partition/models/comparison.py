@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_iter
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from partition.errors import PartitionError
-from partition.models.calls import run_model, training
+from partition.models.as_found import as_found
+from partition.models.calls import Watched, run_model, training
 from partition.models.inputs import Leaves
 from partition.randomness import generators_left
 
@@ -20,14 +21,18 @@ _PIECE = 2**12  # numbers of a gradient of which one is made
 _ANOTHER = "Give a sample, and a dtype, in which the model alone can be trained."
 
 
-def compare(
-    model: nn.Module, layers: nn.Sequential, sample: Any, always: Mapping[str, Any], make: Callable[[Any], Any]
-) -> None:
+def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
     """See that the layers compute what the model computes.
+
+    Args:
+        seen: the model.
+        layers: its parts.
+        make: what is made of what the model returns.
 
     Raises:
         PartitionError: they do not.
     """
+    model, sample = seen.model, seen.sample
     kind = type(model).__name__
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     missing = set(names.values()) - {names.get(id(each), "") for each in layers.parameters()}
@@ -35,7 +40,9 @@ def compare(
         raise PartitionError(f"{kind}: no part has the parameters {', '.join(sorted(missing)[:5])}.")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        expected = make(run_model(model, sample, always))
+        with as_found([model], seen.written) as found:
+            expected = make(run_model(model, sample, seen.always))
+            kept = found.changed(seen.done)
         for leaf in tree_iter(expected):
             if isinstance(leaf, Tensor) and leaf.dim() == 0:
                 raise PartitionError(
@@ -45,7 +52,8 @@ def compare(
         theirs, their_tree = tree_flatten(expected)
         if any(isinstance(leaf, Tensor) and bool(leaf.isnan().any()) for leaf in theirs):
             raise PartitionError(f"{kind} itself returns NaN on the sample, which tells nothing. {_ANOTHER}")
-        ours, tree = tree_flatten(layers(sample))
+        with as_found([model, layers], seen.written):
+            ours, tree = tree_flatten(layers(sample))
         if tree != their_tree:
             counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
             raise PartitionError(
@@ -60,27 +68,69 @@ def compare(
                 "computes it among the blocks, blocks=[...], or write the model as an nn.Sequential."
             )
         _compare_grads(kind, ours, theirs, parameters, names)
+    if kept:
+        _compare_next(seen, layers, make, kept)
 
 
-def compare_in_train_mode(
-    model: nn.Module, layers: nn.Sequential, sample: Any, always: Mapping[str, Any], make: Callable[[Any], Any]
-) -> None:
+def compare_in_train_mode(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) -> None:
     """See that they return the same in train mode, under one seed.
+
+    Args:
+        seen: the model.
+        layers: its parts.
+        make: what is made of what the model returns.
 
     Raises:
         PartitionError: they do not.
     """
-    found = []
-    for whole in (True, False):
-        with training(model, layers), torch.no_grad():
-            torch.manual_seed(0)
-            found.append(make(run_model(model, sample, always)) if whole else layers(sample))
-    if not same(*found):
-        raise PartitionError(
-            f"{type(model).__name__} does not return in train mode what its parts return: what is drawn for dropout "
-            "in one part is used in another, layers are dropped (as layerdrop=... does), or blocks hand something over "
-            "beside what they return. Turn that off, name other blocks, blocks=[...], or write an nn.Sequential."
-        )
+    with training(seen.model, layers), torch.no_grad():
+        kept, theirs, ours = _calls(seen, layers, make, [seen.sample])
+        if not same(ours, theirs):
+            raise PartitionError(
+                f"{type(seen.model).__name__} does not return in train mode what its parts return: what is drawn for "
+                "dropout in one part is used in another, layers are dropped (as layerdrop=... does), or blocks hand "
+                "something over beside what they return. Turn that off, name other blocks, blocks=[...], or write an "
+                "nn.Sequential."
+            )
+        if kept:
+            _compare_next(seen, layers, make, kept)
+
+
+def _compare_next(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any], kept: Iterable[str]) -> None:
+    """See that they return the same behind another call: what one call keeps may count in the next.
+
+    Raises:
+        PartitionError: they do not.
+    """
+    other = tree_map_only(Tensor, lambda leaf: leaf / 2 if leaf.is_floating_point() else leaf, seen.sample)
+    with torch.no_grad():
+        _, theirs, ours = _calls(seen, layers, make, [other, seen.sample])
+    if not same(ours, theirs):
+        raise PartitionError(keeps(seen.model, kept))
+
+
+def keeps(model: nn.Module, names: Iterable[str]) -> str:
+    """The words for a model whose forward keeps some attributes from one call to the next."""
+    return (
+        f"the forward of {type(model).__name__} keeps {', '.join(map(repr, names))} from one call to the next, and "
+        "each part runs that forward. Let a module of its own, that is called once, keep it."
+    )
+
+
+def _calls(
+    seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any], xs: Sequence[Any]
+) -> tuple[list[str], Any, Any]:
+    """The attributes that calls one after the other change, and what the model and its parts return in the last."""
+    runs: list[Callable[[Any], Any]] = [lambda x: make(run_model(seen.model, x, seen.always)), layers]
+    returned, kept = [], list[str]()
+    for run in runs:
+        with as_found([seen.model, layers], seen.written) as found:
+            for x in xs:
+                torch.manual_seed(0)
+                last = run(x)
+            returned.append(last)
+            kept = kept or found.changed(seen.done)
+    return kept, *returned
 
 
 def same(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ code. What Python is told may decide the way: what is computed later counts as c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -44,14 +44,17 @@ class Flow:
 
     Args:
         there: tensors that are there before it. Others that no operation makes, Python has made: of what it was told.
+        before_write: called with a tensor before something is written there.
 
     Attributes:
+        before_write: see above.
         nodes: in the order in which they were computed.
         told: when Python was told numbers, and of which nodes.
         roots: the nodes that no operation has made, and their storages.
     """
 
-    def __init__(self, there: Iterable[Tensor]) -> None:
+    def __init__(self, there: Iterable[Tensor], before_write: Callable[[Tensor], object] = id) -> None:
+        self.before_write = before_write
         self.nodes: list[Node] = []
         self.told: list[tuple[int, tuple[int, ...]]] = []
         self.roots: dict[int, int] = {}
@@ -121,6 +124,9 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if may_draw else None
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self._flow.before_write(tensor)
         made = func(*args, **kwargs)
         given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves = list(tree_iter(made))
@@ -131,7 +137,7 @@ class _Operations(TorchDispatchMode):
         read = [] if name.startswith("new_") or name.endswith("_like") else given  # these read shapes alone
         is_elsewhere = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
         drawn = state is not None and (is_elsewhere or not torch.equal(state, torch.get_rng_state()))
-        self._flow.computed(read, leaves, _written(func, args, kwargs), drawn)
+        self._flow.computed(read, leaves, written, drawn)
         return made
 
 

@@ -22,7 +22,7 @@ from partition.errors import PartitionError
 from partition.models.calls import Called, Watched, in_eval_mode, watched
 from partition.models.carrying import NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
-from partition.models.comparison import compare, compare_in_train_mode
+from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import Inputs, UnreadError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
@@ -152,8 +152,8 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
         while True:
             layers = _layers(model, Outline(model, chains, inputs, apart, volatile, passing, shaping), shares, output)
             try:
-                compare(model, layers, sample, always, output)
-                compare_in_train_mode(model, layers, sample, always, output)
+                compare(seen, layers, output)
+                compare_in_train_mode(seen, layers, output)
                 return layers
             except UnreadError as error:
                 read = [is_read or number == error.leaf for number, is_read in enumerate(inputs.read)]
@@ -161,6 +161,8 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
     except PartitionError:
         raise
     except Exception as error:
+        if isinstance(error, AttributeError) and error.name in {name for _, name in volatile}:  # copies have none
+            raise PartitionError(keeps(model, [error.name])) from error
         raise PartitionError(
             f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
             "Cut it by hand, as an nn.Sequential."
@@ -197,7 +199,7 @@ def _is_parameter(unit: nn.Module | Tensor) -> bool:
 
 
 def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
-    """See that no module that contains blocks writes its buffers, or tells a hook the gradients of its input.
+    """See that no module that contains blocks writes what it has, or tells a hook the gradients of its input.
 
     Raises:
         PartitionError: one does.
@@ -209,10 +211,11 @@ def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
                 f"{type(module).__name__}, which contains blocks, has a backward hook, and no part runs it from its "
                 "input to its output. Hooks on blocks and on what is in them work, and full_backward_pre_hooks."
             )
-        for key in module._buffers:
+        for key in (*module._parameters, *module._buffers):
             if (id(module), key) in seen.volatile:
+                kind = "parameter" if key in module._parameters else "buffer"
                 raise PartitionError(
-                    f"the forward of {type(module).__name__}, which contains blocks, writes its buffer {key!r}, "
+                    f"the forward of {type(module).__name__}, which contains blocks, writes its {kind} {key!r}, "
                     "and each part would write it again. Move it into a module of its own."
                 )
 

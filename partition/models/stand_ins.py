@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from partition.models.runs import this_run
 from partition.models.shapes import Shape, lost
 
-Volatile: TypeAlias = "frozenset[tuple[int, str]]"  # attributes that a forward sets: id of the module, name
+# By id of the module and name: the attributes that a forward sets, and the tensors that it writes; and whether copies
+# have True there: the first forward alone sets that, since it does something once. transformers registers hooks so.
+Volatile: TypeAlias = "Mapping[tuple[int, str], bool]"
 _MOST = 32  # calls of which something is remembered
 
 
@@ -106,7 +109,7 @@ class Absent(Shadow):
 
 
 def rebuilt(
-    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = frozenset()
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = MappingProxyType({})
 ) -> nn.Module:
     """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
     if isinstance(module, torch.jit.ScriptModule):  # without parameters: see `to_sequential`
@@ -121,13 +124,16 @@ def rebuilt(
     return made
 
 
-def shallow(module: nn.Module, volatile: Volatile = frozenset()) -> nn.Module:
+def shallow(module: nn.Module, volatile: Volatile = MappingProxyType({})) -> nn.Module:
     """A copy of a module that shares its parameters, buffers and children, in tables of its own."""
     made: nn.Module = object.__new__(type(module))
     own = vars(made)
     own.update(vars(module))
-    for name in [name for owner, name in volatile if owner == id(module)]:
-        own.pop(name, None)
+    for (owner, name), is_done in volatile.items():
+        if owner == id(module):
+            own.pop(name, None)
+            if is_done:
+                own[name] = True
     for table in ("_parameters", "_buffers", "_modules"):
         own[table] = own[table].copy()
     for name in ("forward", "_compiled_call_impl"):  # it is bound to the other

@@ -8,6 +8,7 @@ from block_models import Chain, ids
 from torch import nn
 
 from partition import PartitionError, to_sequential
+from partition.models.calls import watched
 from partition.models.comparison import compare
 
 
@@ -28,14 +29,15 @@ class Around(nn.Module):
 def test_another_gradient_is_seen(width):
     torch.manual_seed(0)
     model, x = nn.Linear(width, width), torch.randn(5, width)
-    compare(model, nn.Sequential(Around(model, lambda grad: grad * 1.0)), x, {}, lambda out: out)
+    seen = watched(model, x, lambda out: out)
+    compare(seen, nn.Sequential(Around(model, lambda grad: grad * 1.0)), lambda out: out)
     one = torch.zeros(width)
     one[width // 2] = 0.1
     for change in (lambda grad: grad * 1.01, lambda grad: grad + one, lambda grad: grad.flip(0)):
         with pytest.raises(PartitionError, match="Linear: the gradient of weight is not that of the model"):
-            compare(model, nn.Sequential(Around(model, change)), x, {}, lambda out: out)
+            compare(seen, nn.Sequential(Around(model, change)), lambda out: out)
     with pytest.raises(PartitionError, match="Linear: the gradient of weight is not that of the model"):
-        compare(model, nn.Sequential(Around(model, lambda grad: grad)), x, {}, torch.Tensor.detach)
+        compare(seen, nn.Sequential(Around(model, lambda grad: grad)), torch.Tensor.detach)
 
 
 class Overflows(Chain):
