@@ -38,6 +38,12 @@ FAMILIES = {
     "ViTForImageClassification": ("ViTConfig", SEEING),
     "CLIPTextModelWithProjection": ("CLIPTextConfig", SIZES | {"bos_token_id": 1, "eos_token_id": 2}),
     "CLIPVisionModelWithProjection": ("CLIPVisionConfig", SEEING),
+    "DPTForDepthEstimation": ("DPTConfig", SEEING | {
+        "backbone_out_indices": [0, 1, 2], "neck_hidden_sizes": [8, 8, 16], "fusion_hidden_size": 16,
+        "reassemble_factors": [2, 1, 0.5]}),
+    "SegformerForSemanticSegmentation": ("SegformerConfig", SEEING | {
+        "depths": [1] * 4, "sr_ratios": [2, 2, 1, 1], "hidden_sizes": [8, 8, 16, 16], "patch_sizes": [3] * 4,
+        "strides": [2, 2, 1, 1], "num_attention_heads": [2] * 4, "mlp_ratios": [2] * 4, "decoder_hidden_size": 16}),
     "T5ForConditionalGeneration": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
                                                 "vocab_size": 50}),
     "BartForConditionalGeneration": ("BartConfig", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
@@ -58,7 +64,8 @@ FAMILIES = {
         "hidden_size": 32}),
 }  # fmt: skip
 TWO_ROWS = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration")
-LAYERS = dict.fromkeys(TWO_ROWS, 7) | {"PaliGemmaForConditionalGeneration": 9}  # all others: 5
+SEEING_ROWS = ("LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration")
+LAYERS = dict.fromkeys(TWO_ROWS, 7) | dict.fromkeys(SEEING_ROWS, 9)  # all others: 5
 # From transformers 5.24 on it returns a list with an entry for each image, which no chunk can continue.
 OUTPUTS = {"LlavaForConditionalGeneration": lambda returned: {"logits": returned["logits"]}}
 
@@ -80,7 +87,7 @@ def of_family(
         known = kind(**sizes).to_dict().items()
         settings |= {key: dropout for key, value in known if re.search("(?<!layer)drop", key) and value is not None}
     model = getattr(transformers, family)(kind(**sizes, **settings))
-    if sizes is SEEING:
+    if "patch_size" in sizes:
         return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
 
     def text(rows: int, length: int = 12) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how the
     OrderedDict: (OrderedDict.clear, OrderedDict.update),
 }
 _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of parameters, of hooks
+
+
+Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
 
 
 class Contents:
@@ -100,6 +103,23 @@ class Found:
             ]  # fmt: skip
         return sorted({name for name in names if name.rpartition(".")[2] not in _TABLES})
 
+    def hooks(self) -> dict[int, list[Hook]]:
+        """The hooks on what modules return that are the model's own, by the id of a module.
+
+        These were registered since, or are functions of a package that classes of its modules are of: they may collect
+        what the model's forward reads. Hooks of scripts, of torch, and of other packages are not.
+        """
+        own: dict[int, list[Hook]] = {}
+        packages = {_package(type(module)) for _, module, _ in self._modules} - {"torch", "__main__"}
+        for _, module, attributes in self._modules:
+            known = self._entries[id(attributes["_forward_hooks"])].entries
+            hooks = [
+                (hook, key in module._forward_hooks_with_kwargs) for key, hook in module._forward_hooks.items()
+                if key not in known or _package(hook) in packages
+            ]  # fmt: skip
+            own.update({id(module): hooks} if hooks else {})
+        return own
+
     def put_back(self) -> None:
         """Put back all."""
         for _, module, attributes in self._modules:
@@ -154,6 +174,12 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     """The parameters, buffers and attributes of a module that are tensors."""
     own = [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]
     return [each for each in own if isinstance(each, Tensor)]
+
+
+def _package(of: Any) -> str | None:
+    """The package that a class, or a function, is of."""
+    name = getattr(getattr(of, "func", of), "__module__", None)  # of a partial
+    return None if name is None else str(name).partition(".")[0]
 
 
 def _same_entries(entries: _Entries) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from itertools import chain, count
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
-from partition.models.as_found import as_found, tensors_of
+from partition.models.as_found import Hook, as_found, tensors_of
 from partition.models.flow import Flow, storage_of
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
@@ -107,6 +107,7 @@ class Watched(NamedTuple):
         in_eval_mode, in_train_mode: what was seen.
         volatile: the attributes that forwards set, and the parameters and buffers that they write, in either mode.
         written: the tensors of the model, and of the sample, that they write.
+        hooks: that may collect what they read, by the id of a module: see `Found.hooks`.
     """
 
     model: nn.Module
@@ -116,6 +117,7 @@ class Watched(NamedTuple):
     in_train_mode: Seen
     volatile: Volatile
     written: list[Tensor]
+    hooks: Mapping[int, Sequence[Hook]]
 
     @property
     def done(self) -> list[tuple[int, str]]:
@@ -154,10 +156,11 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
             modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output))
             for module in model.modules():
                 vars(module)["training"] = False
+        hooks = found.hooks()
     in_train_mode, in_eval_mode = modes
     volatile = {key: key in flags for key in written} | dict.fromkeys(_names(model, storages), False)
     written_to = [tensor for tensor in [*own, *tensors] if storage_of(tensor) in storages]
-    return Watched(model, sample, always, in_eval_mode, in_train_mode, volatile, written_to)
+    return Watched(model, sample, always, in_eval_mode, in_train_mode, volatile, written_to, hooks)
 
 
 def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:

@@ -20,7 +20,7 @@ _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of
 def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]]:
     """The blocks of a model, in ways to be tried in turn.
 
-    All chains of blocks of one type that have a good part of the parameters; the longest alone; all modules that are
+    All chains of blocks of one type that have a good part of the parameters; each of them alone; all modules that are
     called once, where these have most of the parameters; those of them that have some.
 
     Raises:
@@ -41,7 +41,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
         is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
         if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
             several.append(run)
-    ways = [sorted([call for run in several for call in run], key=_begin), *chains[:1]][: len(several)]
+    ways = [sorted([call for run in several for call in run], key=_begin), *several] if several[1:] else several
     units = sorted([once[name] for name in _units(model, "", once)], key=_begin)
     if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
         ways += [units, _with_parameters(model, units)]

@@ -58,8 +58,8 @@ def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) ->
             counts = [sum(isinstance(leaf, Tensor) for leaf in leaves) for leaves in (theirs, ours)]
             raise PartitionError(
                 f"{kind} returns {counts[0]} tensors on the sample, and its parts {counts[1]}, or other containers of "
-                "them. Hidden states and attentions that hooks on blocks collect are in no part: leave "
-                "output_hidden_states and output_attentions out of the sample, or choose with output=..."
+                "them. What hooks within blocks collect is in no part, nor what hooks of a script do: leave "
+                "output_attentions out of the sample, say, or choose with output=..."
             )
         if not all(map(_equal, ours, theirs)):
             raise PartitionError(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
+from partition.models.as_found import Hook
 from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
 from partition.models.returns import caught, check_noted
@@ -72,6 +73,7 @@ class Outline(nn.Module):
         volatile: the attributes that a forward sets.
         passing: the values that pass blocks by.
         shaping: the numbers of the blocks that are asked for the shapes of what they return.
+        hooks: on what blocks return, which hand that to the model's forward, by the id of a block.
 
     Attributes:
         first_names: of the modules `apart`, by each of their names.
@@ -86,6 +88,7 @@ class Outline(nn.Module):
         volatile: Volatile,
         passing: Passing = Passing(),
         shaping: Container[int] = (),
+        hooks: Mapping[int, Sequence[Hook]] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.chains = chains
@@ -94,8 +97,8 @@ class Outline(nn.Module):
         self.places = places_of(model)
         blocks = [name for chain in chains for name in chain.blocks]
         replaced: dict[str, nn.Module] = {
-            name: StandIn(model.get_submodule(name), number, volatile, number in shaping)
-            for number, name in enumerate(blocks)
+            name: StandIn(block, number, volatile, number in shaping, hooks.get(id(block), ()))
+            for number, name in enumerate(blocks) for block in [model.get_submodule(name)]
         }
         containers = around(chains)
         first_names = {name: names[0] for names in names_of(model).values() for name in names}

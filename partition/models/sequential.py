@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
+from partition.models.as_found import Hook
 from partition.models.calls import Called, Watched, in_eval_mode, watched
 from partition.models.carrying import NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
@@ -129,15 +130,19 @@ def _first_cut(
     ways = [named_blocks(model, given, calls)] if given is not None else found_blocks(model, calls)
     errors: list[PartitionError] = []
     for blocks in ways:
-        try:
-            return _cut(seen, blocks, output)
-        except PartitionError as error:
-            errors.append(error)
+        has_hooks = any(id(model.get_submodule(call.name)) in seen.hooks for call in blocks)
+        for hooks in ({}, seen.hooks) if has_hooks else ({},):  # what they collect may be read by no one
+            try:
+                return _cut(seen, blocks, output, hooks)
+            except PartitionError as error:
+                errors.append(error)
     raise next((error for error in reversed(errors) if error.__cause__ is None), errors[-1])
 
 
-def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) -> nn.Sequential:
-    """The layers, compared with the model.
+def _cut(
+    seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any], hooks: Mapping[int, Sequence[Hook]]
+) -> nn.Sequential:
+    """The layers, compared with the model; stand-ins for blocks have some hooks.
 
     Raises:
         PartitionError: they compute something else.
@@ -146,11 +151,14 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
     leaves, tree = tree_flatten(sample)
     names = tuple(sample) if isinstance(sample, Mapping) else None
     inputs = Inputs(names, tree, always, tuple([not isinstance(leaf, Tensor) for leaf in leaves]))
+    containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         chains, shares, apart, passing = _divided(seen, blocks)
+        containers = [model.get_submodule(name) for name in around(chains)]
         shaping = _shaping(chains, passing, blocks)
         while True:
-            layers = _layers(model, Outline(model, chains, inputs, apart, volatile, passing, shaping), shares, output)
+            outline = Outline(model, chains, inputs, apart, volatile, passing, shaping, hooks)
+            layers = _layers(model, outline, shares, output)
             try:
                 compare(seen, layers, output)
                 compare_in_train_mode(seen, layers, output)
@@ -161,8 +169,9 @@ def _cut(seen: Watched, blocks: Sequence[Called], output: Callable[[Any], Any]) 
     except PartitionError:
         raise
     except Exception as error:
-        if isinstance(error, AttributeError) and error.name in {name for _, name in volatile}:  # copies have none
-            raise PartitionError(keeps(model, [error.name])) from error
+        missing = error.name if isinstance(error, AttributeError) else None
+        if missing and any((id(module), missing) in volatile for module in containers):
+            raise PartitionError(keeps(model, [missing])) from error
         raise PartitionError(
             f"{type(model).__name__}'s forward does not run without its blocks: {type(error).__name__}: {error}. "
             "Cut it by hand, as an nn.Sequential."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from partition.models.as_found import Hook
 from partition.models.runs import this_run
 from partition.models.shapes import Shape, lost
 
@@ -55,17 +56,25 @@ class StandIn(Shadow):
         number: its number.
         volatile: the attributes that a forward sets.
         is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
+        hooks: on what it returns, which hand that to the model's forward.
     """
 
-    def __init__(self, block: nn.Module, number: int, volatile: Volatile, is_shaping: bool) -> None:
+    def __init__(
+        self, block: nn.Module, number: int, volatile: Volatile, is_shaping: bool, hooks: Iterable[Hook] = ()
+    ) -> None:
         super().__init__(block, volatile)
+        self._hooks = tuple(hooks)
         self._stands_for = (number, Absent(block, volatile) if is_shaping else None)  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         number, absent = self._stands_for
-        return this_run.get().reach(number, args, kwargs, absent)
+        returned = this_run.get().reach(number, args, kwargs, absent)
+        for hook, takes_kwargs in self._hooks:
+            other = hook(self, args, kwargs, returned) if takes_kwargs else hook(self, args, returned)
+            returned = returned if other is None else other
+        return returned
 
-    __call__ = forward  # it has no hooks
+    __call__ = forward  # it has no other hooks
 
 
 class Absent(Shadow):
@@ -80,7 +89,12 @@ class Absent(Shadow):
     def __init__(self, module: nn.Module, volatile: Volatile, name: str = "") -> None:
         super().__init__(module, volatile)
         self._name = name
-        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), volatile).eval(),)  # not as a child
+        own = {id(each): each for each in module.modules()}
+        others = {
+            key: is_done for key, is_done in volatile.items()
+            if key[0] in own and not isinstance(vars(own[key[0]]).get(key[1]), bool | int | float | str)
+        }  # it may read a number that it has, and set another
+        self._on_meta = (rebuilt(module, lambda tensor: tensor.detach().to("meta"), others).eval(),)  # not as a child
         self._known: OrderedDict[str, Any] = OrderedDict()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

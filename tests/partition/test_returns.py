@@ -1,8 +1,11 @@
 """Laws: what a module returns travels to the part that reads it, with its hooks, or the call is refused in words."""
 
+import copy
+
 import pytest
 import torch
 from block_models import MODELS, Chain, Sees, Towers, pictured, squashing
+from families import of_family
 from torch import nn
 
 from partition import PartitionError, to_sequential
@@ -108,30 +111,99 @@ def test_gradients_reach_what_travels_from_every_reader():
         torch.testing.assert_close(one, parameter.grad, rtol=1e-12, atol=1e-15)
 
 
-class Collecting(Chain):
-    """Its first forward registers hooks, which collect what blocks return where that is asked for."""
+def collecting(blocks, found):
+    for block in blocks:
+        block.register_forward_hook(lambda module, args, output: found[0].append(output))
 
-    def __init__(self, asks):
+
+class Collecting(Chain):
+    """Its first forward registers hooks, or its constructor; they collect what blocks return.
+
+    Args:
+        asks: whether it returns what they have collected.
+        at_once: whether they are there before it is called.
+    """
+
+    def __init__(self, asks, at_once=False):
         super().__init__()
-        self.asks, self.found = asks, [[]]
+        self.asks, self.found, self.is_hooked = asks, [[]], at_once
+        if at_once:
+            collecting(self.blocks, self.found)
 
     def forward(self, ids):
-        if not getattr(self, "is_hooked", False):
-            for block in self.blocks:
-                block.register_forward_hook(lambda module, args, output: self.found[0].append(output))
+        if not self.is_hooked:
+            collecting(self.blocks, self.found)
             self.is_hooked = True
         self.found[0] = []
         y = super().forward(ids)
         return (y, *self.found[0]) if self.asks else y
 
 
+def hooks_of(model):
+    return [list(module._forward_hooks.values()) for module in model.modules()]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
-def test_hooks_that_the_first_forward_registers_are_registered_once(asks):
-    model, ids = Collecting(asks).eval(), torch.arange(8).view(2, 4)
-    if asks:
-        with pytest.raises(PartitionError, match=r"returns 4 tensors on the sample, and its parts [12], .*output="):
-            to_sequential(model, ids)
-    else:
-        assert torch.equal(to_sequential(model, ids)(ids), model(ids))
-    model(ids)
-    assert len(model.found[0]) == 3
+def test_what_hooks_of_the_models_own_collect_is_in_its_parts_too(asks, at_once):
+    model, ids = Collecting(asks, at_once).eval(), torch.arange(8).view(2, 4)
+    found = hooks_of(model)
+    layers = to_sequential(model, ids)
+    assert hooks_of(model) == found and len(layers) == 5
+    for ids in (ids, torch.arange(12).view(3, 4) % 11, ids + 1):
+        ours, theirs = layers(ids), model(ids)
+        assert len(model.found[0]) == 3
+        assert all(map(torch.equal, ours, theirs)) if asks else torch.equal(ours, theirs)
+
+
+def test_gradients_go_through_what_hooks_collect():
+    model, ids = Collecting(True).double(), torch.randint(0, 11, (6, 4))
+    pipe = Pipe(copy.deepcopy(model), [2, 3], 3, sample=ids, checkpoint="always")
+    pipe.step(ids, torch.zeros(6), loss_fn=lambda ys, _: sum(y.pow(2).sum(-1).mean() for y in ys))
+    sum(y.pow(2).sum(-1).mean() for y in model(ids)).backward()
+    for one, other in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_hooks_of_a_script_run_where_the_block_does_and_nowhere_else():
+    model, ids, found = Chain().eval(), torch.arange(8).view(2, 4), [[]]
+    collecting(model.blocks, found)
+    layers = to_sequential(model, ids)
+    found[0] = []
+    layers(ids)
+    assert len(found[0]) == 3 and all(bool(y.isfinite().all()) for y in found[0])
+
+
+def test_hooks_of_a_script_that_the_model_reads_are_refused():
+    namespace = {"__name__": "__main__"}
+    exec("def hook(found): return lambda module, args, output: found[0].append(output)", namespace)
+    model = Collecting(True, at_once=True).eval()
+    for block in model.blocks:
+        block._forward_hooks.clear()
+        block.register_forward_hook(namespace["hook"](model.found))
+    with pytest.raises(PartitionError, match=r"returns 4 tensors on the sample, and its parts 1, .*output="):
+        to_sequential(model, torch.arange(8).view(2, 4))
+
+
+@pytest.mark.parametrize("kind, settings", [
+    ("LlamaForCausalLM", {"output_hidden_states": True}), ("BertForMaskedLM", {"output_hidden_states": True}),
+    ("T5ForConditionalGeneration", {"output_hidden_states": True}),
+    ("ViTForImageClassification", {"output_hidden_states": True}),
+])  # fmt: skip
+def test_hidden_states_of_transformers_come_out_of_the_parts(kind, settings):
+    model, inputs = of_family(kind, **settings)
+    model.eval()
+    layers = to_sequential(model, inputs(4))
+    assert not hasattr(model, "_output_capturing_hooks_installed")
+    for x in (inputs(3), inputs(5)):
+        ours, theirs = layers(x), model(**x)
+        states = [name for name in theirs if name.endswith("hidden_states") and isinstance(theirs[name], tuple)]
+        assert states
+        for name in states:
+            assert all(map(torch.equal, ours[name], theirs[name])) and len(ours[name]) == len(theirs[name])
+
+
+def test_attentions_within_blocks_are_refused():
+    model, inputs = of_family("BertForMaskedLM", output_attentions=True, attn_implementation="eager")
+    with pytest.raises(PartitionError, match=r"its parts 1, .* hooks within blocks .* leave output_attentions out of"):
+        to_sequential(model, inputs(4))
