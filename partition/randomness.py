@@ -10,6 +10,19 @@ import numpy
 import torch
 
 
+def seed_host(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, these on accelerators too."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def host_state() -> tuple[object, bytes, int]:
+    """The state of Python's and numpy's generators, to be compared."""
+    _, words, position, *_ = numpy.random.get_state()
+    return random.getstate(), words.tobytes(), position  # type: ignore[union-attr]  # an array
+
+
 @contextmanager
 def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Leave the default generators as they are now, whatever is drawn within.

@@ -44,6 +44,9 @@ FAMILIES = {
     "SegformerForSemanticSegmentation": ("SegformerConfig", SEEING | {
         "depths": [1] * 4, "sr_ratios": [2, 2, 1, 1], "hidden_sizes": [8, 8, 16, 16], "patch_sizes": [3] * 4,
         "strides": [2, 2, 1, 1], "num_attention_heads": [2] * 4, "mlp_ratios": [2] * 4, "decoder_hidden_size": 16}),
+    "Wav2Vec2ForCTC": ("Wav2Vec2Config", SIZES | {  # numpy draws what is masked in train mode
+        "conv_dim": [16] * 3, "conv_stride": [5, 2, 2], "conv_kernel": [10, 3, 3], "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.3, "mask_time_length": 2}),
     "T5ForConditionalGeneration": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
                                                 "vocab_size": 50}),
     "BartForConditionalGeneration": ("BartConfig", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
@@ -87,6 +90,8 @@ def of_family(
         known = kind(**sizes).to_dict().items()
         settings |= {key: dropout for key, value in known if re.search("(?<!layer)drop", key) and value is not None}
     model = getattr(transformers, family)(kind(**sizes, **settings))
+    if "conv_dim" in sizes:
+        return model, lambda rows: {"input_values": torch.randn(rows, 400)}
     if "patch_size" in sizes:
         return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
 

@@ -18,6 +18,7 @@ from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
 from partition.models.stand_ins import Volatile
 from partition.modes import modes_kept
+from partition.randomness import host_state
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
@@ -90,11 +91,13 @@ class Seen(NamedTuple):
         calls: of all modules, in the order in which they began.
         flow: of the values.
         output: the nodes of what is made of what the model returned.
+        drawn: where modules began or ended, the numbers of what Python or numpy had drawn since the one before.
     """
 
     calls: list[Called]
     flow: Flow
     output: list[int]
+    drawn: list[int]
 
 
 class Watched(NamedTuple):
@@ -148,12 +151,14 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
         for _ in range(2):
             calls: list[Called] = []
             flow = Flow(chain(model.parameters(), model.buffers(), tensors), before_write)
-            with _calling(model, calls, flow), flow.watching(), _setting() as values:
+            drawn: list[int] = []
+            with _calling(model, calls, flow, drawn) as tick, flow.watching(), _setting() as values:
                 leaves = tree_leaves(make(run_model(model, sample, always)))
+                tick()
             flags = {key for key, value in values.items() if value is True} - written | flags - values.keys()
             written |= values.keys()
             output = [flow.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-            modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output))
+            modes.append(Seen(sorted(calls, key=lambda call: call.begin), flow, output, drawn))
             for module in model.modules():
                 vars(module)["training"] = False
         hooks = found.hooks()
@@ -189,9 +194,21 @@ def _setting() -> Iterator[dict[tuple[int, str], Any]]:
 
 
 @contextmanager
-def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None]:
-    """Within: note every call of a module within the model."""
+def _calling(
+    model: nn.Module, calls: list[Called], flow: Flow, drawn: list[int]
+) -> Iterator[Callable[[], int]]:
+    """Within: note the calls of modules in the model, and when Python or numpy has drawn. What it yields ends it."""
     numbers = count()
+    state = host_state()
+
+    def tick() -> int:
+        nonlocal state
+        before, state = state, host_state()
+        time = flow.tick()
+        if state != before:
+            drawn.append(time)
+        return time
+
     begun: list[tuple[int, int, Call, dict[tuple[int, int], Key], dict[Key, list[int]]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -200,7 +217,7 @@ def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None
         nodes = {
             key: [flow.node(leaf) for leaf in tree_iter(given[key]) if isinstance(leaf, Tensor)] for key in given.keys
         }
-        begun.append((next(numbers), flow.tick(), given, entered, nodes))
+        begun.append((next(numbers), tick(), given, entered, nodes))
 
     def after(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any, returned: Any) -> None:
@@ -208,7 +225,7 @@ def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None
             leaves, tree = tree_flatten(returned)
             left = [_state(leaf) for leaf in leaves]
             flow.leave(number, leaves)
-            calls.append(Called(name, begin, flow.tick(), given, (leaves, tree), entered, left, number, nodes))
+            calls.append(Called(name, begin, tick(), given, (leaves, tree), entered, left, number, nodes))
 
         return note
 
@@ -217,7 +234,7 @@ def _calling(model: nn.Module, calls: list[Called], flow: Flow) -> Iterator[None
             if name and not isinstance(module, torch.jit.ScriptModule):  # these have no such hooks
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
-        yield
+        yield tick
 
 
 def _state(value: Any) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import as_found
 from partition.models.calls import Watched, run_model, training
 from partition.models.inputs import Leaves
-from partition.randomness import generators_left
+from partition.randomness import generators_left, seed_host
 
 _PIECE = 2**12  # numbers of a gradient of which one is made
 _ANOTHER = "Give a sample, and a dtype, in which the model alone can be trained."
@@ -126,7 +126,7 @@ def _calls(
     for run in runs:
         with as_found([seen.model, layers], seen.written) as found:
             for x in xs:
-                torch.manual_seed(0)
+                seed_host(0)
                 last = run(x)
             returned.append(last)
             kept = kept or found.changed(seen.done)

@@ -10,7 +10,7 @@ Nothing is traced: each part runs the model's own forward (`partition.models.out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +186,7 @@ def _divided(
     A block that is called with more than its chain's first block and the hidden state begins another.
     """
     model, begins = seen.model, broken_links(blocks, seen.in_train_mode.calls)
+    _check_draws(seen, {block.name for block in blocks})
     while True:
         chains = chains_of(model, blocks, seen.in_eval_mode.calls, begins)
         _check_containers(seen, chains)
@@ -201,6 +202,24 @@ def _divided(
             if any(chain.first == error.number for chain in chains):
                 raise
             begins = begins | {error.number}
+
+
+def _check_draws(seen: Watched, names: Collection[str]) -> None:
+    """See that Python and numpy draw no random numbers behind the first block, but in blocks: each part would, again.
+
+    Raises:
+        PartitionError: they do.
+    """
+    for run in seen.runs:
+        calls = [call for call in run.calls if call.name in names]
+        for time in run.drawn:
+            is_within = any(call.begin < time <= call.end for call in calls)
+            if calls and time > calls[0].begin and not is_within:
+                places = [f"before block {call.name!r}" for call in calls if call.begin >= time]
+                raise PartitionError(
+                    f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop layers, "
+                    "say. Each part would draw them again: turn that off, or draw before the first block, or in a block."
+                )
 
 
 def _is_parameter(unit: nn.Module | Tensor) -> bool:

@@ -33,7 +33,7 @@ def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[Chain]) -
     """The phases in which a model used things, in some runs."""
     found = Phases(defaultdict(set), defaultdict(set))
     names = names_of(model)
-    for calls, flow, _ in runs:
+    for calls, flow, *_ in runs:
         called = {call.name: call for call in calls}
         ends = [time for chain in chains for time in (called[chain.blocks[0]].begin, called[chain.blocks[-1]].end)]
         for call in calls:

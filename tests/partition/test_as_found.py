@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict, defaultdict, deque
 
+import numpy
 import pytest
 import torch
 from block_models import MODELS
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from partition import PartitionError, to_sequential
 from partition.models.as_found import Found, as_found
-from pipeline import Pipe
+from pipeline import Pipe, layer_seed
 
 
 class Block(nn.Module):
@@ -328,3 +330,44 @@ def test_tensors_that_share_a_storage_hooks_and_attributes_are_as_they_were_foun
     assert torch.equal(module.weight, found_weight) and torch.equal(module.view, found_weight[0])
     assert module.bias is kept and not module._forward_hooks and module.in_features == 3
     assert torch.equal(module.cache, torch.zeros(3)) and module.weight._version >= versions[0]
+
+
+class Draws(Blocks):
+    """In train mode it draws a number before its first block, between its blocks, or behind them."""
+
+    def __init__(self, place, draw):
+        super().__init__()
+        self.place, self.draw = place, draw
+
+    def drawn(self, place):
+        return self.draw() if self.training and place == self.place else 1.0
+
+    def forward(self, x):
+        x = self.into(x) * self.drawn("before")
+        for block in self.blocks:
+            x = block(x) if self.drawn("between") > 1e-9 else x  # so good as never dropped
+        return self.out(x) * self.drawn("behind")
+
+
+DRAWN = {"python": random.random, "numpy": lambda: float(numpy.random.rand())}
+
+
+@pytest.mark.parametrize("place", ["before", "between", "behind"])
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_what_python_and_numpy_draw_behind_the_first_block_is_refused(place, drawn):
+    model, states = Draws(place, DRAWN[drawn]), (random.getstate(), numpy.random.get_state()[1].tobytes())
+    if place == "before":
+        pipe, x = Pipe(model, [2, 3], 2, sample=torch.rand(4, 4)), torch.rand(4, 4)
+        torch.manual_seed(3)
+        step = pipe.step(x, torch.zeros(4, 4), loss_fn=nn.MSELoss())
+        torch.manual_seed(3)
+        seed, total = int(torch.empty((), dtype=torch.int64).random_()), 0.0
+        for chunk, rows in enumerate(x.chunk(2)):
+            random.seed(layer_seed(seed, chunk, 0))
+            numpy.random.seed(layer_seed(seed, chunk, 0) % 2**32)
+            total += model(rows).detach().square().mean().item() / 2
+        assert abs(float(step.loss) - total) < 1e-6
+    else:
+        with pytest.raises(PartitionError, match="numbers of Python or numpy are drawn (before|behind the last) block"):
+            to_sequential(model, torch.rand(4, 4))
+        assert states == (random.getstate(), numpy.random.get_state()[1].tobytes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
+import numpy
 import pytest
 import torch
 from cover import either, pairwise
@@ -38,7 +39,9 @@ class Plain:
 
     def begin(self, layer):
         """What follows is this layer's: its dropout masks by the public rule."""
-        torch.manual_seed(layer_seed(self.seed, self.chunk, layer))
+        seed = layer_seed(self.seed, self.chunk, layer)
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
 
     def step(self, x, target, loss_fn, context):
         """The loss; gradients are added up."""
