@@ -217,8 +217,9 @@ def _check_draws(seen: Watched, names: Collection[str]) -> None:
             if calls and time > calls[0].begin and not is_within:
                 places = [f"before block {call.name!r}" for call in calls if call.begin >= time]
                 raise PartitionError(
-                    f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop layers, "
-                    "say. Each part would draw them again: turn that off, or draw before the first block, or in a block."
+                    f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop "
+                    "layers, say. Each part would draw them again: turn that off, or draw before the first block, or "
+                    "in a block."
                 )
 
 
