@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -19,8 +20,8 @@ def seed_host(seed: int) -> None:
 
 def host_state() -> tuple[object, bytes, int]:
     """The state of Python's and numpy's generators, to be compared."""
-    _, words, position, *_ = numpy.random.get_state()
-    return random.getstate(), words.tobytes(), position  # type: ignore[union-attr]  # an array
+    of_numpy: Any = numpy.random.get_state(legacy=False)
+    return random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
 
 
 @contextmanager
