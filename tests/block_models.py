@@ -562,6 +562,50 @@ class Branches(nn.Module):
         return x * pair["rest"][0] + between
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: complex) -> Tensor:
+        return super().forward(x) * scale.real
+
+
+class Numbers(Chain):
+    """Blocks are called with a number that the beginning computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(4, 4) for _ in range(3))
+
+    def number(self, x: Tensor) -> complex:
+        return float(x.detach().abs().mean())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scale = self.number(x)
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if mask is None else y * mask
+
+
+class Decides(Chain):
+    """What the beginning computes decides whether its blocks, every other one, are called with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(4, 4) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        mask = (x.detach() > 0).to(x.dtype) if x.sum() > 0 else None
+        for number, block in enumerate(self.blocks):
+            x = block(x, None if number % 2 else mask)
+        return x
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -590,7 +634,10 @@ MODELS = {
     "towers": (Towers, pictured),
     "towers of modules": (TowersOfModules, pictured),
     "branches": (Branches, ids),
+    "numbers": (Numbers, ids),
+    "decides": (Decides, ids),
 }  # fmt: skip
+MIXING = {"numbers", "decides"}  # what one row computes may count for others
 
 
 # ------------------------------------------------------------------------------------------------------ not to be cut
@@ -648,24 +695,11 @@ class Tells(nn.Module):
         return x * sign
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor, scale: float) -> Tensor:
-        return super().forward(x) * scale
+class ComplexNumbers(Numbers):
+    """And such numbers do not travel."""
 
-
-class Numbers(Chain):
-    """Blocks are called with a number that the beginning computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Scaled(4, 4) for _ in range(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        scale = float(x.detach().abs().mean())
-        for block in self.blocks:
-            x = block(x, scale)
-        return x
+    def number(self, x: Tensor) -> complex:
+        return complex(super().number(x), 0.5)
 
 
 class DropsSkip(Chain):
@@ -812,7 +846,7 @@ class Loss(Chain):
 
 REFUSED = {
     Repeats: "Repeats has no blocks: no modules that are called once in a forward and have most of its parameters. ",
-    Numbers: "is called with a value that depends on the beginning of the model, and is no tensor: its argument 1. Han",
+    ComplexNumbers: "is called with a value that depends on the beginning of the model, and is no tensor: its arg",
     DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
     ReadsTheRest: "what 'token' computes is used behind block 'blocks.3', in another part of the model, and does not",
     ReadsBlocks: "computes beside what it returns is used behind block 'blocks.2', in another part of the model, and",

@@ -47,6 +47,12 @@ FAMILIES = {
     "Wav2Vec2ForCTC": ("Wav2Vec2Config", SIZES | {  # numpy draws what is masked in train mode
         "conv_dim": [16] * 3, "conv_stride": [5, 2, 2], "conv_kernel": [10, 3, 3], "num_conv_pos_embeddings": 8,
         "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.3, "mask_time_length": 2}),
+    "DetrForObjectDetection": ("DetrConfig", {  # what its backbone computes decides whether there is a mask
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "num_queries": 5,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "use_timm_backbone": False,
+        "backbone": None, "use_pretrained_backbone": False, "backbone_config": {
+            "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
+            "out_features": ["stage2"]}}),
     "T5ForConditionalGeneration": ("T5Config", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 64, "d_kv": 8,
                                                 "vocab_size": 50}),
     "BartForConditionalGeneration": ("BartConfig", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
@@ -67,7 +73,7 @@ FAMILIES = {
         "hidden_size": 32}),
 }  # fmt: skip
 TWO_ROWS = ("T5ForConditionalGeneration", "BartForConditionalGeneration", "WhisperForConditionalGeneration")
-SEEING_ROWS = ("LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration")
+SEEING_ROWS = ("LlavaForConditionalGeneration", "PaliGemmaForConditionalGeneration", "DetrForObjectDetection")
 LAYERS = dict.fromkeys(TWO_ROWS, 7) | dict.fromkeys(SEEING_ROWS, 9)  # all others: 5
 # From transformers 5.24 on it returns a list with an entry for each image, which no chunk can continue.
 OUTPUTS = {"LlavaForConditionalGeneration": lambda returned: {"logits": returned["logits"]}}
@@ -92,7 +98,7 @@ def of_family(
     model = getattr(transformers, family)(kind(**sizes, **settings))
     if "conv_dim" in sizes:
         return model, lambda rows: {"input_values": torch.randn(rows, 400)}
-    if "patch_size" in sizes:
+    if "patch_size" in sizes or "backbone_config" in sizes:
         return model, lambda rows: {"pixel_values": torch.randn(rows, 3, 16, 16)}
 
     def text(rows: int, length: int = 12) -> dict[str, Tensor]:

@@ -58,6 +58,8 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
                     continue
                 likely = [key, *first.keys] if key in first.keys else first.keys
                 source = next((other for other in likely if _is(first[other], block.given[key])), None)
+                if number == chain.first and all(map(_is_plain, tree_leaves(block.given[key]))):
+                    source = key
                 if source is None:
                     raise NotCarriedError(number, block.name, key)
                 places[key] = kept.setdefault(source, len(kept))
@@ -68,7 +70,8 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
 def _is_computed(sources: Sources, number: int, key: Key) -> bool:
     """Whether an argument of a block is not computed from the inputs alone."""
     block = sources.blocks[number]
-    may_be_told = block.nodes[key] or any(map(_is_number, tree_leaves(block.given[key])))
+    leaves = tree_leaves(block.given[key])
+    may_be_told = block.nodes[key] or any(_is_plain(leaf) or isinstance(leaf, complex) for leaf in leaves)
     found = sources.of(block.nodes[key], until=block.begin if may_be_told else -1)
     if any(words.startswith("what block ") for words in found.lost):
         raise PartitionError(
@@ -85,8 +88,8 @@ def _is_whole(leaf: Any) -> bool:
     return leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex)
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def _is(one: Any, other: Any) -> bool:

@@ -166,7 +166,8 @@ def _shrunk_grads(leaves: Leaves, parameters: Sequence[Tensor], retain: bool = F
     roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     with generators_left({root.device for root in roots}):
         torch.manual_seed(0)
-        weights = [torch.randn_like(root) for root in roots]
+        # Numbers of a shape, not of a layout in memory: outputs of parts may have another.
+        weights = [torch.randn(root.shape, dtype=root.dtype, device=root.device) for root in roots]
     shrunk: dict[int, Tensor] = {}
 
     def note(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Chain(NamedTuple):
         exits: which of them are the hidden state.
         dtypes: of the hidden state that the first block is called with; None where that is no tensor.
         first: the number of its first block among those of all chains.
-        kept: which of the first block's arguments are handed to others, too, and cannot be made from the inputs alone:
-            what is before the block computes them with parameters.
+        kept: which of the first block's arguments, handed to others, too, cannot be made from the inputs alone: what is
+            before the block computes them with parameters, or decides by what it has computed so.
         carried: for each block which of its arguments is which of these.
     """
 
@@ -159,15 +159,21 @@ class Run:
                 that it is called with; or nothing but blocks sees it.
         """
         if number != len(self.calls):
-            raise PartitionError(f"block {number} of the model was called after {len(self.calls)} others.")
+            names = [*[name for chain in self._chains for name in chain.blocks], "none"]
+            raise PartitionError(
+                f"block {names[number]!r} was called where {names[len(self.calls)]!r} was on the sample by which the "
+                "model was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample "
+                "that is like this call."
+            )
         call = Call(args, kwargs)
         self.calls.append(call)
         if number == self._end:
             raise Reached
         written = self._written.get(number, {})
         for key, value in written.items():
-            for there, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=True):
-                if isinstance(there, Tensor) and _is_computed(there) and id(there) not in self._known:
+            for there, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=False):
+                are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
+                if are and _is_computed(there) and id(there) not in self._known:
                     _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()

@@ -69,13 +69,13 @@ def piped(layers, balance, **settings):
     return pipe, torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
 
 
-def near(ours, theirs):
+def near(ours, theirs, share=1e-5):
     """To a part of the largest number of each tensor; of one that is all but 0, as that of a key's bias, of all."""
     largest = max(float(other.abs().max()) for other in theirs if other is not None)
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine is None) == (other is None)
         if mine is not None:
-            bound = 1e-5 * max(float(other.abs().max()), 0.01 * largest)
+            bound = share * max(float(other.abs().max()), 0.01 * largest)
             torch.testing.assert_close(mine, other, rtol=0, atol=bound)
 
 
@@ -93,6 +93,8 @@ def test_a_family_trains_as_the_plain_model_and_goes_on_after_loading(row):
     """Dropout on, or eval mode; uneven chunks, each with padding of its own; one step, then two of another Pipe."""
     family, training, dtype = row["family"], row["training"], row["autocast"]
     settings = {"checkpoint": row["checkpoint"], "schedule": row["schedule"]}
+    # Its encoder's input is bfloat16 then, and the gradients of several readers are summed so.
+    share = 1e-2 if dtype and family == "DetrForObjectDetection" else 1e-5
 
     def context():
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
@@ -125,10 +127,10 @@ def test_a_family_trains_as_the_plain_model_and_goes_on_after_loading(row):
             loss = pipe.step(x, target, loss_fn=loss_fn).loss
         torch.manual_seed(turn)
         near([loss], [plain.step(x, target, loss_fn, context)])
-        near([p.grad for p in model.parameters()], [p.grad for p in plain.model.parameters()])
+        near([p.grad for p in model.parameters()], [p.grad for p in plain.model.parameters()], share)
         optimizer.step()
         others.step()
-    near(*[[parameter.detach() for parameter in each.parameters()] for each in (model, plain.model)])
+    near(*[[parameter.detach() for parameter in each.parameters()] for each in (model, plain.model)], share)
 
 
 FEW = ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]

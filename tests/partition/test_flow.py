@@ -181,6 +181,11 @@ class Filled(nn.Linear):
         return super().forward(x).masked_fill(told, 1.0)
 
 
+class MayFill(Filled):
+    def forward(self, x: Tensor, told: Tensor | None) -> Tensor:
+        return nn.Linear.forward(self, x) if told is None else super().forward(x, told)
+
+
 class Called(nn.Module):
     """Blocks are called with a mask of what the beginning computes."""
 
@@ -196,6 +201,26 @@ class Called(nn.Module):
         return hidden
 
 
+class CalledOrNot(Called):
+    """With a mask, or with None; every other block with None."""
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        self.every, self.blocks = every, nn.ModuleList(MayFill(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        told = hidden > 3
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, told if told.any() and number % self.every == 0 else None)
+        return hidden
+
+
+class EveryOther(CalledOrNot):
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
 class UsesMoreInEval(Linears):
     """What is read last in eval mode is read before in train mode."""
 
@@ -208,7 +233,9 @@ class UsesMoreInEval(Linears):
         return hidden
 
 
-@pytest.mark.parametrize("kind", [Linears, Branch, Chooses, Lists, Exchanges, Rounded, Skips, Called, UsesMoreInEval])
+@pytest.mark.parametrize("kind", [
+    Linears, Branch, Chooses, Lists, Exchanges, Rounded, Skips, Called, CalledOrNot, EveryOther, UsesMoreInEval,
+])  # fmt: skip
 def test_numbers_that_the_sample_makes_no_use_of_are_right_later(kind):
     torch.manual_seed(0)
     model = kind().eval()

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from block_models import (
+    MIXING,
     MODELS,
     REFUSED,
     Chain,
@@ -160,7 +161,8 @@ def test_pythons_and_numpys_generators_are_left_as_they_were():
 def test_a_pipe_of_the_layers_is_a_loop_over_the_model(name, checkpoint):
     model, sample, inputs = made(name)
     model.eval()
-    pipe = Pipe(model, sample=sample, balance=None, chunks=2, devices=["cpu"] * 3, checkpoint=checkpoint)
+    settings = {"checkpoint": checkpoint, "mixes_rows": True} if name in MIXING else {"checkpoint": checkpoint}
+    pipe = Pipe(model, sample=sample, balance=None, chunks=2, devices=["cpu"] * 3, **settings)
     x = inputs(4)
     target = torch.randn_like(hidden(called(model, x)).detach())
 
@@ -395,7 +397,8 @@ def test_a_copy_computes_with_its_own_parameters():
 def test_second_derivatives_are_those_of_the_model(name):
     model, sample, inputs = made(name)
     layers, x = to_sequential(model.eval(), sample), inputs(4)
-    pipe = Pipe(layers, [2, len(layers) - 2], chunks=2, devices=["cpu"] * 2, checkpoint="always")
+    chunks = 1 if name in MIXING else 2
+    pipe = Pipe(layers, [2, len(layers) - 2], chunks, devices=["cpu"] * 2, checkpoint="always")
     params, products = [each for each in model.parameters() if each.requires_grad], []
     for compute in (pipe, lambda x: called(model, x)):
         with sdpa_kernel(SDPBackend.MATH):
@@ -404,6 +407,23 @@ def test_second_derivatives_are_those_of_the_model(name):
             products.append(torch.autograd.grad(sum((grad**2).sum() for grad in grads), params, materialize_grads=True))
     for one, other in zip(*products, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("length, words", [
+    (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
+    (6, "block 'blocks.0' was called where 'none' was on the sample"),
+])  # fmt: skip
+def test_blocks_in_another_order_than_on_the_sample_are_refused(length, words):
+    class Orders(Skips):
+        def forward(self, ids):
+            first = x = self.embed(ids)
+            for number in {4: (0, 1, 2), 5: (0, 2), 6: (0, 1, 2, 0)}[ids.shape[1]]:
+                x = self.blocks[number](x)
+            return x + first
+
+    layers = to_sequential(Orders(), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(PartitionError, match=words):
+        layers(torch.zeros(2, length, dtype=torch.long))
 
 
 @pytest.mark.parametrize("kind", REFUSED)
