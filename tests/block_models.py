@@ -606,6 +606,47 @@ class Decides(Chain):
         return x
 
 
+class Halving(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        y = super().forward(x)
+        y = y[:, ::2] + y[:, 1::2] if x.shape[1] > 2 else y
+        return y, y.shape[1]
+
+
+class Sizes(nn.Module):
+    """Blocks return the length that is left, which the end reads, and differs from one to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(Halving(4, 4) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, total = self.embed(torch.cat([ids, ids], 1)), 0
+        for block in self.blocks:
+            x, length = block(x)
+            total += length
+        return x * total
+
+
+class Gathers(nn.Linear):
+    def forward(self, levels: list[Tensor]) -> Tensor:
+        return super().forward(torch.stack([level.mean(1) for level in levels]).sum(0))
+
+
+class Levels(nn.Module):
+    """Its modules follow each other, and the last one is called with a list of what some have returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.down, self.wide = nn.Embedding(11, 4), nn.Linear(4, 6), nn.LSTM(6, 4, batch_first=True)
+        self.norm, self.decoder = nn.LayerNorm(4), Gathers(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.embed(ids)
+        second, _ = self.wide(self.down(first))
+        return self.decoder([first, second, self.norm(second)])
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -636,6 +677,8 @@ MODELS = {
     "branches": (Branches, ids),
     "numbers": (Numbers, ids),
     "decides": (Decides, ids),
+    "sizes": (Sizes, ids),
+    "levels": (Levels, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from partition.errors import PartitionError
 from partition.models.calls import Called
+from partition.models.inputs import Leaves
 from partition.models.runs import Chain, Key
 
 _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of what is around it
@@ -21,7 +23,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     """The blocks of a model, in ways to be tried in turn.
 
     All chains of blocks of one type that have a good part of the parameters; each of them alone; all modules that are
-    called once, where these have most of the parameters; those of them that have some.
+    called once with a tensor, and return one, where these have most of the parameters; those of them that have some.
 
     Raises:
         PartitionError: there are none.
@@ -42,7 +44,8 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
         if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
             several.append(run)
     ways = [sorted([call for run in several for call in run], key=_begin), *several] if several[1:] else several
-    units = sorted([once[name] for name in _units(model, "", once)], key=_begin)
+    named = [once[name] for name in _units(model, "", once)]
+    units = sorted([call for call in named if _has_hidden(call)], key=_begin)
     if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
         ways += [units, _with_parameters(model, units)]
     if not ways:
@@ -132,8 +135,14 @@ def _with_parameters(model: nn.Module, calls: Iterable[Called]) -> list[Called]:
 def _continues(run: Sequence[Called], block: Called) -> bool:
     """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
     link, first = _shared(run[-1], block), run[0]
-    is_alike = block.returned[1] == first.returned[1] and all(key in first.given.keys for _, key in link)
+    is_alike = _plain(block) == _plain(first) and all(key in first.given.keys for _, key in link)
     return bool(link) and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
+
+
+def _plain(call: Called) -> tuple[TreeSpec, Leaves]:
+    """The tree of what a module returns, and what is plain in it: the size of an image, say."""
+    leaves, tree = call.returned
+    return tree, [leaf if isinstance(leaf, bool | int | float | str) else None for leaf in leaves]
 
 
 def _chain(run: Sequence[Called]) -> Chain:
@@ -181,6 +190,12 @@ def _continued(run: Sequence[Called], runs: Sequence[Sequence[Called]]) -> list[
         if other[0].begin > whole[-1].end and _shared(whole[-1], other[0]) == _shared(*whole[-2:]):
             whole += other
     return whole
+
+
+def _has_hidden(call: Called) -> bool:
+    """Whether a module was called with a tensor, and returned one."""
+    is_given = any(isinstance(call.given[key], Tensor) for key in call.given.keys)
+    return is_given and any(isinstance(leaf, Tensor) for leaf in call.returned[0])
 
 
 def _size(model: nn.Module, run: Sequence[Called]) -> int:
