@@ -1,16 +1,16 @@
 """The models of Hugging Face's transformers that `to_sequential` cuts, all of them that a small configuration builds.
 
-    python benchmarks/families.py            text and images, some ten minutes
+    python benchmarks/families.py            all kinds, some twenty minutes
     python benchmarks/families.py causal     one kind
-    python benchmarks/families.py --train    trained instead, some half an hour
+    python benchmarks/families.py --train    text and images trained instead, some half an hour
 
     configuration, small ─► model ─► cut on one sample ─► called with another: the same outputs, to the bit?
                                                        └► --train: steps of a Pipe, and H @ v: the plain loop's numbers?
 
-Every class that AutoModelForCausalLM, MaskedLM, Seq2SeqLM and ImageClassification know is built from its configuration
-with small sizes, where these make a model at all; nothing is downloaded, and no model is chosen. Weights are random.
-Trained are models in float64, in eval mode (dropout would differ by its chunks) and with attention="eager", which has
-second derivatives; two stages, two chunks. Differences are shares of the largest number.
+Every class that transformers' automatic classes of some kinds know is built from its configuration with small sizes,
+where these make a model at all; nothing is downloaded, and no model is chosen. Weights are random. Trained are models
+in float64, in eval mode (dropout would differ by its chunks) and with attention="eager", which has second derivatives;
+two stages, two chunks. Differences are shares of the largest number.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -38,7 +39,19 @@ KINDS = {
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "seeing": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "towers": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "backbone": "MODEL_FOR_BACKBONE_MAPPING_NAMES",
+    "depth": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
+    "segments": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "objects": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "video": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+    "audio": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
+TRAINED = ("causal", "masked", "seq2seq", "image")
 # What configurations call their sizes.
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 32),
@@ -55,16 +68,16 @@ SIZES = {
     "n_positions": 64, "image_size": 32, "patch_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }  # fmt: skip
-LARGEST = 20_000_000  # parameters
+DROPPED = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")  # layers at random
+LARGEST = 40_000_000  # parameters
+IMAGE = 55  # the token of an image
 
 
 def model_of(kind: str, name: str, known: str) -> nn.Module:
     """A small model of a kind: `known` is the name of its class."""
     transformers = importlib.import_module("transformers")
     config_class = transformers.CONFIG_MAPPING[name]
-    usual = config_class()
-    sizes = {key: size for key, size in SIZES.items() if isinstance(getattr(usual, key, None), int | float | None)}
-    config = config_class(**{key: size for key, size in sizes.items() if hasattr(usual, key)})
+    config = config_class(**sized(config_class, kind))
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, known)(config).eval()
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
@@ -72,14 +85,65 @@ def model_of(kind: str, name: str, known: str) -> nn.Module:
     return model
 
 
+def sized(config_class: Any, kind: str) -> dict[str, Any]:
+    """The settings of a configuration that make it small, of those in it too."""
+    usual = config_class()
+    known = SIZES | (dict.fromkeys(DROPPED, 0.0) if kind in ("audio", "ctc", "speech") else {})
+    found: dict[str, Any] = {
+        key: size for key, size in known.items()
+        if hasattr(usual, key) and isinstance(getattr(usual, key), int | float | None)
+    }  # fmt: skip
+    for key in getattr(config_class, "sub_configs", {}):
+        inner = getattr(usual, key, None)
+        if inner is not None:
+            found[key] = {**sized(type(inner), kind), "model_type": inner.model_type}
+    return found
+
+
 def inputs(kind: str, model: Any, rows: int) -> dict[str, torch.Tensor]:
-    """Token ids and a padding mask, or images."""
-    if kind == "image":
-        size = getattr(model.config, "image_size", 32)
-        return {"pixel_values": torch.randn(rows, 3, *([size, size] if isinstance(size, int) else size))}
+    """What the model's forward asks for, of these: images, sounds, token ids and a padding mask."""
+    asked = signature(model.forward).parameters
+    config = model.config
+    found: dict[str, torch.Tensor] = {}
+    if "pixel_values" in asked:
+        seen = getattr(config, "vision_config", None) or getattr(config, "backbone_config", None) or config
+        size = getattr(seen, "image_size", 32)
+        frames = [getattr(config, "num_frames", 2)] if kind == "video" else []
+        shape = [size, size] if isinstance(size, int) else size
+        found["pixel_values"] = torch.randn(rows, *frames, getattr(seen, "num_channels", 3), *shape)
+    if "input_values" in asked:
+        found["input_values"] = torch.randn(rows, 8000)
+    if "input_features" in asked:
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", 80)
+        is_whisper = "whisper" in config.model_type
+        shape = [bins, 2 * config.max_source_positions] if is_whisper else [40, bins]
+        found["input_features"] = torch.randn(rows, *shape)
+    if "input_ids" in asked and "input_features" not in asked:
+        found |= words(kind, model, rows, found.get("pixel_values"))
+        found = {key: value for key, value in found.items() if key in asked or kind not in ("towers", "seeing")}
+    if "decoder_input_ids" in asked and kind in ("seq2seq", "speech"):
+        found["decoder_input_ids"] = torch.randint(3, 50, (rows, 5))
+    return found
+
+
+def words(kind: str, model: Any, rows: int, images: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Token ids and a padding mask; where images are in the text, the places for what the model makes of them."""
     mask = (torch.arange(12) < torch.randint(6, 13, (rows, 1))).long()
-    words = {"input_ids": torch.randint(3, 50, (rows, 12)), "attention_mask": mask}
-    return words | ({"decoder_input_ids": torch.randint(3, 50, (rows, 5))} if kind == "seq2seq" else {})
+    ids = torch.randint(3, 50, (rows, 12))
+    if kind == "sequence":
+        ids[:, -1] = SIZES["eos_token_id"]  # by which some find the end
+    names = [name for name in ("image_token_id", "image_token_index") if getattr(model.config, name, None) is not None]
+    if kind == "seeing" and names:
+        for name in names:
+            setattr(model.config, name, IMAGE)
+        with torch.no_grad():
+            made = model.get_image_features(images)
+        made = tree_leaves(getattr(made, "pooler_output", made))
+        places = torch.full((rows, sum(leaf.numel() for leaf in made) // rows // SIZES["hidden_size"]), IMAGE)
+        ids = torch.cat([ids[:, :2], places, ids[:, 2:]], 1)
+        mask = torch.cat([torch.ones_like(places), mask], 1)
+        mask[:, -1] = 0  # PaliGemma itself (transformers 5.23) gives a row other logits where no row is padded
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def verdict(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
@@ -99,6 +163,8 @@ def verdict(kind: str, name: str, known: str, seconds: int) -> tuple[str, str]:
         return "refused", str(error)
     except TooLongError:
         return "too slow to cut", ""
+    except Exception as error:  # what a model itself raises in train mode
+        return "not built", repr(error)
     x = inputs(kind, model, 3)
     with torch.no_grad():
         ours, theirs = tensors(layers(x)), tensors(dict(model(**x, **layers[0].outline.inputs.always)))
@@ -216,7 +282,7 @@ def main() -> None:
         softmax = torch.nn.functional.softmax  # models ask for float32, in which second derivatives are off by 1e-9
         torch.nn.functional.softmax = lambda x, dim=None, *_, **__: softmax(x, dim)
     print(f"| kind | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}")
-    for kind in arguments.kinds or KINDS:
+    for kind in arguments.kinds or (TRAINED if arguments.train else KINDS):
         counts: Counter[str] = Counter()
         for name, known in sorted(getattr(automatic, KINDS[kind]).items()):
             if arguments.names and name not in arguments.names:
