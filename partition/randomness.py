@@ -25,6 +25,43 @@ def host_state() -> tuple[object, bytes, int]:
 
 
 @contextmanager
+def drawing(share: float) -> Iterator[None]:
+    """Within: what Python's and numpy's global generators draw uniformly lies there in its range, and changes no state.
+
+    Args:
+        share: in [0, 1).
+
+    Example:
+        >>> with drawing(0.5):
+        ...     random.uniform(2, 4), float(numpy.random.rand())
+        (3.0, 0.5)
+    """
+
+    def uniform(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+        value = low + (high - low) * share
+        return value if size is None else numpy.full(size, value)
+
+    def numbers(size: Any = None) -> Any:
+        return uniform(size=size)
+
+    def shaped(*size: int) -> Any:
+        return uniform(size=size or None)
+
+    drawn = {
+        random: {"random": numbers, "uniform": uniform},
+        numpy.random: {"random": numbers, "random_sample": numbers, "rand": shaped, "uniform": uniform},
+    }
+    found = [(module, name, getattr(module, name)) for module, names in drawn.items() for name in names]
+    try:
+        for module, names in drawn.items():
+            vars(module).update(names)
+        yield
+    finally:
+        for module, name, own in found:
+            setattr(module, name, own)
+
+
+@contextmanager
 def generators_left(devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Leave the default generators as they are now, whatever is drawn within.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from itertools import chain, count
+from math import nextafter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
 from partition.models.stand_ins import Volatile
 from partition.modes import modes_kept
-from partition.randomness import host_state
+from partition.randomness import drawing, host_state, seed_host
 
 
 def always_of(model: nn.Module, sample: Any) -> dict[str, Any]:
@@ -57,6 +58,19 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     with modes_kept(model.modules()):
         model.eval()
         yield
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values hold the same numbers."""
+    (ours, tree), (theirs, their_tree) = tree_flatten(one), tree_flatten(other)
+    return tree == their_tree and all(map(equal, ours, theirs))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two leaves are the same numbers, or plain values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
 
 
 class Called(NamedTuple):
@@ -166,6 +180,36 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
     volatile = {key: key in flags for key in written} | dict.fromkeys(_names(model, storages), False)
     written_to = [tensor for tensor in [*own, *tensors] if storage_of(tensor) in storages]
     return Watched(model, sample, always, in_eval_mode, in_train_mode, volatile, written_to, hooks)
+
+
+def drawn_behind(drawn: Iterable[int], calls: Sequence[Called]) -> list[int]:
+    """The times at which Python or numpy drew behind the first of some calls, and in none of them."""
+    return [
+        time for time in drawn
+        if calls and time > calls[0].begin and not any(call.begin < time <= call.end for call in calls)
+    ]  # fmt: skip
+
+
+def draws_matter(seen: Watched, names: Container[str]) -> bool:
+    """Whether the calls of some modules, or what the model returns, may depend on what Python and numpy draw.
+
+    They do not where they are the same at either end of what is drawn, as for `random.random() < 0.0`, and where
+    nothing is drawn but uniformly.
+    """
+    found = []
+    for share in (0.0, nextafter(1.0, 0.0)):
+        calls, drawn = list[Called](), list[int]()
+        with as_found([seen.model], seen.written), training(seen.model), torch.no_grad(), drawing(share):
+            seed_host(0)
+            with _calling(seen.model, calls, Flow(()), drawn) as tick:
+                returned = run_model(seen.model, seen.sample, seen.always)
+                tick()
+        calls = sorted([call for call in calls if call.name in names], key=lambda call: call.begin)
+        if drawn_behind(drawn, calls):
+            return True
+        found.append(([call.name for call in calls], returned))
+    (names_at_0, at_0), (names_at_1, at_1) = found
+    return names_at_0 != names_at_1 or not same(at_0, at_1)
 
 
 def _names(model: nn.Module, storages: Container[int]) -> list[tuple[int, str]]:

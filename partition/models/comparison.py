@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import Watched, run_model, training
+from partition.models.calls import Watched, equal, run_model, same, training
 from partition.models.inputs import Leaves
 from partition.randomness import generators_left, seed_host
 
@@ -61,7 +61,7 @@ def compare(seen: Watched, layers: nn.Sequential, make: Callable[[Any], Any]) ->
                 "them. What hooks within blocks collect is in no part, nor what hooks of a script do: leave "
                 "output_attentions out of the sample, say, or choose with output=..."
             )
-        if not all(map(_equal, ours, theirs)):
+        if not all(map(equal, ours, theirs)):
             raise PartitionError(
                 f"{kind} does not return on the sample what its parts return: a value that the beginning computes is "
                 f"used behind the blocks, or one is changed in place{_furthest(ours, theirs)}. Name the module that "
@@ -133,12 +133,6 @@ def _calls(
     return kept, *returned
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values hold the same numbers."""
-    (ours, tree), (theirs, their_tree) = tree_flatten(one), tree_flatten(other)
-    return tree == their_tree and all(map(_equal, ours, theirs))
-
-
 def _compare_grads(
     kind: str, ours: Leaves, theirs: Leaves, parameters: Sequence[Tensor], names: Mapping[int, str]
 ) -> None:
@@ -188,12 +182,6 @@ def _shrunk(gradient: Tensor) -> Tensor:
     whole = len(flat) // _PIECE * _PIECE
     weights = torch.randn(_PIECE, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(gradient)
     return torch.cat([flat[:whole].view(-1, _PIECE) @ weights, flat[whole:]])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and (not isinstance(one, int | float | str) or one == other)
 
 
 def _near(one: Tensor, other: Tensor, largest: float) -> bool:

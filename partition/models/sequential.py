@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_iter
 from partition.compilation import uncompiled
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
-from partition.models.calls import Called, Watched, in_eval_mode, watched
+from partition.models.calls import Called, Watched, drawn_behind, draws_matter, in_eval_mode, watched
 from partition.models.carrying import NotCarriedError, carrying, passing_of
 from partition.models.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
@@ -205,22 +205,20 @@ def _divided(
 
 
 def _check_draws(seen: Watched, names: Collection[str]) -> None:
-    """See that Python and numpy draw no random numbers behind the first block, but in blocks: each part would, again.
+    """See that Python and numpy draw no numbers that matter behind the first block, outside of blocks.
 
     Raises:
         PartitionError: they do.
     """
     for run in seen.runs:
         calls = [call for call in run.calls if call.name in names]
-        for time in run.drawn:
-            is_within = any(call.begin < time <= call.end for call in calls)
-            if calls and time > calls[0].begin and not is_within:
-                places = [f"before block {call.name!r}" for call in calls if call.begin >= time]
-                raise PartitionError(
-                    f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop "
-                    "layers, say. Each part would draw them again: turn that off, or draw before the first block, or "
-                    "in a block."
-                )
+        drawn = drawn_behind(run.drawn, calls)
+        if drawn and draws_matter(seen, names):
+            places = [f"before block {call.name!r}" for call in calls if call.begin >= drawn[0]]
+            raise PartitionError(
+                f"random numbers of Python or numpy are drawn {(*places, 'behind the last block')[0]}, to drop layers, "
+                "say. Each part would draw them again: turn that off, or draw before the first block, or in a block."
+            )
 
 
 def _is_parameter(unit: nn.Module | Tensor) -> bool:

@@ -335,9 +335,9 @@ def test_tensors_that_share_a_storage_hooks_and_attributes_are_as_they_were_foun
 class Draws(Blocks):
     """In train mode it draws a number before its first block, between its blocks, or behind them."""
 
-    def __init__(self, place, draw):
+    def __init__(self, place, draw, least=1e-9):
         super().__init__()
-        self.place, self.draw = place, draw
+        self.place, self.draw, self.least = place, draw, least
 
     def drawn(self, place):
         return self.draw() if self.training and place == self.place else 1.0
@@ -345,11 +345,24 @@ class Draws(Blocks):
     def forward(self, x):
         x = self.into(x) * self.drawn("before")
         for block in self.blocks:
-            x = block(x) if self.drawn("between") > 1e-9 else x  # so good as never dropped
+            x = block(x) if self.drawn("between") >= self.least else x
         return self.out(x) * self.drawn("behind")
 
 
-DRAWN = {"python": random.random, "numpy": lambda: float(numpy.random.rand())}
+DRAWN = {
+    "python": lambda: random.random(), "uniform": lambda: random.uniform(0, 1),
+    "numpy": lambda: float(numpy.random.rand()), "of a shape": lambda: float(numpy.random.uniform(0, 1, (1,))[0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_layers_that_are_dropped_never_are_no_hindrance_though_numbers_are_drawn(drawn):
+    model, x = Draws("between", DRAWN[drawn], least=0.0), torch.rand(4, 4)
+    assert torch.equal(to_sequential(model, x)(x), model(x))
+    by_name = random.random  # imported by its name, it cannot be seen what is drawn
+    with pytest.raises(PartitionError, match="numbers of Python or numpy are drawn before block"):
+        to_sequential(Draws("between", by_name, least=0.0), x)
+    assert random.random == by_name and random.random() != random.random()
 
 
 @pytest.mark.parametrize("place", ["before", "between", "behind"])
