@@ -647,6 +647,43 @@ class Levels(nn.Module):
         return self.decoder([first, second, self.norm(second)])
 
 
+class Lists(nn.Module):
+    """A block with its layers in a list, that returns more than its hidden state, in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
+        for number, layer in enumerate(self.layers):
+            self.add_module(str(number), layer)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.layers
+        return x + first(x), second(x)
+
+
+class Refers(nn.Module):
+    """It finds its blocks, heads and parameters in lists and a dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(11, 4), nn.Parameter(torch.rand(4))
+        self.weighed = []
+        for number in range(3):
+            block = Lists()
+            self.add_module(f"block{number}", block)
+            self.weighed.append((block, 0.5 + number))
+        self.narrow, self.wide = nn.Linear(4, 2), nn.Linear(3, 2)
+        self.heads = {"narrow": self.narrow, "others": (self.wide, [self.scale])}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        wide, (scale,) = self.heads["others"]  # type: ignore[misc]  # a pair
+        x, beside = self.embed(ids) * scale, []
+        for block, weight in self.weighed:
+            x, y = block(x * weight)
+            beside.append(y)
+        return self.heads["narrow"](x) + wide(sum(beside))  # type: ignore[operator, no-any-return]  # a module
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -679,6 +716,7 @@ MODELS = {
     "decides": (Decides, ids),
     "sizes": (Sizes, ids),
     "levels": (Levels, ids),
+    "refers": (Refers, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 

@@ -126,8 +126,8 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
         if losses:
             raise PartitionError(
                 f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "
-                "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the module "
-                "that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
+                "from a module that is called once; turn off what drops layers at random (layerdrop=0); name the "
+                "module that computes it among the blocks, blocks=[...]; or write the model as an nn.Sequential."
             )
     ordered = sorted(readers, key=lambda slot: (slot[0], str(slot[1])))
     return Passing(tuple(ordered), tuple([readers[slot] for slot in ordered]), frozenset(written))

@@ -27,14 +27,13 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
+from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
 from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.shares import names_of
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import behaviour_of, places_of, plain_of
-
-_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Made(NamedTuple):
@@ -101,7 +100,13 @@ class Outline(nn.Module):
             for number, name in enumerate(blocks) for block in [model.get_submodule(name)]
         }
         containers = around(chains)
-        first_names = {name: names[0] for names in names_of(model).values() for name in names}
+        all_names = names_of(model)
+        first_names = {name: names[0] for names in all_names.values() for name in names}
+        firsts = {key: names[0] for key, names in all_names.items()}
+        firsts.update((id(each), name) for name, each in model.named_parameters())
+        self._references = {
+            name: by_name(references_of(model.get_submodule(name)), firsts) for name in sorted(containers)
+        }
         self.first_names = {name: first_names[name] for name in apart}
         for name in apart:
             absent = Absent(model.get_submodule(name), volatile, first_names[name])
@@ -148,6 +153,8 @@ class Outline(nn.Module):
             What the model returns; None where the run ended at a block.
         """
         copies = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
+        for name, references in self._references.items():
+            put_in(copies[name], references, copies[""])
         modules = [(self.first_names[name], each) for name, each in own.items() if name in self.first_names]
         run.spare(own.values())
         args, kwargs = self.inputs.called(leaves)
@@ -232,7 +239,7 @@ def _outlined(
         key: Shape.of(each).poison(each.device) if isinstance(each, MadeUp) else each
         for key, each in module._buffers.items()
     }
-    for key in [key for key, value in vars(made).items() if key not in _EVERY_MODULE and _holds_parameters(value)]:
+    for key in references_of(made):
         del vars(made)[key]  # they would be those of when the model was cut
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
@@ -275,11 +282,6 @@ def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:
     """The settings of a module that no forward sets."""
     settings = {**plain_of(module), **behaviour_of(module)}
     return {key: value for key, value in settings.items() if (id(module), key) not in volatile}
-
-
-def _holds_parameters(value: Any) -> bool:
-    """Whether an attribute holds parameters, or modules that may have some."""
-    return any(isinstance(leaf, nn.Parameter | nn.Module) for leaf in tree_leaves(value))
 
 
 def _stream(device: torch.device) -> int:

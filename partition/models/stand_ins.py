@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from partition.models.as_found import Hook
+from partition.models.references import renewed_references
 from partition.models.runs import this_run
 from partition.models.shapes import Shape, lost
 
@@ -126,16 +127,30 @@ def rebuilt(
     module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile = MappingProxyType({})
 ) -> nn.Module:
     """A copy of a module with other parameters and buffers, without what is `volatile`; it shares all else."""
+    made: dict[int, Any] = {}  # by the id of what it is made of
+    copy = _rebuilt(module, changed, volatile, made)
+    for each in [each for each in made.values() if isinstance(each, nn.Module)]:
+        renewed_references(each, made)
+    return copy
+
+
+def _rebuilt(
+    module: nn.Module, changed: Callable[[Tensor], Tensor], volatile: Volatile, made: dict[int, Any]
+) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):  # without parameters: see `to_sequential`
         return module
-    made = shallow(module, volatile)
+    if id(module) in made:
+        return made[id(module)]  # type: ignore[no-any-return]  # of a module
+    copy = made[id(module)] = shallow(module, volatile)
     for table in ("_parameters", "_buffers"):
-        tensors = vars(module)[table].items()
-        vars(made)[table] = {name: each if each is None else changed(each) for name, each in tensors}
-    vars(made)["_modules"] = {
-        name: child if child is None else rebuilt(child, changed, volatile) for name, child in module._modules.items()
+        tensors = [(name, each) for name, each in vars(module)[table].items() if each is not None]
+        made.update((id(each), changed(each)) for _, each in tensors)
+        vars(copy)[table].update((name, made[id(each)]) for name, each in tensors)
+    vars(copy)["_modules"] = {
+        name: child if child is None else _rebuilt(child, changed, volatile, made)
+        for name, child in module._modules.items()
     }
-    return made
+    return copy
 
 
 def shallow(module: nn.Module, volatile: Volatile = MappingProxyType({})) -> nn.Module:

@@ -122,9 +122,21 @@ class Hides(Chain):
         return x * self.hidden["scale"]
 
 
-@pytest.mark.parametrize("build", [Hides, lambda: on_meta(Hides)])
-def test_parameters_beside_the_tables_of_a_model_are_refused(build):
-    with pytest.raises(PartitionError, match="AttributeError: 'Hides' object has no attribute 'hidden'"):
+def test_parameters_beside_the_tables_of_a_model_are_found_by_their_names():
+    agree(Hides, ids(4), ids(3))
+
+
+class HidesItsOwn(Hides):
+    """No table of a module has it: an optimizer of `model.parameters()` would not train it either."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = {"scale": nn.Parameter(torch.ones(4))}
+
+
+@pytest.mark.parametrize("build", [HidesItsOwn, lambda: on_meta(HidesItsOwn)])
+def test_parameters_that_no_module_has_are_refused(build):
+    with pytest.raises(PartitionError, match="AttributeError: 'HidesItsOwn' object has no attribute 'hidden'"):
         to_sequential(build(), ids(4))
 
 
