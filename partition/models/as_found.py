@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from partition.models.flow import storage_of
+from partition.contents import Contents
 
 _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how they are emptied, and filled
     list: (list.clear, list.extend),
@@ -29,30 +29,6 @@ _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of par
 
 
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
-
-
-class Contents:
-    """The contents of storages, kept before they are written.
-
-    Args:
-        there: tensors whose storages are kept. Others have none, as sparse ones, or are no one's.
-    """
-
-    def __init__(self, there: Iterable[Tensor]) -> None:
-        tensors = {storage_of(tensor): tensor for tensor in there if not tensor.is_meta}
-        self._there = {key: tensor.untyped_storage() for key, tensor in tensors.items() if key >= 0}
-        self._kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep the storage of a tensor as it is now, if it was there; as it was first, where it is kept already."""
-        key = storage_of(tensor)
-        if key in self._there and key not in self._kept:
-            self._kept[key] = self._there[key].clone()
-
-    def put_back(self) -> None:
-        """Put back all that is kept. No version of a tensor tells of it, as of BatchNorm's own writing."""
-        for key, contents in self._kept.items():
-            self._there[key].copy_(contents)
 
 
 class _Module(NamedTuple):
@@ -89,8 +65,6 @@ class Found:
         for name, _, attributes in self._modules:
             for key, value in attributes.items():
                 self._reach(f"{name}.{key}" if name else key, value)
-        tensors = [tensor for _, module in own for tensor in tensors_of(module)]
-        self._data = [(tensor, tensor.detach()) for tensor in tensors if storage_of(tensor) >= 0]
 
     def changed(self, but: Collection[tuple[int, str]] = ()) -> list[str]:
         """The names of attributes that are not as they were found, but for some, and for tables of hooks."""
@@ -132,9 +106,6 @@ class Found:
                 clear, fill = _LISTS[type(each.of)]
                 clear(each.of)
                 fill(each.of, each.entries)
-        for tensor, data in self._data:
-            if storage_of(tensor) != storage_of(data):  # `tensor.data = ...`
-                tensor.data = data
         self.contents.put_back()
 
     def _reach(self, owner: str, value: Any) -> None:
@@ -161,7 +132,8 @@ def as_found(
     """
     modules = list(modules)
     kept = [*written, *[buffer for module in modules for buffer in module.buffers()]]
-    found = Found(modules, Contents([*there, *kept]))
+    own = [tensor for module in modules for each in module.modules() for tensor in tensors_of(each)]
+    found = Found(modules, Contents([*own, *there, *kept]))
     for tensor in kept:
         found.contents.keep(tensor)
     try:

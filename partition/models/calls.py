@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
 
+from partition.contents import storage_of
 from partition.models.as_found import Hook, as_found, tensors_of
-from partition.models.flow import Flow, storage_of
+from partition.models.flow import Flow
 from partition.models.inputs import Leaves, called_with
 from partition.models.runs import Call, Key, renewed
 from partition.models.stand_ins import Volatile

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from partition.contents import storage_of, written_by
+
 
 class Node(NamedTuple):
     """The numbers of a storage, from when they were computed until something is written there.
@@ -124,7 +126,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         state = torch.get_rng_state() if may_draw else None
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for tensor in written:
             self._flow.before_write(tensor)
         made = func(*args, **kwargs)
@@ -160,22 +162,3 @@ def _told(func: Any, given: list[Tensor]) -> list[Tensor]:
         is_index = func.overloadpacket.__name__ == "index"  # whole numbers choose as many as they are
         return [leaf for leaf in given[1:] if leaf.dtype in (torch.bool, torch.uint8)] if is_index else given
     return given if torch.Tag.data_dependent_output in func.tags else []
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments into which an operation writes."""
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False)]
-    given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
-    return [
-        leaf for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_iter(value) if isinstance(leaf, Tensor)
-    ]  # fmt: skip
-
-
-def storage_of(tensor: Tensor) -> int:
-    """The key of the storage of a tensor; below 0 where it has none, as sparse ones."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:
-        return -id(tensor)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.calls import Seen
-from partition.models.flow import storage_of
 from partition.models.runs import Chain
 from partition.models.shapes import MadeUp
 from partition.models.stand_ins import Volatile

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from partition.compilation import uncompiled
+from partition.contents import unwritten
 from pipeline.common.accelerators import entered
 from pipeline.common.module_tables import buffers_of, training_flags
 from pipeline.common.torch_modes import weights_cast_anew, without_counting_modes, without_function_modes
@@ -78,7 +79,7 @@ class Probe:
         own = [layers for index, layers in enumerate(setup.stages) if setup.communicator.topology.has(index)]
         modules = [module for layers in own for top in layers for module in top.modules()]
         self._modules = list({id(module): module for module in modules}.values())
-        self._reachable = Reachable(self._modules)
+        self._in_eval_mode = False
         self._has_last = setup.communicator.topology.has(len(setup.stages) - 1)
         lanes = Counter(setup.plan.schedule.placement.lane_of)
         self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
@@ -98,16 +99,19 @@ class Probe:
             stack.enter_context(uncompiled())
             stack.enter_context(without_counting_modes())
             stack.enter_context(_without_cached_weights())
-            stack.callback(self._reachable.put_back)
-            stack.callback(Attributes(self._modules).roll_back)  # arrays and objects of any class on modules
+            parameters = [each for module in self._modules for each in module._parameters.values() if each is not None]
+            contents = stack.enter_context(unwritten(parameters))
             stack.enter_context(_on_copies_of_buffers(self._modules))
+            reachable, attributes = Reachable(self._modules), Attributes(self._modules)  # arrays, objects of any class
+            self._generators = reachable.generators
+            self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
             if self._shares:
                 self._check_order(alone, self._others())
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
             beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
             resized = self._picked(range(rows - 1 if rows > 2 or rows == total else rows + 1))
-            stack.enter_context(training_flags(self._modules, [False] * len(self._modules)))
+            self._in_eval_mode = True
             reference = self._run(alone)
             self._check_sizes(reference, self._run(resized), resized)
             if self._checks_rows:
@@ -131,7 +135,18 @@ class Probe:
         return Batch(Tree(tensors, whole.skeleton), self._batch.cut, (len(rows),), pieces, batch_dim)
 
     def _new(self, batch: Batch) -> ProbeCall:
-        return ProbeCall(self._setup, batch, self._reachable.generators)
+        return ProbeCall(self._setup, batch, self._generators, self._put_back)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Within: a run, perhaps in eval mode. At the end: modules as they were: the next run finds what it found."""
+        modules = self._modules if self._in_eval_mode else []
+        try:
+            with training_flags(modules, [False] * len(modules)):
+                yield
+        finally:
+            for undo in self._undo:
+                undo()
 
     def _run(self, batch: Batch) -> ProbeCall:
         call = self._new(batch)
@@ -189,7 +204,7 @@ class Probe:
                 "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
                 "Stages run different chunks at a time, so the numbers would depend on the schedule. Return it from "
                 "the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers into "
-                "one stage."
+                "one stage. If a layer keeps something of its first batch, call the model with one before."
             )
 
     @staticmethod
@@ -215,7 +230,10 @@ class ProbeCall:
         output: of the last stage, if it is here and made any.
     """
 
-    def __init__(self, setup: Setup, batch: Batch, generators: Generators) -> None:
+    def __init__(
+        self, setup: Setup, batch: Batch, generators: Generators, put_back: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._put_back = put_back
         self._execution = Execution(setup, batch)
         self.stages = stages_of(self._execution, ends_in_loss=False)
         self._run = {stage.layers.index: stage for stage in self.stages}
@@ -230,9 +248,9 @@ class ProbeCall:
         return None if made is None else made[0].tree
 
     def run(self, then: Callable[[], None] | None = None) -> None:
-        """Stage after stage, and then something else. What they do to buffers and generators is undone."""
+        """Stage after stage, and then something else. What they do to modules and generators is undone."""
         states = self._generators.states()
-        with self._execution.generators, weights_cast_anew(True), self._generators.at(states):
+        with self._put_back(), self._execution.generators, weights_cast_anew(True), self._generators.at(states):
             try:
                 self._execution.feed(grad=False)
                 self._execution.run(0, {Kind.F: self._forward}, draws=True)

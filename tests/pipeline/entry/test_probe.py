@@ -5,6 +5,7 @@ Each law goes over the entry points, and what is legal goes on working: the same
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -505,3 +506,77 @@ def test_unchanged_modes_count_nothing_of_it() -> None:
     with Counts() as counts, torch.no_grad():
         pipe(flat())
     assert counts.number == 4
+
+
+class Writes(nn.Module):
+    """Its forward writes its weight."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.ones(4, dtype=torch.float64)), how
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "in place":
+                self.weight.mul_(0.5)
+            elif self.how == "copied":
+                self.weight.copy_(self.weight * 0.5 + 1)
+            elif self.how == "a part":
+                self.weight[1:3].add_(1.0)
+            elif self.how == "out":
+                torch.mul(self.weight, 0.5, out=self.weight)
+            elif self.how == "set":
+                self.weight.data = self.weight.data * 0.5
+        return x * self.weight
+
+
+@pytest.mark.parametrize("how", ["in place", "copied", "a part", "out"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("balance", [[2], [1, 1]])
+def test_a_parameter_is_written_as_often_as_the_layer_runs_on_a_chunk(how, chunks, balance):
+    model = nn.Sequential(Writes(how), nn.Linear(4, 4).double())
+    plain = copy.deepcopy(model)
+    pipe = Pipe(model, balance, chunks, checkpoint="never", devices=["cpu"] * len(balance))
+    for number in range(9):  # calls 1, 2, 4 and 8 are looked at more closely
+        x = torch.randn(6, 4, dtype=torch.float64)
+        expected = torch.cat([plain(rows) for rows in x.tensor_split(chunks)])
+        assert torch.equal(pipe(x), expected), number
+        assert torch.equal(model[0].weight, plain[0].weight), number
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_call_that_is_refused_leaves_parameters_as_they_were(chunks):
+    model = nn.Sequential(Writes("set"), nn.Linear(4, 4).double())
+    pipe = Pipe(model, [1, 1], chunks, checkpoint="never", devices=["cpu"] * 2)
+    with pytest.raises(RuntimeError, match=r"got new data within the forward \(param\.data = \.\.\.\)"):
+        pipe(torch.randn(6, 4, dtype=torch.float64))
+    assert torch.equal(model[0].weight, torch.ones(4, dtype=torch.float64))
+
+
+class KeepsFirst(nn.Module):
+    """Its first batch says what its bias is."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.done = nn.Parameter(torch.zeros(4)), False
+
+    def forward(self, x):
+        if not self.done:
+            with torch.no_grad():
+                self.bias.copy_(-x.mean(0))
+            self.done = True
+        return x + self.bias
+
+
+def test_a_layer_that_keeps_its_first_batch_is_refused_where_that_would_be_a_chunk():
+    model, x = nn.Sequential(KeepsFirst(), nn.Linear(4, 4)), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    words = "gives other values for the same input when other chunks have run .* call the model with one before"
+    with pytest.raises(RuntimeError, match=words):
+        Pipe(model, [1, 1], 2, devices=["cpu"] * 2)(x)
+    assert not model[0].done and torch.equal(model[0].bias, torch.zeros(4))
+    with pytest.raises(ValueError, match=r"layer 0 \(KeepsFirst\) mixes the rows of the mini-batch"):
+        Pipe(model, [2], 2, devices=["cpu"])(x)
+    assert not model[0].done and torch.equal(model[0].bias, torch.zeros(4))
+    assert torch.equal(Pipe(model, [1, 1], 1, checkpoint="never", devices=["cpu"] * 2)(x), plain(x))
+    assert torch.equal(Pipe(model, [1, 1], 2, devices=["cpu"] * 2)(x), plain(x))

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipeline.recompute.randomness
-from pipeline import CheckpointError, EagerUpdate, Pipe
+from pipeline import CheckpointError, EagerUpdate, Pipe, is_recomputing
 from pipeline.recompute.randomness import draw_seed
 
 CALLS = 6
@@ -221,21 +221,21 @@ def test_messages_may_change_from_stage_to_stage(model: Callable[[], nn.Sequenti
 
 
 class Late(nn.Module):
-    """Does something else in chunks 1 and later of calls 3 and later."""
+    """Does something else in chunks 1 and later of calls 3 and later, and in no probe where nothing is recomputed."""
 
-    def __init__(self, usual: Callable[[Tensor], Tensor], late: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, usual: Callable[[Tensor], Tensor], late: Callable[[Tensor], Tensor], recomputes: bool) -> None:
         super().__init__()
-        self.usual, self.late = usual, late
+        self.usual, self.late, self.recomputes = usual, late, recomputes
         self.calls = self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
+        self.forwards += self.recomputes or not is_recomputing()
         return self.late(x) if self.calls >= 3 and self.forwards > 1 else self.usual(x)
 
 
 def with_late(late: Callable[[Tensor], Tensor], first: nn.Module, checkpoint: Any) -> Iterator[Pipe]:
     """The Pipe before each of four calls."""
-    layer = Late(lambda x: x * x, late)
+    layer = Late(lambda x: x * x, late, checkpoint != "never")
     model = nn.Sequential(first, nn.Sequential(layer, linear()))
     pipe = Pipe(model, [1, 1], 4, checkpoint=checkpoint, schedule="gpipe")
     for layer.calls in range(1, 5):

@@ -1,0 +1,105 @@
+"""The contents of tensors, kept before something is written there, and put back.
+
+    tensors ─► Contents ◄── keep ── an operation is about to write into one of them
+                  └──────── put_back ─► their storages, as they were first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Contents:
+    """The contents of tensors: which storage each has, and of storages what is in them, kept before they are written.
+
+    Args:
+        there: the tensors. What is written into others is not kept, nor into those without a storage, as sparse ones.
+    """
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        self._data = [(tensor, tensor.detach()) for tensor in there if not tensor.is_meta and storage_of(tensor) >= 0]
+        self._there = {storage_of(data): data.untyped_storage() for _, data in self._data}
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the storage of a tensor as it is now, if it was there; as it was first, where it is kept already."""
+        key = storage_of(tensor)
+        if key in self._there and key not in self._kept:
+            self._kept[key] = self._there[key].clone()
+
+    def put_back(self) -> None:
+        """Put back all. No version of a tensor tells of it, as of BatchNorm's own writing."""
+        for tensor, data in self._data:
+            if storage_of(tensor) != storage_of(data):  # `tensor.data = ...`
+                tensor.data = data
+        for key, contents in self._kept.items():
+            storage = self._there[key]
+            if storage.nbytes() != contents.nbytes():
+                storage.resize_(contents.nbytes())
+            storage.copy_(contents)
+
+
+@contextmanager
+def unwritten(tensors: Iterable[Tensor]) -> Iterator[Contents]:
+    """Within: what operations write into some tensors is kept; at the end it is put back.
+
+    Example:
+        >>> weight = torch.zeros(3)
+        >>> with unwritten([weight]):
+        ...     _ = weight.add_(1)
+        >>> weight
+        tensor([0., 0., 0.])
+    """
+    contents = Contents(tensors)
+    try:
+        with _Keeping(contents):
+            yield contents
+    finally:
+        contents.put_back()
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._contents = contents
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_by(func, args, kwargs):
+            self._contents.keep(tensor)
+        return func(*args, **kwargs)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments into which an operation writes."""
+    written = _written(func)
+    if not written:
+        return []
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    return [leaf for value in values for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """The places and names of the arguments into which an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [
+        (place, argument.name) for place, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]  # fmt: skip
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The key of the storage of a tensor; below 0 where it has none, as sparse ones."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return -id(tensor)
