@@ -40,6 +40,9 @@ class Contents:
         for tensor, data in self._data:
             if storage_of(tensor) != storage_of(data):  # `tensor.data = ...`
                 tensor.data = data
+        for device in {contents.device for contents in self._kept.values()}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)  # another stream may read it still
         for key, contents in self._kept.items():
             storage = self._there[key]
             if storage.nbytes() != contents.nbytes():
@@ -91,6 +94,8 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _written(func: Any) -> list[tuple[int, str]]:
     """The places and names of the arguments into which an operation writes."""
     arguments = enumerate(func._schema.arguments)
+    if func is torch.ops.aten.record_stream.default:  # it says that it writes
+        return []
     return [
         (place, argument.name) for place, argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
