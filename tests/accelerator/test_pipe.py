@@ -498,3 +498,30 @@ def test_a_loader_that_pins_feeds_steps_and_evaluations(place: str, workers: int
         losses = [entry(mini_batches(), loss_fn=mse_loss).loss for entry in (pipe.evaluate, pipe.step)]
         found.append(on_host([*losses, *left(pipe)]))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Decays(nn.Module):
+    """Its forward writes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("place", ["one", "two", "named on two", "host between"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_parameter_that_a_forward_writes_is_written_once_for_each_chunk(place: str, workers: str | None) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4).double(), Decays()) for _ in range(3)])
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4).double(), Decays()) for _ in range(3)])
+    plain.load_state_dict(model.state_dict())
+    pipe = Pipe(model, [1] * 3, 2, devices=PLACEMENTS[place](3), checkpoint="never", workers=workers)
+    for _ in range(5):  # calls 1, 2 and 4 send some rows through the layers first
+        x = torch.randn(4, 4, dtype=torch.float64)
+        expected = torch.cat([plain(rows) for rows in x.chunk(2)])
+        assert torch.equal(pipe(x).cpu(), expected)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(pipe.parameters(), plain.parameters()))
