@@ -17,7 +17,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from partition.models.references import references_of
 from partition.modes import Modes
 from partition.names import InModel, ModelLayers, NamedLayer, behaviour_of, plain_of
 from pipeline.entry.validation import check_own_hooks
@@ -42,10 +44,13 @@ class Origin:
         self._module = None if module is None else weakref.ref(module)
         self._places = [] if module is None else [_children(module)]
         self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
+        self._references: list[tuple[weakref.ref[nn.Module], Mapping[str, list[Any]]]] = []
         self._shared = list(_shared(layers))
         if model is not None:
             self._places += _places(model, brought)
             self._settings += _settings(model, brought, [name for name, _ in self._shared])
+            owners = [model.get_submodule(name) for name in {name for each in brought for name in each.settings}]
+            self._references = [(weakref.ref(owner), ids) for owner in owners if (ids := _referred(owner))]
 
     def __reduce__(self) -> tuple[type[Origin], tuple[None, Modes]]:
         return Origin, (None, self.modes)
@@ -79,6 +84,10 @@ class Origin:
                 changed = [name for name, value in settings.items() if _differs(now.get(name), value)]
                 if changed:
                     _refuse(module, changed)
+        for owner, referred in self._references:
+            module = owner()
+            if module is not None and (refers := _referred(module)) != referred:
+                _refuse(module, [key for key in {**referred, **refers} if referred.get(key) != refers.get(key)])
 
 
 def _refuse(module: nn.Module, changed: Sequence[str]) -> None:
@@ -123,6 +132,14 @@ def _settings(
         yield weakref.ref(model.get_submodule(name)), own
     for module in [module for name in shared for module in model.get_submodule(name).modules()]:
         yield weakref.ref(module), behaviour_of(module)
+
+
+def _referred(module: nn.Module) -> dict[str, list[Any]]:
+    """What is in the lists, tuples and dicts in which a module refers to others, by attribute: ids, plain values."""
+    return {
+        key: [leaf if isinstance(leaf, bool | int | float | str) else (id(leaf),) for leaf in tree_leaves(value)]
+        for key, value in references_of(module).items()
+    }
 
 
 def _shared(layers: Iterable[nn.Module]) -> Iterator[tuple[str, list[weakref.ref[nn.Module]]]]:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from block_models import Borrows, Moods, ids
+from block_models import Borrows, Lists, Moods, Refers, ids
 from cover import either
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -273,3 +273,23 @@ def test_hooks_that_a_sequential_gets_after_its_pipe_are_refused_as_before_it(me
             run()
     hook.remove()
     CALLS[call](pipe)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda model: model.weighed.__setitem__(1, (Lists(), 1.5)), r"\['weighed'\] of the Refers"),
+    (lambda model: model.weighed.__setitem__(1, (model.block1, 7.0)), r"\['weighed'\] of the Refers"),
+    (lambda model: model.weighed.pop(), r"\['weighed'\] of the Refers"),
+    (lambda model: model.heads.update(narrow=nn.Linear(4, 2)), r"\['heads'\] of the Refers"),
+    (lambda model: setattr(model, "weighed", None), r"\['weighed'\] of the Refers"),
+])  # fmt: skip
+def test_what_is_replaced_in_a_list_to_which_the_model_refers_is_refused(change, words):
+    model, x = Refers(), ids(4)
+    pipe = Pipe(model, None, 2, sample=x, devices=["cpu"] * 2)
+    before, weighed, heads = pipe(x), list(model.weighed), dict(model.heads)
+    model.weighed, model.heads = list(weighed), dict(heads)  # others with the same in them
+    assert torch.equal(pipe(x), before)
+    change(model)
+    with pytest.raises(RuntimeError, match=words + " was replaced or removed or added after the Pipe was built"):
+        pipe(x)
+    model.weighed, model.heads = weighed, heads
+    assert torch.equal(pipe(x), before)
