@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_iter
 
 from partition.compilation import uncompiled
@@ -105,6 +106,11 @@ def to_sequential(
                 f"module {name!r} is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. "
                 "Cut the model before it is compiled."
             )
+    lazy = [name for name, each in [*model.named_parameters(), *model.named_buffers()] if is_lazy(each)]
+    if lazy:
+        raise PartitionError(
+            f"{', '.join(lazy[:5])} have no shape before the model is called. Call it with a batch, then cut it."
+        )
     sample = dict(sample) if isinstance(sample, Mapping) else sample
     twin = twin_of(model, sample)
     if twin is not None:

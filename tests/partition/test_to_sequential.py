@@ -409,6 +409,17 @@ def test_second_derivatives_are_those_of_the_model(name):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 
+def test_lazy_modules_are_refused_until_they_have_shapes():
+    model = Chain()
+    model.blocks[1] = nn.LazyLinear(4)
+    words = r"blocks\.1\.weight, blocks\.1\.bias have no shape before the model is called"
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(model, ids(4))
+    x = ids(3)
+    expected = model(x)
+    assert torch.equal(to_sequential(model, ids(4))(x), expected)
+
+
 @pytest.mark.parametrize("length, words", [
     (5, r"block 'blocks\.2' was called where 'blocks\.1' was on the sample by which the model was cut\. .*layerdrop=0"),
     (6, "block 'blocks.0' was called where 'none' was on the sample"),
