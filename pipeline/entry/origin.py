@@ -135,7 +135,7 @@ def _settings(
 
 
 def _referred(module: nn.Module) -> dict[str, list[Any]]:
-    """What is in the lists, tuples and dicts in which a module refers to others, by attribute: ids, plain values."""
+    """The entries of lists, tuples and dicts in which a module refers to others, by attribute: ids, plain values."""
     return {
         key: [leaf if isinstance(leaf, bool | int | float | str) else (id(leaf),) for leaf in tree_leaves(value)]
         for key, value in references_of(module).items()
