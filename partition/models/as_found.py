@@ -27,7 +27,6 @@ _LISTS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {  # how the
 }
 _TABLES = frozenset(vars(nn.Module())) - {"training"}  # of every module: of parameters, of hooks
 
-
 Hook: TypeAlias = "tuple[Callable[..., Any], bool]"  # on what a module returns; whether it takes keyword arguments
 
 
@@ -128,7 +127,7 @@ def as_found(
     Args:
         modules: the modules.
         written: tensors that are written within, beside their buffers.
-        there: tensors that may be: see `Contents.keep`.
+        there: others, beside those of the modules, that may be: see `Contents.keep`.
     """
     modules = list(modules)
     kept = [*written, *[buffer for module in modules for buffer in module.buffers()]]

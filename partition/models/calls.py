@@ -106,7 +106,7 @@ class Seen(NamedTuple):
         calls: of all modules, in the order in which they began.
         flow: of the values.
         output: the nodes of what is made of what the model returned.
-        drawn: where modules began or ended, the numbers of what Python or numpy had drawn since the one before.
+        drawn: the times at which a module began or ended, and Python or numpy had drawn since the time before.
     """
 
     calls: list[Called]
@@ -157,7 +157,7 @@ def watched(model: nn.Module, sample: Any, make: Callable[[Any], Any]) -> Watche
     flags: set[tuple[int, str]] = set()  # set to True by one of the runs: they say that something is done
     own = [tensor for module in model.modules() for tensor in tensors_of(module)]
     storages: set[int] = set()  # that are written
-    with as_found([model], there=[*own, *tensors]) as found, training(model), torch.no_grad():
+    with as_found([model], there=tensors) as found, training(model), torch.no_grad():
 
         def before_write(tensor: Tensor) -> None:
             found.contents.keep(tensor)
@@ -242,7 +242,7 @@ def _setting() -> Iterator[dict[tuple[int, str], Any]]:
 def _calling(
     model: nn.Module, calls: list[Called], flow: Flow, drawn: list[int]
 ) -> Iterator[Callable[[], int]]:
-    """Within: note the calls of modules in the model, and when Python or numpy has drawn. What it yields ends it."""
+    """Within: note the calls of modules in the model, and when Python or numpy has drawn. It yields the clock."""
     numbers = count()
     state = host_state()
 
