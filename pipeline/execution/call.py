@@ -219,10 +219,12 @@ class Call:
 
     def _drive(self, number: int, work: Work, listener: Listener | None) -> None:
         draws = any([stage.may_draw for stage in self.stages])
+        generators = self.execution.generators
         if not draws:
-            self.execution.generators.keep_all()
+            generators.keep_all()
         try:
-            self.execution.run(number, work, draws, self._on_final(listener))
+            with generators.watched() if self.execution.has_threads else nullcontext():
+                self.execution.run(number, work, draws, self._on_final(listener))
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
             self._check_untouched(draws)
             raise

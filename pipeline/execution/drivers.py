@@ -6,8 +6,8 @@
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. Groups hold what they share one at a time: a place, or all places on an
 accelerator, with its default generator; a layer that stands in two stages; and the default generators of the host, as
-long as a stage draws from one of them. In a thread of autograd's own (a backward within a backward on an accelerator)
-that thread drives all lanes.
+long as a stage draws from one of them, or puts one back (`torch.random.fork_rng`). In a thread of autograd's own (a
+backward within a backward on an accelerator) that thread drives all lanes.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
 run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
