@@ -133,8 +133,8 @@ def own_part(state_dict: Mapping[str, Any], elsewhere: Collection[str]) -> Order
         elsewhere: what only other ranks have, by name: layers, or modules and tensors of a model.
 
     Example:
-        >>> own_part({"0.weight": 5, "1.weight": 7}, elsewhere=["1"])
-        OrderedDict([('0.weight', 5), ('1.weight', None)])
+        >>> dict(own_part({"0.weight": 5, "1.weight": 7}, elsewhere=["1"]))
+        {'0.weight': 5, '1.weight': None}
     """
     part = OrderedDict(
         (key, None if any(start in elsewhere for start in starts(key)) else state_dict[key]) for key in state_dict
