@@ -52,7 +52,7 @@ def test_products_are_those_of_the_matrix_in_the_order_of_the_names(size, column
     for column in x.T:
         np.testing.assert_allclose(operator @ column, dense @ column, atol=1e-12)
         np.testing.assert_allclose(operator.rmatvec(column), dense @ column, atol=1e-12)
-        np.testing.assert_allclose(operator.matvec(column[:, None]), (dense @ column)[:, None], atol=1e-12)
+        np.testing.assert_allclose(operator.matmat(column[:, None]), (dense @ column)[:, None], atol=1e-12)
 
 
 def test_columns_are_asked_for_a_block_at_a_time():

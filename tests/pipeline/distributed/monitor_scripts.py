@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -124,6 +125,7 @@ class Rank:
         holder = threading.Thread(target=hold)
         holder.start()
         is_held.wait()
+        warnings.simplefilter("ignore")  # Python's, of a fork where there are threads
         process = os.fork()  # a lock that is held now is held for ever in the child
         if process == 0:
             signal.alarm(10)
