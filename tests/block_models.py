@@ -684,6 +684,35 @@ class Refers(nn.Module):
         return self.heads["narrow"](x) + wide(sum(beside))  # type: ignore[operator, no-any-return]  # a module
 
 
+class TwoNames(nn.Module):
+    """The module that contains its blocks has two names, and is called by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 4), nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        self.steps = nn.ModuleList([self.embed, self.body])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = ids
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Nicknames(nn.Module):
+    """Its blocks, what contains them and a head have other names too, by which it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+        self.body, self.last, self.output = nn.Sequential(*self.blocks[:3]), self.blocks[-1], self.head
+        self.inner = nn.ModuleDict({"all": self.body, "some": self.blocks[1:3]})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.output(self.last(self.inner["all"](self.embed(ids))))  # type: ignore[no-any-return]  # a Tensor
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -717,6 +746,8 @@ MODELS = {
     "sizes": (Sizes, ids),
     "levels": (Levels, ids),
     "refers": (Refers, ids),
+    "two names": (TwoNames, ids),
+    "nicknames": (Nicknames, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 
@@ -905,21 +936,6 @@ class Compiled(Chain):
         return self.last(x)
 
 
-class TwoNames(nn.Module):
-    """The module that contains its blocks has two names, and is called by the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body = nn.Embedding(11, 4), nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-        self.steps = nn.ModuleList([self.embed, self.body])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = ids
-        for step in self.steps:
-            x = step(x)
-        return x
-
-
 class Loss(Chain):
     def finish(self, x: Tensor, ids: Tensor) -> Tensor:
         return x.mean()
@@ -937,6 +953,5 @@ REFUSED = {
     BorrowsStatistics: "module 'blocks.1.1' is called in several parts of the model, and writes its buffer 'blocks",
     Counts: "the forward of Counts, which contains blocks, writes its buffer 'calls', and each part would write it aga",
     Compiled: "module 'last' is compiled by torch.jit and has parameters or buffers: nothing can stand in for it. Cut",
-    TwoNames: "the model's forward ended before it called block 'embed'. If a module that contains blocks has two nam",
     Loss: "Loss returns a single number, a loss say, and those of chunks cannot be joined. Leave labels out of the",
 }

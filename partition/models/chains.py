@@ -45,7 +45,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
             several.append(run)
     ways = [sorted([call for run in several for call in run], key=_begin), *several] if several[1:] else several
     named = [once[name] for name in _units(model, "", once)]
-    units = sorted([call for call in named if _has_hidden(call)], key=_begin)
+    units = _apart(sorted([call for call in named if _has_hidden(call)], key=_begin))
     if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
         ways += [units, _with_parameters(model, units)]
     if not ways:
@@ -176,6 +176,15 @@ def _units(model: nn.Module, name: str, once: Mapping[str, Called]) -> Iterator[
             yield path
         else:
             yield from _units(model, path, once)
+
+
+def _apart(calls: Iterable[Called]) -> list[Called]:
+    """The calls, in order, that lie within no other: a module may have another name outside of what calls it."""
+    found: list[Called] = []
+    for call in calls:
+        if not found or call.begin > found[-1].end:
+            found.append(call)
+    return found
 
 
 def _once(calls: Sequence[Called]) -> dict[str, Called]:

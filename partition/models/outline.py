@@ -29,9 +29,8 @@ from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
-from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, this_run
+from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, names_of, numbers_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
-from partition.models.shares import names_of
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import behaviour_of, places_of, plain_of
 
@@ -75,7 +74,7 @@ class Outline(nn.Module):
         hooks: on what blocks return, which hand that to the model's forward, by the id of a block.
 
     Attributes:
-        first_names: of the modules `apart`, by each of their names.
+        first_names: of the modules `apart`, and of those that contain blocks, by each of their names.
     """
 
     def __init__(
@@ -95,11 +94,14 @@ class Outline(nn.Module):
         self.passing = passing
         self.places = places_of(model)
         blocks = [name for chain in chains for name in chain.blocks]
+        stand_ins = [
+            StandIn(block, number, volatile, number in shaping, hooks.get(id(block), ()))
+            for number, block in enumerate(map(model.get_submodule, blocks))
+        ]
         replaced: dict[str, nn.Module] = {
-            name: StandIn(block, number, volatile, number in shaping, hooks.get(id(block), ()))
-            for number, name in enumerate(blocks) for block in [model.get_submodule(name)]
+            name: stand_ins[number] for name, number in numbers_of(model, chains).items()
         }
-        containers = around(chains)
+        containers = around(model, chains)
         all_names = names_of(model)
         first_names = {name: names[0] for names in all_names.values() for name in names}
         firsts = {key: names[0] for key, names in all_names.items()}
@@ -107,7 +109,7 @@ class Outline(nn.Module):
         self._references = {
             name: by_name(references_of(model.get_submodule(name)), firsts) for name in sorted(containers)
         }
-        self.first_names = {name: first_names[name] for name in apart}
+        self.first_names = {name: first_names[name] for name in (*apart, *containers)}
         for name in apart:
             absent = Absent(model.get_submodule(name), volatile, first_names[name])
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -116,7 +118,8 @@ class Outline(nn.Module):
             else:  # the model calls what is within a block
                 *above, key = name.removeprefix(f"{block}.").split(".")
                 replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
-        self._roots: dict[torch.device | None, nn.Module] = {None: _outlined(model, replaced, containers, "", volatile)}
+        outlined = _outlined(model, replaced, containers, "", volatile, {})
+        self._roots: dict[torch.device | None, nn.Module] = {None: outlined}
         self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._memory = _Memory()
@@ -155,12 +158,13 @@ class Outline(nn.Module):
         copies = _put_in(self._on(device), own, {**self._in_eval_mode, **modes})
         for name, references in self._references.items():
             put_in(copies[name], references, copies[""])
-        modules = [(self.first_names[name], each) for name, each in own.items() if name in self.first_names]
+        there = [*copies.items(), *own.items()]
+        modules = [(self.first_names[name], each) for name, each in there if name in self.first_names]
         run.spare(own.values())
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
-            with caught(run, [*copies.items(), *modules]):
+            with caught(run, modules):
                 returned = copies[""](*args, **kwargs)
         except Reached:
             returned = None
@@ -227,9 +231,17 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _outlined(
-    module: nn.Module, replaced: Mapping[str, nn.Module], containers: set[str], name: str, volatile: Volatile
+    module: nn.Module,
+    replaced: Mapping[str, nn.Module],
+    containers: set[str],
+    name: str,
+    volatile: Volatile,
+    known: dict[int, nn.Module],
 ) -> nn.Module:
-    made = shallow(module, volatile)
+    """A copy without numbers of a module that contains blocks. `known`: those that there are, by the module's id."""
+    if id(module) in known:
+        return known[id(module)]
+    made = known[id(module)] = shallow(module, volatile)
     vars(made)["training"] = False
     vars(made)["_parameters"] = {
         key: None if each is None else Shape.of(each).poison(each.device)
@@ -246,7 +258,7 @@ def _outlined(
         if path in replaced:
             made._modules[key] = replaced[path]
         elif child is not None and path in containers:
-            made._modules[key] = _outlined(child, replaced, containers, path, volatile)
+            made._modules[key] = _outlined(child, replaced, containers, path, volatile, known)
         elif child is not None:
             made._modules[key] = copy.deepcopy(child).eval()
     return made
@@ -254,28 +266,38 @@ def _outlined(
 
 def _put_in(root: nn.Module, own: Mapping[str, Any], modes: Mapping[str, bool]) -> dict[str, nn.Module]:
     """The root with some modules and parameters put in, and copies of what contains them, in their modes: by name."""
-    copies = {"": shallow(root)}
+    copies, made = {"": shallow(root)}, dict[int, nn.Module]()
     for name, training in modes.items():
-        _copy(name, copies)
+        _copy(name, copies, made)
         vars(copies[name])["training"] = training
     for name, each in own.items():
         above, _, key = name.rpartition(".")
-        _copy(above, copies)
+        _copy(above, copies, made)
         tables = [vars(copies[above])[table] for table in ("_parameters", "_buffers", "_modules")]
         next(table for table in tables if key in table)[key] = each
     return copies
 
 
-def _copy(name: str, copies: dict[str, nn.Module]) -> None:
-    """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows."""
+def _copy(name: str, copies: dict[str, nn.Module], made: dict[int, nn.Module]) -> None:
+    """Put a copy of a module into the copy of what contains it; of a block's stand-in it is what that shows.
+
+    Args:
+        name: of the module.
+        copies: those that there are, by name.
+        made: the same, by the id of the module: it may have several names.
+    """
     if name in copies:
         return
     above, _, key = name.rpartition(".")
-    _copy(above, copies)
-    table = copies[above]._modules
-    made = copies[name] = table[key] = shallow(table[key])  # type: ignore[arg-type]  # a unit lies in it
-    if isinstance(made, StandIn):
-        copies[name] = made._modules["shadow"] = shallow(made.shadow)
+    _copy(above, copies, made)
+    table: dict[str, Any] = copies[above]._modules
+    own = table[key]
+    if id(own) not in made:
+        made[id(own)] = shallow(own)
+        if isinstance(own, StandIn):
+            made[id(own)]._modules["shadow"] = shallow(own.shadow)
+    table[key] = found = made[id(own)]
+    copies[name] = found.shadow if isinstance(found, StandIn) else found
 
 
 def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:

@@ -11,7 +11,7 @@ A part holds modules of the model under their names in the model, and brings the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -125,22 +125,22 @@ class Block(Part):
     Args:
         outline: of the model.
         number: of the block.
-        name: its name in the model.
+        names: its names in the model.
         block: the block.
         lent: the names of what is in it and in other parts, too.
     """
 
     def __init__(
-        self, outline: Outline, number: int, name: str, block: nn.Module, lent: Collection[str] = ()
+        self, outline: Outline, number: int, names: Sequence[str], block: nn.Module, lent: Collection[str] = ()
     ) -> None:
-        super().__init__(outline, {name: block})
+        super().__init__(outline, dict.fromkeys(names, block))
         self._number = number
-        self._lent = tuple([each for each in lent if each.startswith(f"{name}.")])
+        self._lent = tuple([each for each in lent if each.startswith(f"{names[0]}.")])
 
     @property
     def in_model(self) -> InModel:
-        (name,) = self._names
-        return InModel(tuple(_parted(name, self.block, self._lent)), self.outline.places, {})
+        names = [part for name in self._names for part in _parted(name, self.block, self._lent)]
+        return InModel(tuple(names), self.outline.places, {})
 
     def forward(self, value: Value) -> Value:
         hidden, kept, travelling, passing = value
@@ -148,8 +148,7 @@ class Block(Part):
         if self._number == chain.first:
             _check_dtypes(hidden, chain.dtypes)
         args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
-        (block,) = self.own().values()
-        returned = block(*args, **kwargs)
+        returned = self.block(*args, **kwargs)
         leaves = [returned] if isinstance(returned, Tensor) else self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, leaves, passing)
         return tuple([leaves[place] for place in chain.exits]), kept, travelling, passing
@@ -157,7 +156,7 @@ class Block(Part):
     @property
     def block(self) -> nn.Module:
         """The block itself."""
-        (block,) = self.own().values()
+        block = self.own()[self._names[0]]
         assert isinstance(block, nn.Module)
         return block
 
@@ -256,8 +255,9 @@ def _rewound(device: torch.device) -> Callable[[], object]:
 def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
     if len(run.calls) <= chain.first:
         raise PartitionError(
-            f"the model's forward ended before it called block {chain.blocks[0]!r}. If a module that contains blocks "
-            "has two names, or is kept in a list beside its name, call it by the first."
+            f"the model's forward ended before it called block {chain.blocks[0]!r}, which it called on the sample with "
+            "which it was cut. How many blocks it calls must not depend on what they compute; otherwise cut it with a "
+            "sample that is like this call."
         )
     call = run.calls[chain.first]
     passing = outline.passing.entered(chain.first, call, run.noted, passing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -190,9 +191,24 @@ class Run:
         return tree_unflatten(leaves, chain.tree)
 
 
-def around(chains: Iterable[Chain]) -> set[str]:
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each module, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[id(module)].append(name)
+    return names
+
+
+def numbers_of(model: nn.Module, chains: Iterable[Chain]) -> dict[str, int]:
+    """The number of each block, by all its names."""
+    names = names_of(model)
+    blocks = enumerate([name for chain in chains for name in chain.blocks])
+    return {name: number for number, block in blocks for name in names[id(model.get_submodule(block))]}
+
+
+def around(model: nn.Module, chains: Iterable[Chain]) -> set[str]:
     """The names of the modules that contain blocks."""
-    blocks = [name.split(".") for chain in chains for name in chain.blocks]
+    blocks = [name.split(".") for name in numbers_of(model, chains)]
     return {".".join(steps[:length]) for steps in blocks for length in range(len(steps))}
 
 

@@ -29,7 +29,7 @@ from partition.models.inputs import Inputs, UnreadError
 from partition.models.outline import Outline
 from partition.models.parts import Beginning, Block, End, Middle
 from partition.models.passing import Passing
-from partition.models.runs import Chain, around, chain_of
+from partition.models.runs import Chain, around, chain_of, names_of
 from partition.models.shapes import MadeUp, Shape
 from partition.models.shares import phases_of, shares_of
 from partition.models.sources import Sources
@@ -160,7 +160,7 @@ def _cut(
     containers: list[nn.Module] = []  # copies of these have nothing that is volatile
     try:
         chains, shares, apart, passing = _divided(seen, blocks)
-        containers = [model.get_submodule(name) for name in around(chains)]
+        containers = [model.get_submodule(name) for name in around(model, chains)]
         shaping = _shaping(chains, passing, blocks)
         while True:
             outline = Outline(model, chains, inputs, apart, volatile, passing, shaping, hooks)
@@ -199,7 +199,7 @@ def _divided(
         runs = [run for run in seen.runs if called_once(run.calls, blocks)]
         shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
         elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
-        containers = around(chains) - {""}
+        containers = around(model, chains) - {""}
         sources = [Sources(model, run, called_once(run.calls, blocks), elsewhere, containers) for run in runs]
         try:
             chains = tuple([carrying(chain, sources) for chain in chains])
@@ -237,7 +237,7 @@ def _check_containers(seen: Watched, chains: Sequence[Chain]) -> None:
     Raises:
         PartitionError: one does.
     """
-    for name in around(chains):
+    for name in around(seen.model, chains):
         module = seen.model.get_submodule(name)
         if module._backward_hooks:
             raise PartitionError(
@@ -281,6 +281,7 @@ def _layers(
     seen: set[str] = set()
     blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
     lent = {name for share in shares for name in share if name.startswith(blocks)}
+    names = names_of(model)
     layers: list[nn.Module] = []
     for number, share in enumerate(shares):
         again = {name for name in (seen | lent) & set(share) if isinstance(share[name], nn.Module)}
@@ -294,8 +295,8 @@ def _layers(
             layers.append(End(outline, own, output))
             break
         chain = outline.chains[number]
-        numbered = [(chain.first + index, name) for index, name in enumerate(chain.blocks)]
-        layers += [Block(outline, index, name, model.get_submodule(name), lent) for index, name in numbered]
+        for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
+            layers.append(Block(outline, index, names[id(block)], block, lent))
     return _of(model, layers)
 
 

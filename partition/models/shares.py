@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.calls import Seen
-from partition.models.runs import Chain
+from partition.models.runs import Chain, names_of, numbers_of
 from partition.models.shapes import MadeUp
 from partition.models.stand_ins import Volatile
 
@@ -58,7 +58,7 @@ def shares_of(
     """
     shares: list[dict[str, Any]] = [{} for _ in range(len(chains) + 1)]
     apart = []
-    units = dict(_units(model, "", {name for chain in chains for name in chain.blocks}))
+    units = dict(_units(model, "", numbers_of(model, chains)))
     within = _called_from_without(model, chains, phases, units)
     units.update(within)
     modules = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
@@ -130,7 +130,7 @@ def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module],
     return called | {phase for phase in read if not any(phase in phases.called.get(other, ()) for other in sharing)}
 
 
-def _units(model: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+def _units(model: nn.Module, name: str, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """All but the blocks: parameters and buffers of the modules that contain blocks, and their other children."""
     for key, each in [*model._parameters.items(), *model._buffers.items()]:
         if each is not None and key not in model._non_persistent_buffers_set:
@@ -143,11 +143,3 @@ def _units(model: nn.Module, name: str, blocks: set[str]) -> Iterator[tuple[str,
             yield from _units(child, f"{path}.", blocks)
         else:
             yield path, child
-
-
-def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each module, by its id."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[id(module)].append(name)
-    return names

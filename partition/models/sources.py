@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from partition.models.calls import Called, Seen
 from partition.models.flow import Flow
 from partition.models.passing import Slot
+from partition.models.runs import names_of
 from partition.models.shapes import MadeUp
-from partition.models.shares import names_of
 
 _Names = frozenset[str]
 
