@@ -39,7 +39,7 @@ class Ambient(NamedTuple):
         return cls(
             tuple([(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types]),
             torch.is_autocast_cache_enabled(),
-            tuple([get() for get in _GETTERS]),
+            switches(),
             tuple(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if torch._C._len_torch_dispatch_stack() else (),
             _saved_tensors_hooks(),
@@ -177,15 +177,19 @@ def _set_matmul_precision(precision: str | None) -> None:
 
 
 # The switches of the process that change a layer's kernels or the dtype of its output: how to read and set each.
-# A precision that is not set for an operation is that of its backend, or of all; so those come first.
+# A precision that is not set for an operation is that of its backend, or of all; so those come first. They are set by
+# what torch's own functions call, as it is now: these settings are none that a layer makes (touches.py).
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_dtype, torch._C._set_default_dtype),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     *[_precision(*names) for names in (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))],
     (_matmul_precision, _set_matmul_precision),
     *[_precision(backend, name) for backend in ("cuda", "mkldnn") for name in ("matmul", "conv", "rnn")],
@@ -194,17 +198,23 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 _GETTERS = tuple([get for get, _ in _SWITCHES])
 
 
+def switches() -> tuple[Any, ...]:
+    """The switches of the process, as they are now."""
+    return tuple([get() for get in _GETTERS])
+
+
 @contextmanager
 def _switched(values: tuple[Any, ...]) -> Iterator[None]:
-    found = tuple([get() for get, _ in _SWITCHES])
+    found = switches()
     try:
-        _switch(values)
+        switch(values)
         yield
     finally:
-        _switch(found)
+        switch(found)
 
 
-def _switch(values: tuple[Any, ...]) -> None:
+def switch(values: tuple[Any, ...]) -> None:
+    """Set the switches of the process to what they were."""
     for (get, put), value in zip(_SWITCHES, values, strict=True):
         if get() != value:
             put(value)

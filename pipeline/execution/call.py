@@ -184,8 +184,9 @@ class Call:
         except DrewError:
             self._drop()
             raise RuntimeError(
-                "a backward drew from a default generator (torch's for the CPU, Python's or numpy's), which none did "
-                "in earlier calls. Run forward and backward again: from now on it gets its seed."
+                "a backward drew from a default generator (torch's for the CPU, Python's or numpy's), or changed a "
+                "switch of torch, which none did in earlier calls. Run forward and backward again: from now on it has "
+                "the process for itself."
             ) from None
         except BaseException:
             self._drop()
@@ -223,7 +224,7 @@ class Call:
         if not draws:
             generators.keep_all()
         try:
-            with generators.watched() if self.execution.has_threads else nullcontext():
+            with generators.touches.counted() if self.execution.has_threads else nullcontext():
                 self.execution.run(number, work, draws, self._on_final(listener))
         except CheckpointError:  # an unseeded draw may be the reason why a recomputation differs
             self._check_untouched(draws)
@@ -233,9 +234,11 @@ class Call:
             stage.note_draws()
 
     def _check_untouched(self, draws: bool) -> None:
-        """Raise if the host's generators are not as they were, though no stage was to draw from them."""
-        if not draws and not self.execution.generators.is_host_untouched:
+        """Raise if the host's generators or torch's switches were touched, though no stage was to touch them."""
+        generators = self.execution.generators
+        if not draws and not generators.is_host_untouched:
             self.execution.setup.known.draws_nothing.clear()
+            generators.touches.undo()
             raise DrewError
 
     # -------------------------------------------------------------------------------------------------------- work

@@ -5,9 +5,9 @@
 
 With workers=None lanes that share a place are one group, and there are threads where two places are accelerators. With
 workers="threads" every lane is a group. Groups hold what they share one at a time: a place, or all places on an
-accelerator, with its default generator; a layer that stands in two stages; and the default generators of the host, as
-long as a stage draws from one of them, or puts one back (`torch.random.fork_rng`). In a thread of autograd's own (a
-backward within a backward on an accelerator) that thread drives all lanes.
+accelerator, with its default generator; a layer that stands in two stages; and what belongs to the process, as long as
+a stage draws from a default generator of the host, puts one back, or changes a switch of torch (common/touches.py). In
+a thread of autograd's own (a backward within a backward on an accelerator) that thread drives all lanes.
 
 Whether a stage draws is seen in calls that compare, which run in one thread; a call in which a stage begins to draw is
 run once more (`DrewError` in call.py). `except_last` counts on the inline order: lanes that share a place and have
@@ -93,7 +93,8 @@ class Driver:
         Args:
             phase: what to run.
             perform: does the work of an action.
-            draws: whether a stage may draw from a default generator of the host: then stages compute one at a time.
+            draws: whether a stage may draw from a default generator of the host, or touch what else belongs to the
+                process: then stages compute one at a time.
             ambient: torch's switches, as they are in this thread.
             in_turns: one thread drives all lanes, whatever `workers` is.
         """

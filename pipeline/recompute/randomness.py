@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from pipeline.common import accelerators
+from pipeline.common.touches import Touches
 from pipeline.recompute.host_generators import Bits, NumpyBits, NumpyGenerator, PythonGenerator
 
 _MASK32 = 0xFFFFFFFF
@@ -145,9 +146,6 @@ States: TypeAlias = list[tuple[Generator, Any]]
 
 _OUTSIDE_TORCH: tuple[Generator, ...] = (PythonGenerator(random), NumpyGenerator(numpy.random))
 _OF_HOST: tuple[Generator, ...] = (torch.default_generator, *_OUTSIDE_TORCH)
-_PUT_BACK: tuple[tuple[Any, str], ...] = (
-    (torch, "set_rng_state"), (torch.random, "set_rng_state"), (random, "setstate"), (numpy.random, "set_state"),
-)  # fmt: skip
 
 
 class KeptGenerators:
@@ -156,11 +154,11 @@ class KeptGenerators:
     Those outside torch are kept only when one will be seeded. A context; a nested one does nothing more.
 
     Attributes:
-        put_back: how often those of the host were given an earlier state, while `watched`.
+        touches: how often one was put back within, or a switch of the process changed, as far as that was counted.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        self.put_back = 0
+        self.touches = Touches()
         self._of_torch = (torch.default_generator, *accelerators.default_generators(devices))
         self._found: list[tuple[Generator, Any]] = []
         self._has_all = False
@@ -184,36 +182,13 @@ class KeptGenerators:
             self._found += [(generator, generator.get_state()) for generator in _OUTSIDE_TORCH]
             self._has_all = True
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within: notes who gives a generator of the host an earlier state: what was drawn before leaves no trace.
-
-        `torch.random.fork_rng` does so, and `torch.utils.checkpoint` as it recomputes.
-        """
-
-        def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-            def note(*args: Any, **kwargs: Any) -> Any:
-                self.put_back += 1
-                return function(*args, **kwargs)
-
-            return note
-
-        found = [(module, name, getattr(module, name)) for module, name in _PUT_BACK]
-        try:
-            for module, name, function in found:
-                setattr(module, name, noting(function))
-            yield
-        finally:
-            for module, name, function in found:
-                setattr(module, name, function)
-
     @property
     def is_host_untouched(self) -> bool:
-        """Whether the default generators of the host, all of which were kept, are as they were found, and always were.
+        """Whether the default generators of the host, all of which were kept, are and always were as they were found.
 
-        Noticed only while `watched`: that one was put back.
+        And the switches of the process, so far as touches were counted.
         """
-        if self.put_back:
+        if self.touches.count:
             return False
         of_host = [(generator, state) for generator, state in self._found if generator in _OF_HOST]
         return all([same_state(state, generator.get_state()) for generator, state in of_host])
@@ -252,23 +227,23 @@ class Seeder:
 
 
 class LearningSeeder(Seeder):
-    """A seeder that finds out whether anything draws from the default generators of the host, or puts them back."""
+    """A seeder that finds out whether anything draws from the host's default generators, or touches the process."""
 
-    __slots__ = ("_untouched", "_put_back")
+    __slots__ = ("_untouched", "_touches")
 
     def __init__(self, seed: int, devices: Iterable[torch.device], kept: KeptGenerators) -> None:
         super().__init__(seed, devices, kept)
         self._untouched: list[Any] = []
-        self._put_back = kept.put_back
+        self._touches = kept.touches.count
 
     def seed(self, chunk: int, layer: int) -> None:
         self.settle()
         super().seed(chunk, layer)
         self._untouched = [generator.get_state() for generator in _OF_HOST]
-        self._put_back = self._kept.put_back
+        self._touches = self._kept.touches.count
 
     def settle(self) -> None:
-        self.drew = self.drew or bool(self._untouched) and self._kept.put_back != self._put_back
+        self.drew = self.drew or bool(self._untouched) and self._kept.touches.count != self._touches
         for generator, state in zip(_OF_HOST, self._untouched, strict=False):
             self.drew = self.drew or not same_state(state, generator.get_state())
         self._untouched = []

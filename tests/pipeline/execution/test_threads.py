@@ -1207,7 +1207,7 @@ def test_a_thread_that_ends_leaves_the_switches_of_the_process_to_the_layers_tha
     is_on.append(True)
     with torch.no_grad():
         in_time(lambda: pipe(torch.ones(2, 4)))
-    assert seen == [F64] and torch.get_default_dtype() is torch.float32
+    assert seen == [F64, F64] and torch.get_default_dtype() is torch.float32
 
 
 def test_hooks_of_a_leaf_that_two_stages_captured_act_once() -> None:

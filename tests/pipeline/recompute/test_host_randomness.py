@@ -1,7 +1,6 @@
 """Law 4 for generators outside torch: Python's and numpy's belong to (seed of the call, chunk, layer) as torch's do."""
 
 import random
-import time
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import scheduler
 from pipeline import Pipe, is_recomputing, layer_seed
-from pipeline.common.places import Place
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.recompute.randomness import draw_seed
 
@@ -412,46 +410,3 @@ def test_what_is_drawn_from_a_generator_that_is_put_back_is_by_the_rule_in_every
         torch.manual_seed(3)
         found.append(pipe(x).detach())
     assert all(torch.equal(each, found[0]) for each in found)
-
-
-class SeedsForItself(nn.Module):
-    """Adds numbers that are the same in every call, and leaves the generator as it was.
-
-    Twice it waits until another one has come as far, or a moment where none does.
-    """
-
-    come: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=()):
-            self.meet(0)
-            torch.manual_seed(5)
-            self.meet(1)
-            return x + torch.rand_like(x)
-
-    def meet(self, point: int) -> None:
-        self.come.append(point)
-        end = time.monotonic() + 0.02
-        while self.come.count(point) % 2 and time.monotonic() < end:
-            time.sleep(0.001)
-        if self.come.count(point) % 2:  # alone
-            self.come.remove(point)
-
-
-def test_layers_that_seed_a_generator_for_themselves_do_not_seed_it_for_each_other():
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), SeedsForItself(), nn.Linear(WIDTH, WIDTH), SeedsForItself())
-    places: list[Any] = [Place(torch.device("cpu"), name) for name in "ab"]  # which may compute at the same time
-    pipe = Pipe(layers, [2, 2], chunks=3, devices=places, workers="threads")
-    x = torch.randn(3, WIDTH)
-    expected = torch.cat([layers(row) for row in x.split(1)])
-    for _ in range(5):
-        torch.testing.assert_close(pipe(x), expected)
-
-
-def test_a_call_with_threads_leaves_torchs_and_pythons_own_functions_where_they_were():
-    before = torch.set_rng_state, torch.random.set_rng_state, random.setstate, numpy.random.set_state
-    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), PutsBack("torch")), [1, 1], 2, workers="threads")
-    pipe(torch.randn(4, WIDTH)).sum().backward()
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        pipe(torch.randn(4, WIDTH + 1))
-    assert before == (torch.set_rng_state, torch.random.set_rng_state, random.setstate, numpy.random.set_state)
