@@ -132,6 +132,7 @@ class Run:
         self._written = written
         self._resume = resume
         self._rewind = rewind
+        self._handed: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
 
     def spare(self, own: Iterable[Any]) -> None:
         """Write into none of these: what a part has is there."""
@@ -167,6 +168,9 @@ class Run:
                 "that is like this call."
             )
         call = Call(args, kwargs)
+        chain = chain_of(self._chains, number)
+        if number > chain.first:
+            self._check_handed(number, [call[key] for key in chain.entries])
         self.calls.append(call)
         if number == self._end:
             raise Reached
@@ -178,17 +182,33 @@ class Run:
                     _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
-        chain = chain_of(self._chains, number)
         told = self._told.get(number, {})
         leaves = list(chain.returned)
         if absent is None:
             for place, key in zip(chain.exits, chain.entries, strict=True):
-                leaves[place] = lost(call[key], call[key].device) if key in written else call[key]
+                hidden, is_real = call[key], number == chain.first or key in written
+                leaves[place] = lost(hidden, hidden.device) if is_real and isinstance(hidden, Tensor) else hidden
         elif any(leaf is None and place not in told for place, leaf in enumerate(leaves)):
             leaves = tree_leaves(absent(*args, **kwargs))
         for place, leaf in told.items():
             leaves[place] = leaf
+        self._handed = [(leaves[place], _version(leaves[place])) for place in chain.exits]
         return tree_unflatten(leaves, chain.tree)
+
+    def _check_handed(self, number: int, hidden: Sequence[Any]) -> None:
+        """See that a block is called with what the one before it in its chain returned.
+
+        Raises:
+            PartitionError: the model computes something between the two, which it did not on the sample.
+        """
+        for (handed, version), there in zip(self._handed, hidden, strict=True):
+            if id(there) not in self._known and (there is not handed or _version(there) != version):
+                names = [name for chain in self._chains for name in chain.blocks]
+                raise PartitionError(
+                    f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
+                    "on the sample by which the model was cut: something is computed between the two, for a mask, a "
+                    "size or a mode that the sample did not have. Cut the model with a sample that is like this call."
+                )
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
@@ -221,6 +241,10 @@ def chain_of(chains: Iterable[Chain], number: int) -> Chain:
 
 
 this_run: ContextVar[Run] = ContextVar("run")
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _overwrite(there: Tensor, tensor: Tensor) -> None:
