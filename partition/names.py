@@ -49,6 +49,9 @@ class NamedLayer(nn.Module, ABC):
     def in_model(self) -> InModel | None:
         """The names that it brings. None: its number names what it holds."""
 
+    def begin_call(self) -> None:
+        """Begin a call of the layers: what an earlier one has left may no longer be right."""
+
 
 class Names:
     """The names of what some layers hold.
@@ -284,7 +287,15 @@ class ModelLayers(Layered, nn.Sequential):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Sequential's; in the modes that the model was told."""
         self.modes.follow()
+        begin_call(self.children())
         return super().__call__(*args, **kwargs)
+
+
+def begin_call(layers: Iterable[nn.Module]) -> None:
+    """Begin a call of layers, those that bring names too."""
+    for layer in layers:
+        if isinstance(layer, NamedLayer):
+            layer.begin_call()
 
 
 def sequential(layers: Mapping[str, nn.Module | None], modes: Modes | None = None) -> nn.Sequential:

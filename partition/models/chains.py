@@ -165,7 +165,9 @@ def _chain(run: Sequence[Called]) -> Chain:
     returned = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     dtypes = tuple([leaf.dtype if isinstance(leaf, Tensor) else None for leaf in hidden])
     names = tuple([call.name for call in run])
-    return Chain(names, tuple([key for _, key in links]), returned, tree, tuple([exit for exit, _ in links]), dtypes)
+    none = frozenset([place for place, leaf in enumerate(leaves) if leaf is None])
+    entries, exits = [key for _, key in links], [exit for exit, _ in links]
+    return Chain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
 
 
 def _units(model: nn.Module, name: str, once: Mapping[str, Called]) -> Iterator[str]:

@@ -107,6 +107,12 @@ class Inputs(NamedTuple):
 
     def travelling(self, leaves: Leaves) -> tuple[Any, ...]:
         """The same, as they travel with the hidden state: of tensors that are not read again the shapes."""
+        for number, (leaf, is_read) in enumerate(zip(leaves, self.read, strict=True)):
+            if not (is_read or isinstance(leaf, Tensor)):
+                raise PartitionError(
+                    f"{self._name(number)} is {leaf!r}, and was a tensor in the sample with which the model was cut. "
+                    "Call it as with the sample, or cut it with another sample."
+                )
         return tuple([leaf if is_read else _written(leaf) for leaf, is_read in zip(leaves, self.read, strict=True)])
 
     def arrived(self, travelling: tuple[Any, ...], device: torch.device) -> Leaves:

@@ -29,7 +29,7 @@ from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
-from partition.models.runs import Call, Chain, Reached, Run, around, chain_of, names_of, numbers_of, this_run
+from partition.models.runs import Call, Chain, Reached, Run, Switches, around, chain_of, names_of, numbers_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import behaviour_of, places_of, plain_of
@@ -175,23 +175,25 @@ class Outline(nn.Module):
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a block: args, kwargs."""
+    ) -> tuple[list[Any], dict[str, Any], Switches]:
+        """The arguments of a block, args and kwargs, and the switches with which the model calls it."""
         chain, device = chain_of(self.chains, number), next(leaf.device for leaf in hidden if leaf is not None)
         carried = [(key, kept[index]) for key, index in chain.carried[number - chain.first]]
         call = self.beside(number, device, travelling)
-        return call.replaced([*zip(chain.entries, hidden, strict=True), *carried])
+        return *call.replaced([*zip(chain.entries, hidden, strict=True), *carried]), call.switches
 
     def beside(self, number: int, device: torch.device, travelling: tuple[Any, ...]) -> Call:
         """The arguments of a block, with nan where the hidden state goes.
 
-        One run finds it for all blocks of a chain. It is kept as long as the inputs live from which it was made.
+        One run finds it for all blocks of a chain. It is kept for the call, as long as the inputs live from which it
+        was made.
         """
         end = chain_of(self.chains, number).last
         tensors = [leaf for leaf in travelling if isinstance(leaf, Tensor)]
         # In the thread and stream where it was made, it is ready.
         key = (
-            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(), autocast_of(device),
+            end, device, threading.get_ident(), _stream(device), torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(), autocast_of(device),
             *[
                 (id(leaf), _version(leaf)) if isinstance(leaf, Tensor) else leaf if type(leaf) is tuple else repr(leaf)
                 for leaf in travelling
@@ -204,10 +206,9 @@ class Outline(nn.Module):
                     "a block has written into a tensor that the model hands to several blocks. What comes later would "
                     "depend on which blocks share a stage; write to a copy."
                 )
-            return made.calls[number]
+            return self.reached(made.calls, number)
         run = Run(self.chains, end)
-        with torch.no_grad():
-            self.run(run, self.inputs.arrived(travelling, device), device, {})
+        self.run(run, self.inputs.arrived(travelling, device), device, {})
         forget = partial(self._memory.made.pop, key, None)
         made_from = [weakref.ref(tensor, lambda _: forget()) for tensor in tensors]
         leaves = [leaf for call in run.calls for leaf in tree_leaves((call.args, call.kwargs))]
@@ -216,7 +217,27 @@ class Outline(nn.Module):
         with self._memory.lock:
             self._memory.made[key] = _Made(made_from, run.calls, list(counted.values()), versions)
             forget_oldest(self._memory.made)
-        return run.calls[number]
+        return self.reached(run.calls, number)
+
+    def reached(self, calls: Sequence[Call], number: int) -> Call:
+        """The call of a block in a run.
+
+        Raises:
+            PartitionError: the run ended before.
+        """
+        if number >= len(calls):
+            name = [name for chain in self.chains for name in chain.blocks][number]
+            raise PartitionError(
+                f"the model's forward ended before it called block {name!r}, which it called on the sample with which "
+                "it was cut. How many blocks it calls must not depend on what they compute; otherwise cut it with a "
+                "sample that is like this call."
+            )
+        return calls[number]
+
+    def begin_call(self) -> None:
+        """Forget what was made in an earlier call: of inputs alone it was not made, but of the model as it was then."""
+        with self._memory.lock:
+            self._memory.made.clear()
 
     def _on(self, device: torch.device) -> nn.Module:
         """The root, with its buffers on a device."""

@@ -12,6 +12,7 @@ A part holds modules of the model under their names in the model, and brings the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.outline import Outline
-from partition.models.runs import Chain, Run, chain_of
+from partition.models.runs import Chain, Run, Switches, chain_of
 from partition.names import InModel, NamedLayer
 
 _Values: TypeAlias = tuple[Any, ...]
@@ -83,6 +84,9 @@ class Part(NamedLayer):
                 place = getattr(place, step) if module is None else module
             found[name] = place
         return found
+
+    def begin_call(self) -> None:
+        self.outline.begin_call()
 
     def extra_repr(self) -> str:
         return ", ".join(self._names)
@@ -147,8 +151,9 @@ class Block(Part):
         chain = chain_of(self.outline.chains, self._number)
         if self._number == chain.first:
             _check_dtypes(hidden, chain.dtypes)
-        args, kwargs = self.outline.call(self._number, hidden, kept, travelling)
-        returned = self.block(*args, **kwargs)
+        args, kwargs, switches = self.outline.call(self._number, hidden, kept, travelling)
+        with nullcontext() if switches == Switches.now() else switches.entered():
+            returned = self.block(*args, **kwargs)
         leaves = [returned] if isinstance(returned, Tensor) else self._leaves(returned, chain)
         passing = self.outline.passing.filled(self._number, leaves, passing)
         return tuple([leaves[place] for place in chain.exits]), kept, travelling, passing
@@ -168,16 +173,19 @@ class Block(Part):
     def called(self, value: Value) -> tuple[list[Any], dict[str, Any]] | None:
         """The arguments of the block. None: what it does with what it returns depends on its number."""
         hidden, kept, travelling, passing = value
-        return None if passing else self.outline.call(self._number, hidden, kept, travelling)
+        args, kwargs, switches = self.outline.call(self._number, hidden, kept, travelling)
+        return None if passing or switches != Switches.now() else (args, kwargs)
 
     def _leaves(self, returned: Any, chain: Chain) -> Leaves:
         """The leaves that the block returned: tensors, and the plain values that it returned on the sample."""
         leaves = tree_leaves(returned)
-        for leaf, on_sample in zip(leaves, chain.returned, strict=True):
-            if isinstance(leaf, bool | int | float | str) and leaf != on_sample:
+        for place, (leaf, on_sample) in enumerate(zip(leaves, chain.returned, strict=True)):
+            is_new = isinstance(leaf, Tensor) and place in chain.none
+            if is_new or isinstance(leaf, bool | int | float | str) and leaf != on_sample:
                 raise PartitionError(
-                    f"block {self._names[0]!r} returned {leaf!r}, and {on_sample!r} on the sample, with which the "
-                    "model was cut. Only tensors go from one part to another: return a tensor."
+                    f"block {self._names[0]!r} returned {'a tensor' if is_new else repr(leaf)}, and {on_sample!r} on "
+                    "the sample, with which the model was cut. Cut it with a sample that is like this call; and only "
+                    "tensors go from one part to another: return one in each call."
                 )
         return leaves
 
@@ -253,13 +261,7 @@ def _rewound(device: torch.device) -> Callable[[], object]:
 
 
 def _reached(outline: Outline, run: Run, chain: Chain, travelling: _Values, passing: _Values) -> Value:
-    if len(run.calls) <= chain.first:
-        raise PartitionError(
-            f"the model's forward ended before it called block {chain.blocks[0]!r}, which it called on the sample with "
-            "which it was cut. How many blocks it calls must not depend on what they compute; otherwise cut it with a "
-            "sample that is like this call."
-        )
-    call = run.calls[chain.first]
+    call = outline.reached(run.calls, chain.first)
     passing = outline.passing.entered(chain.first, call, run.noted, passing)
     return tuple([call[key] for key in chain.entries]), tuple([call[key] for key in chain.kept]), travelling, passing
 

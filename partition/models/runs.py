@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -19,12 +20,48 @@ from partition.models.shapes import is_without_memory, lost
 Key: TypeAlias = "int | str"  # of an argument: its place, or its name
 
 
+class Switches(NamedTuple):
+    """The switches of torch that a model may change around its blocks, for one thread."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]  # by type of device; nothing where it is on nowhere
+
+    @classmethod
+    def now(cls) -> Switches:
+        """Those that are on."""
+        kinds = ("cpu", *_accelerators()) if torch._C._is_any_autocast_enabled() else ()
+        return cls(torch.is_grad_enabled(), tuple([
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+        ]))  # fmt: skip
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within: these are on."""
+        off = [(kind, False, dtype) for kind, _, dtype in Switches.now().autocast]
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, is_on, dtype in self.autocast or off:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+            yield
+
+
+def _accelerators() -> tuple[str, ...]:
+    kind = torch.accelerator.current_accelerator()
+    return () if kind is None else (kind.type,)
+
+
 class Call:
-    """The arguments of a call."""
+    """The arguments of a call, and the switches with which it is made.
+
+    Attributes:
+        args, kwargs: the arguments.
+        switches: whether gradients are on, and what autocast computes in: the model may change them around its blocks.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args = args
         self.kwargs = kwargs
+        self.switches = Switches.now()
 
     def __getitem__(self, key: Key) -> Any:
         return self.kwargs[key] if isinstance(key, str) else self.args[key]
@@ -62,6 +99,7 @@ class Chain(NamedTuple):
         entries: which of a block's arguments are the hidden state.
         returned: the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
+        none: which of them are None.
         dtypes: of the hidden state that the first block is called with; None where that is no tensor.
         first: the number of its first block among those of all chains.
         kept: which of the first block's arguments, handed to others, too, cannot be made from the inputs alone: what is
@@ -74,6 +112,7 @@ class Chain(NamedTuple):
     returned: Leaves
     tree: TreeSpec
     exits: tuple[int, ...]
+    none: frozenset[int]
     dtypes: tuple[torch.dtype | None, ...]
     first: int = 0
     kept: tuple[Key, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partition.names import begin_call
 from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
 from pipeline.common.profiling import named
@@ -195,6 +196,7 @@ class Runtime:
         settings, history = self.settings, self.history
         settings.origin.check()
         self.follow_model()
+        begin_call(self.module.children())
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(

@@ -1,0 +1,268 @@
+"""Calls that take another way through a model's forward than its sample: the parts compute the same, or refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partition import PartitionError, to_sequential
+from pipeline import Pipe
+
+WIDE = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor, factor: Any = 1.0) -> Tensor:
+        return x + (self.linear(x) * 1.7).sin() * factor
+
+
+class Base(nn.Module):
+    """An embedding, blocks and a head. A model says how it calls its blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def between(self, h: Tensor, number: int, x: Tensor, other: Any) -> Tensor:
+        return h
+
+    def given(self, x: Tensor, other: Any) -> tuple[Any, ...]:
+        return ()
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        h, given = self.embed(x), self.given(x, other)
+        for number, block in enumerate(self.blocks):
+            h = block(self.between(h, number, x, other), *given)
+        return self.head(h)  # type: ignore[no-any-return]  # a Tensor
+
+
+def is_long(x: Tensor) -> bool:
+    return x.shape[1] > 5
+
+
+def rows(length: int = 5) -> Tensor:
+    return torch.randn(4, length, WIDE, generator=torch.Generator().manual_seed(length))
+
+
+def sequential(model: nn.Module, sample: Any) -> nn.Sequential:
+    return to_sequential(model, sample)
+
+
+def piped(model: nn.Module, sample: Any) -> nn.Module:
+    return Pipe(model, sample=sample, chunks=2, devices=["cpu"] * 2)
+
+
+WAYS = pytest.mark.parametrize("cut", [sequential, piped])
+
+
+# ------------------------------------------------------------------------------------------------- between two blocks
+
+
+class Masked(Base):
+    def between(self, h, number, x, other):
+        return h if other is None else h.masked_fill(other[..., None], 0)
+
+
+class Written(Base):
+    def between(self, h, number, x, other):
+        return h.add_(1) if is_long(x) and number == 1 else h
+
+
+class Detached(Base):
+    def between(self, h, number, x, other):
+        return h.detach() if is_long(x) and number == 2 else h
+
+
+class Padded(Base):
+    def between(self, h, number, x, other):
+        return F.pad(h, (0, 0, 0, 1)) if number == 1 and is_long(x) else h
+
+
+BETWEEN = {
+    "a mask": (Masked, (rows(), None), (rows(), torch.ones(4, 5) > 0)),
+    "written in place": (Written, rows(), rows(7)),
+    "detached": (Detached, rows(), rows(7)),
+    "padded": (Padded, rows(), rows(8)),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_is_computed_between_two_blocks_and_was_not_on_the_sample_is_refused(what, cut):
+    kind, sample, other = BETWEEN[what]
+    model = kind()
+    parts = cut(model, sample)
+    torch.testing.assert_close(parts(sample), model(*sample) if isinstance(sample, tuple) else model(sample))
+    with pytest.raises(PartitionError, match=r"block 'blocks\.\d' is not called with what block 'blocks\.\d' returned"):
+        parts(other)
+
+
+def test_an_input_that_blocks_are_called_with_does_not_go_past_them():
+    class Averages(Base):
+        def forward(self, x, average=False):
+            h, found = x, []
+            for block in self.blocks:
+                h = block(h)
+                found.append(h)
+            return self.head(torch.stack(found).mean(0) if average else h) + x
+
+    parts = to_sequential(Averages(), (rows(), False))
+    assert parts((rows(), True)).isnan().all()  # a value of another part
+
+
+# ---------------------------------------------------------------------------------------------- what blocks are given
+
+
+class Scaled(Base):
+    """Blocks are called with what is made of an input, of a buffer and of a number that nobody watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.rand(WIDE))
+        self.config = {"scale": 1.0}
+
+    def given(self, x, other):
+        return ((self.slopes * self.config["scale"]) * (x if other is None else other[:, None]).sin(),)
+
+
+@WAYS
+def test_what_blocks_are_given_is_made_anew_in_each_call(cut):
+    model, x = Scaled(), rows()
+    parts = cut(model, x)
+    for scale in (1.0, 0.5):
+        model.config["scale"] = scale
+        torch.testing.assert_close(parts(x), model(x))
+    with torch.no_grad():
+        model.slopes.mul_(3)
+    torch.testing.assert_close(parts(x), model(x))
+    model.load_state_dict(Scaled().state_dict())
+    torch.testing.assert_close(parts(x), model(x))
+
+
+@WAYS
+def test_gradients_reach_inputs_through_what_blocks_are_given(cut):
+    model, sample = Scaled(), (rows(), torch.rand(4, WIDE))
+    parts, encoder, found = cut(model, sample), nn.Linear(WIDE, WIDE), []
+    for module in (lambda x: model(*x), parts):
+        encoder.zero_grad()
+        x = rows().requires_grad_()
+        module((x, encoder(sample[1]))).square().sum().backward()
+        found.append([x.grad, encoder.weight.grad])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@WAYS
+def test_gradients_reach_an_input_that_is_read_twice(cut):
+    model, found = Scaled(), []
+    parts = cut(model, rows())
+    for module in (model, parts):
+        x = rows().requires_grad_()
+        found.append(torch.autograd.grad(module(x).square().sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ switches
+
+
+class WithoutAutocast(Base):
+    def forward(self, x, other=None):
+        h = self.embed(x).float()
+        with torch.autocast("cpu", enabled=False):
+            for block in self.blocks:
+                h = block(h)
+        return self.head(h)
+
+
+class Half(Base):
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                h = block(h)
+        return self.head(h.float())
+
+
+class Frozen(Base):
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                h = block(h)
+        return self.head(h)
+
+
+@WAYS
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", [WithoutAutocast, Half, Frozen])
+def test_blocks_run_with_the_switches_that_the_model_sets_around_them(kind, autocast, cut):
+    model, x, found, is_half = kind(), rows(), [], autocast or kind is Half
+    parts = cut(model, x)
+    for module in (model, parts):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = module(x)
+        out.float().square().sum().backward()
+        found.append([out, *[parameter.grad for parameter in model.parameters()]])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=5e-2 if is_half else 1e-4, atol=0.1 if is_half else 1e-5)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.block(x), x[:, 4:].mean() if is_long(x) else None
+
+
+class Adds(Base):
+    def __init__(self) -> None:
+        super().__init__(Penalised)
+
+    def forward(self, x, other=None):
+        h, penalties = self.embed(x), []
+        for block in self.blocks:
+            h, penalty = block(h)
+            penalties += [] if penalty is None else [penalty]
+        return self.head(h) + sum(penalties)
+
+
+class Shallower(Base):
+    def forward(self, x, depth=3):
+        h = self.embed(x)
+        for block in self.blocks[:depth]:
+            h = block(h)
+        return self.head(h)
+
+
+REFUSED = {
+    "a leaf that was None": (Adds, rows(), rows(7), "block 'blocks.0' returned a tensor, and None on the sample"),
+    "fewer blocks": (Shallower, (rows(), 3), (rows(), 2), "ended before it called block 'blocks.2'"),
+    "no tensor": (Base, (rows(), rows()), (rows(), None), "tensor 1 of the inputs is None, and was a tensor in"),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_ways_are_refused_in_words(what, cut):
+    kind, sample, other, words = REFUSED[what]
+    parts = cut(kind(), sample)
+    parts(sample)
+    with pytest.raises(PartitionError, match=words):
+        parts(other)
