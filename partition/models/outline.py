@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.as_found import Hook
+from partition.models.following import Following
 from partition.models.inputs import Inputs, Leaves
 from partition.models.passing import Passing
 from partition.models.references import by_name, put_in, references_of
 from partition.models.returns import caught, check_noted
 from partition.models.runs import Call, Chain, Reached, Run, Switches, around, chain_of, names_of, numbers_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
-from partition.models.stand_ins import Absent, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
+from partition.models.stand_ins import Absent, Shadow, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
 from partition.names import behaviour_of, places_of, plain_of
 
 
@@ -56,6 +57,9 @@ class _Memory:
     def __init__(self) -> None:
         self.made: OrderedDict[Any, _Made] = OrderedDict()
         self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
+        return _Memory, ()
 
 
 class Outline(nn.Module):
@@ -98,7 +102,7 @@ class Outline(nn.Module):
             StandIn(block, number, volatile, number in shaping, hooks.get(id(block), ()))
             for number, block in enumerate(map(model.get_submodule, blocks))
         ]
-        replaced: dict[str, nn.Module] = {
+        replaced: dict[str, Shadow] = {
             name: stand_ins[number] for name, number in numbers_of(model, chains).items()
         }
         containers = around(model, chains)
@@ -118,8 +122,12 @@ class Outline(nn.Module):
             else:  # the model calls what is within a block
                 *above, key = name.removeprefix(f"{block}.").split(".")
                 replaced[block].get_submodule(".".join(["shadow", *above]))._modules[key] = absent
-        outlined = _outlined(model, replaced, containers, "", volatile, {})
-        self._roots: dict[torch.device | None, nn.Module] = {None: outlined}
+        known: dict[int, nn.Module] = {}
+        root = _outlined(model, replaced, containers, "", volatile, known)
+        self._roots: dict[torch.device | None, nn.Module] = {None: root}
+        shown = [(model.get_submodule(name), each.shadow) for name, each in replaced.items()]
+        own = [(module, known[id(module)]) for module in model.modules() if id(module) in known]
+        self._following = Following([*own, *shown], volatile)
         self.settings = {name: _lasting(model.get_submodule(name), volatile) for name in sorted(containers)}
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._memory = _Memory()
@@ -235,9 +243,11 @@ class Outline(nn.Module):
         return calls[number]
 
     def begin_call(self) -> None:
-        """Forget what was made in an earlier call: of inputs alone it was not made, but of the model as it was then."""
+        """Forget what was made in an earlier call: it was made of the inputs, and of the model as it was then."""
         with self._memory.lock:
             self._memory.made.clear()
+            if self._following.follow():
+                self._roots = {None: self._roots[None]}
 
     def _on(self, device: torch.device) -> nn.Module:
         """The root, with its buffers on a device."""
@@ -259,7 +269,11 @@ def _outlined(
     volatile: Volatile,
     known: dict[int, nn.Module],
 ) -> nn.Module:
-    """A copy without numbers of a module that contains blocks. `known`: those that there are, by the module's id."""
+    """A copy without numbers of parameters of a module that contains blocks.
+
+    Args:
+        known: the copies that there are, of modules in it too, by the module's id.
+    """
     if id(module) in known:
         return known[id(module)]
     made = known[id(module)] = shallow(module, volatile)
@@ -281,7 +295,18 @@ def _outlined(
         elif child is not None and path in containers:
             made._modules[key] = _outlined(child, replaced, containers, path, volatile, known)
         elif child is not None:
-            made._modules[key] = copy.deepcopy(child).eval()
+            made._modules[key] = _copied(child, volatile, known)
+    return made
+
+
+def _copied(module: nn.Module, volatile: Volatile, known: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module without parameters, in eval mode, which shares the buffers that no forward writes."""
+    shared = {
+        id(buffer): buffer for each in module.modules() for key, buffer in each._buffers.items()
+        if buffer is not None and (id(each), key) not in volatile
+    }
+    made = copy.deepcopy(module, shared).eval()
+    known.update((id(one), other) for one, other in zip(module.modules(), made.modules(), strict=True))
     return made
 
 

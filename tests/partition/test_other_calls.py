@@ -170,6 +170,62 @@ def test_gradients_reach_an_input_that_is_read_twice(cut):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+class Fourier(nn.Module):
+    """A module without parameters."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", torch.randn(WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.waves).sin() * self.factor
+
+
+class Follows(Base):
+    """Blocks are given what such a module makes; the model reads a number of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fourier = Fourier()
+        for block in self.blocks:
+            block.scale = 0.5
+
+    def given(self, x, other):
+        return (self.fourier(x),)
+
+    def forward(self, x, other=None):
+        h, given = self.embed(x), self.given(x, other)
+        for block in self.blocks:
+            h = h + block(h, *given) * block.scale
+        return self.head(h) * self.embed.out_features
+
+
+@WAYS
+def test_parts_follow_what_is_set_and_loaded_in_modules_beside_them(cut):
+    model, x = Follows(), rows()
+    parts = cut(model, x)
+    for change in (
+        lambda: setattr(model.blocks[1], "scale", 0.1),
+        lambda: setattr(model.fourier, "factor", 3.0),
+        lambda: setattr(model.fourier, "waves", torch.rand(WIDE)),
+        lambda: model.load_state_dict({**Follows().state_dict(), "fourier.waves": torch.ones(WIDE)}),
+        lambda: parts.load_state_dict({**Follows().state_dict(), "fourier.waves": torch.full((WIDE,), 2.0)}),
+    ):
+        change()
+        torch.testing.assert_close(parts(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch's, as it reads one
+def test_parts_can_be_saved_whole(tmp_path):
+    model, x = Follows(), rows()
+    parts = to_sequential(model, x)
+    parts(x)
+    torch.save(parts, tmp_path / "parts.pt")
+    torch.testing.assert_close(torch.load(tmp_path / "parts.pt", weights_only=False)(x), parts(x))
+
+
 # ------------------------------------------------------------------------------------------------------------ switches
 
 
