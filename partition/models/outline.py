@@ -347,9 +347,13 @@ def _copy(name: str, copies: dict[str, nn.Module], made: dict[int, nn.Module]) -
 
 
 def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:
-    """The settings of a module that no forward sets."""
-    settings = {**plain_of(module), **behaviour_of(module)}
-    return {key: value for key, value in settings.items() if (id(module), key) not in volatile}
+    """The attributes of a module that no forward sets."""
+    others = _EVERY_MODULE | references_of(module).keys()
+    own = {key: value for key, value in vars(module).items() if key not in others}
+    return {key: value for key, value in own.items() if (id(module), key) not in volatile} | behaviour_of(module)
+
+
+_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _stream(device: torch.device) -> int:

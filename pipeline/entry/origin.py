@@ -46,7 +46,10 @@ class Origin:
         self._settings: list[tuple[weakref.ref[nn.Module], Mapping[str, Any]]] = []
         self._references: list[tuple[weakref.ref[nn.Module], Mapping[str, list[Any]]]] = []
         self._shared = list(_shared(layers))
+        self._containers: list[tuple[str, weakref.ref[nn.Module]]] = []
         if model is not None:
+            names = {name: None for each in brought for name in each.settings}
+            self._containers = [(name, weakref.ref(model.get_submodule(name))) for name in names]
             self._places += _places(model, brought)
             self._settings += _settings(model, brought, [name for name, _ in self._shared])
             owners = [model.get_submodule(name) for name in {name for each in brought for name in each.settings}]
@@ -72,6 +75,11 @@ class Origin:
                     f"{name!r}, which several parts of the model call, was replaced in one of them, in whole or in "
                     "part. Build the Pipe anew, or put that back."
                 )
+        model = self.modes.model
+        for name, container in self._containers if model is not None else ():
+            above, _, own = name.rpartition(".")
+            if model is not None and (name and model.get_submodule(above)._modules.get(own) is not container()):
+                _refuse(model.get_submodule(above), [own])
         for owner, table, names, ids in self._places:
             module = owner()
             if module is not None and _ids(module, table, names) != ids:
@@ -170,7 +178,8 @@ def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
 
 
 def _differs(there: Any, value: Any) -> bool:
-    return there is not value and (type(there) is not type(value) or there != value)
+    is_plain = isinstance(value, bool | int | float | str) and type(there) is type(value)
+    return there is not value and (not is_plain or there != value)
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")

@@ -10,7 +10,7 @@ from block_models import Borrows, Lists, Moods, Refers, ids
 from cover import either
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from partition import PartitionError, to_sequential
 from pipeline import Pipe
@@ -273,6 +273,47 @@ def test_hooks_that_a_sequential_gets_after_its_pipe_are_refused_as_before_it(me
             run()
     hook.remove()
     CALLS[call](pipe)
+
+
+class Settings(nn.Module):
+    """It has settings of all kinds beside its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scales, self.act, self.bias, self.options = (1.0,), torch.tanh, None, {"gain": 1.0}
+        self.register_buffer("waves", torch.ones(4), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.options["gain"]
+        for block in self.blocks:
+            x = block(x)
+        x = self.act(x) * self.scales[0] * self.waves
+        return x if self.bias is None else x + self.bias
+
+
+@pytest.mark.parametrize("name, value", [
+    ("scales", (3.0,)), ("act", torch.relu), ("bias", torch.ones(4)), ("options", {"gain": 2.0}),
+    ("blocks", nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),
+])  # fmt: skip
+def test_whatever_is_replaced_on_a_module_that_contains_blocks_is_refused(name, value):
+    model, x = Settings(), ids(4)
+    pipe = Pipe(model, None, 2, sample=x, devices=["cpu"] * 2)
+    before, own = pipe(x), getattr(model, name)
+    setattr(model, name, value)
+    with pytest.raises(RuntimeError, match=rf"\['{name}'\] of the Settings was replaced or removed or added after"):
+        pipe(x)
+    setattr(model, name, own)
+    assert torch.equal(pipe(x), before)
+
+
+def test_what_is_written_into_settings_and_buffers_counts():
+    model, x = Settings(), ids(4)
+    pipe = Pipe(model, None, 2, sample=x, devices=["cpu"] * 2)
+    model.options["gain"] = 2.0
+    torch.testing.assert_close(pipe(x), model(x))
+    model.waves = torch.full((4,), 3.0)
+    torch.testing.assert_close(pipe(x), model(x))
 
 
 @pytest.mark.parametrize("change, words", [
