@@ -68,7 +68,10 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
 
 
 def _is_computed(sources: Sources, number: int, key: Key) -> bool:
-    """Whether an argument of a block is not computed from the inputs alone."""
+    """Whether an argument of a block is not computed from the inputs alone.
+
+    Where Python or numpy draw before, the argument may be another one by chance.
+    """
     block = sources.blocks[number]
     leaves = tree_leaves(block.given[key])
     may_be_told = block.nodes[key] or any(_is_plain(leaf) or isinstance(leaf, complex) for leaf in leaves)
@@ -78,7 +81,8 @@ def _is_computed(sources: Sources, number: int, key: Key) -> bool:
             f"block {block.name!r} is called with {found.lost[0]}: its argument {key!r}. Return it; if it was written "
             "into a tensor that the model hands to several blocks, write to a copy."
         )
-    return bool(found.slots or found.lost)
+    is_drawn = bool(block.nodes[key]) and any(time <= block.begin for time in sources.seen.drawn)
+    return bool(found.slots or found.lost) or is_drawn
 
 
 def _is_whole(leaf: Any) -> bool:

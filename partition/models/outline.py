@@ -33,7 +33,7 @@ from partition.models.returns import caught, check_noted
 from partition.models.runs import Call, Chain, Reached, Run, Switches, around, chain_of, names_of, numbers_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.stand_ins import Absent, Shadow, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
-from partition.names import behaviour_of, places_of, plain_of
+from partition.names import behaviour_of, places_of
 
 
 class _Made(NamedTuple):
@@ -168,7 +168,7 @@ class Outline(nn.Module):
             put_in(copies[name], references, copies[""])
         there = [*copies.items(), *own.items()]
         modules = [(self.first_names[name], each) for name, each in there if name in self.first_names]
-        run.spare(own.values())
+        run.spare([*own.values(), *leaves])
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:

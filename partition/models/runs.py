@@ -174,7 +174,7 @@ class Run:
         self._handed: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
 
     def spare(self, own: Iterable[Any]) -> None:
-        """Write into none of these: what a part has is there."""
+        """Write into none of these: what a part has is there, and inputs are the caller's."""
         self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
 
     def as_told(self, name: str, returned: Any) -> Any:
@@ -217,7 +217,7 @@ class Run:
         for key, value in written.items():
             for there, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=False):
                 are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
-                if are and _is_computed(there) and id(there) not in self._known:
+                if are and _is_computed(there) and self._known.isdisjoint((id(there), id(there._base))):
                     _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
@@ -291,7 +291,8 @@ def _overwrite(there: Tensor, tensor: Tensor) -> None:
     owner = there if there._base is None else there._base
     if owner.grad_fn is not None:
         owner.detach_()
-    there.copy_(tensor)
+    own = tuple([slice(None) if stride else slice(1) for stride in there.stride()])  # an expanded one has each once
+    there[own].copy_(tensor[own])
 
 
 def _is_computed(tensor: Tensor) -> bool:

@@ -35,7 +35,8 @@ def is_without_memory(tensor: Tensor) -> bool:
     """Whether one number stands for all."""
     if tensor.layout != torch.strided:
         return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return bool(strides) and not any(strides)
 
 
 def lost(meta: Tensor, device: torch.device) -> Tensor:

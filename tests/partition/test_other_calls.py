@@ -1,5 +1,6 @@
 """Calls that take another way through a model's forward than its sample: the parts compute the same, or refuse."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,50 @@ def test_parts_can_be_saved_whole(tmp_path):
     parts(x)
     torch.save(parts, tmp_path / "parts.pt")
     torch.testing.assert_close(torch.load(tmp_path / "parts.pt", weights_only=False)(x), parts(x))
+
+
+class Expanded(Base):
+    """What the beginning computes of a condition is expanded to the length, which the sample may not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x, other=None):
+        h, c = self.embed(x), self.condition(other)[:, None].expand(-1, x.shape[1], -1)
+        for block in self.blocks:
+            h = block(h, c)
+        return self.head(h) * c
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_what_is_expanded_for_the_blocks_is_there_behind_them(length):
+    model, condition = Expanded(), torch.rand(4, WIDE)
+    parts = to_sequential(model, (rows(length), condition))
+    for other in (1, 4, 9):
+        torch.testing.assert_close(parts((rows(other), condition)), model(rows(other), condition))
+
+
+class Guided(Base):
+    """In train mode a condition is dropped by chance, as for guidance without a classifier."""
+
+    def given(self, x, other):
+        if self.training and random.random() < 0.5:
+            other = torch.zeros_like(other)
+        return (other[:, None],)
+
+
+def test_what_python_draws_before_the_blocks_counts_for_what_blocks_are_given():
+    model, call = Guided(), (rows(), torch.rand(4, WIDE))
+    parts = to_sequential(model, call)
+    for training in (True, False):
+        model.train(training)
+        for seed in range(20):
+            found = []
+            for module in (lambda x: model(*x), parts):
+                random.seed(seed)
+                found.append(module(call))
+            torch.testing.assert_close(*found)
 
 
 # ------------------------------------------------------------------------------------------------------------ switches
