@@ -127,6 +127,9 @@ def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], run
             losses += [f"{words} is used behind block {sources.blocks[before.last].name!r}" for words in lost[:1]]
             for slot in slots - {(before.last, place) for place in before.exits}:
                 readers[slot] = max(reader, readers.get(slot, 0))
+        begin = sources.blocks[0].begin
+        lost = sources.of((), shares[0], since=-1, until=begin).lost
+        losses += [f"{words} decides what is done before block {sources.blocks[0].name!r}" for words in lost[:1]]
         if losses:
             raise PartitionError(
                 f"{losses[-1]}, in another part of the model, and does not travel there. Return it from a block, or "

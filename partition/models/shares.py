@@ -117,13 +117,14 @@ def _is_volatile(unit: nn.Module, name: str, volatile: Volatile) -> bool:
 
 def _used(name: str, unit: nn.Module | Tensor, modules: Mapping[str, nn.Module], phases: Phases) -> set[int]:
     """The phases in which something is used: called, or read where none that has the same parameters is called."""
-    tensors = [unit] if isinstance(unit, Tensor) else list(unit.parameters())
+    tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
     storages = {storage_of(tensor) for tensor in tensors}
     read = {phase for storage in storages for phase in phases.read.get(storage, ())}
     if name not in modules:
         return read
     sharing = [
-        other for other, module in modules.items() if storages & {storage_of(each) for each in module.parameters()}
+        other for other, module in modules.items()
+        if storages & {storage_of(each) for each in (*module.parameters(), *module.buffers())}
     ]  # fmt: skip
     inner = [found for other, found in phases.called.items() if f"{other}.".startswith(f"{name}.")]
     called = {phase for found in inner for phase in found}

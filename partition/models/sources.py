@@ -22,7 +22,6 @@ from partition.models.calls import Called, Seen
 from partition.models.flow import Flow
 from partition.models.passing import Slot
 from partition.models.runs import names_of
-from partition.models.shapes import MadeUp
 
 _Names = frozenset[str]
 
@@ -70,7 +69,7 @@ class Sources:
         self._units = {
             call.number: frozenset(names[id(model.get_submodule(call.name))]) & set(apart) for call in seen.calls
         }
-        self._owners = _owners(model, seen.flow, apart)
+        self._owners = _owners(model, seen.flow, [*apart, *[block.name for block in blocks]])
         spans: list[tuple[int, int, int | _Names]] = []
         for call in seen.calls:
             within = self._numbers.get(call.number, self._units[call.number])
@@ -197,14 +196,12 @@ class Sources:
 
 
 def _owners(model: nn.Module, flow: Flow, apart: Collection[str]) -> dict[int, _Names]:
-    """The names, of those that lie in parts, under which the node of a parameter can be had."""
+    """The names, of those that lie in parts, under which the node of a parameter or a buffer can be had."""
     owners: dict[int, _Names] = {}
     for name in apart:
         above, _, key = name.rpartition(".")
         unit = getattr(model.get_submodule(above), key)
-        tensors = [unit] if isinstance(unit, Tensor) else [
-            *unit.parameters(), *[buffer for buffer in unit.buffers() if isinstance(buffer, MadeUp)]
-        ]  # fmt: skip
+        tensors = [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
         for tensor in tensors:
             node = flow.node(tensor)
             owners[node] = owners.get(node, frozenset()) | {name}

@@ -352,6 +352,29 @@ class Shallower(Base):
         return self.head(h)
 
 
+class Decides(Base):
+    def forward(self, x, other=None):
+        if self.head.weight.norm() > 10:
+            x = x / 2
+        return super().forward(x)
+
+
+class Switched(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_buffer("is_on", torch.tensor(False))
+
+    def forward(self, x, other=None):
+        return super().forward(x / 2 if self.head.is_on else x)
+
+
+@pytest.mark.parametrize("kind", [Decides, Switched])
+def test_a_beginning_that_decides_by_what_lies_in_another_part_is_refused(kind):
+    words = "what 'head' computes decides what is done before block 'embed'"
+    with pytest.raises(PartitionError, match=words):
+        to_sequential(kind(), rows())
+
+
 REFUSED = {
     "a leaf that was None": (Adds, rows(), rows(7), "block 'blocks.0' returned a tensor, and None on the sample"),
     "fewer blocks": (Shallower, (rows(), 3), (rows(), 2), "ended before it called block 'blocks.2'"),
