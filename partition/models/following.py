@@ -17,7 +17,7 @@ from partition.names import plain_of
 
 
 class Following:
-    """What copies have of modules that they do not keep alive. A copy of it follows nothing.
+    """Copies, and the modules that they follow and do not keep alive. A copy of it follows nothing.
 
     Args:
         pairs: modules and their copies.
@@ -38,7 +38,7 @@ class Following:
         return any(changed) or before != self._written
 
     def _versions(self) -> list[int]:
-        """How often the buffers were written, as far as torch counts."""
+        """The versions of the buffers, as far as torch counts."""
         buffers = [buffer for pair in self._pairs for buffer in pair.buffers]
         return [each._version for each in buffers if not each.is_inference()]
 
