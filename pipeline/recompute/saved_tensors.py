@@ -10,6 +10,8 @@ anew, and so does one that asks a slot twice.
 R ends with the last tensor that F saved: what a block computes after that, often its largest product, no gradient
 needs. If samples differ it goes on to its end, where its outputs tell whether anything is wrong: some kernels save
 memory that they have not written.
+
+A tensor that R writes after it was saved is no longer what the gradient needs: its version tells, as in autograd.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from pipeline.common.errors import CheckpointError
 from pipeline.common.torch_modes import eagerly
+from pipeline.data.pytrees import versions
 from pipeline.recompute.fingerprints import Sample, sample
 
 T = TypeVar("T")
@@ -32,9 +36,10 @@ _hooks = torch._C._autograd
 class _Slot:
     """The place of a saved tensor in autograd's graph."""
 
-    __slots__ = ("tensor", "__weakref__")
+    __slots__ = ("tensor", "version", "__weakref__")
 
     tensor: Tensor | None
+    version: tuple[int, ...]  # of the tensor, when R saved it
 
 
 class _Full(BaseException):
@@ -94,6 +99,12 @@ class SavedTensors:
             self._task = task
         tensor, slot.tensor = slot.tensor, None
         assert tensor is not None  # R has filled it
+        if versions([tensor]) != slot.version:  # autograd itself does not compare what hooks give
+            raise CheckpointError(
+                f"a tensor of shape {list(tensor.shape)} that is needed for the gradient of a checkpointed block has "
+                "been modified by an inplace operation after autograd saved it. Without a checkpoint autograd refuses "
+                "this too: let the block write a copy (p = p * 2 instead of p.mul_(2), inplace=False)."
+            )
         return tensor
 
     def refill(self) -> None:
@@ -121,7 +132,7 @@ class SavedTensors:
                     matches = matches and then[:2] == now[:2]
                 slot = slots[count]()
                 if slot is not None:
-                    slot.tensor = kept
+                    slot.tensor, slot.version = kept, versions([kept])
             count += 1
             if count == needed and not whole:
                 is_full = True

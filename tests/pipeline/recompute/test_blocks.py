@@ -18,6 +18,7 @@ import torch
 from pipeline_probes import no_collector, outside
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from pipeline import Pipe, is_checkpointing, is_recomputing
 from pipeline.common.cadence import validates
@@ -776,6 +777,35 @@ def test_a_block_that_writes_its_input_is_an_error_at_the_forward() -> None:
     checkpoint_blocks(model, nn.ReLU)
     with pytest.raises(CheckpointError, match="block '1' .* writes its input in place"):
         model(torch.randn(2, 4))
+
+
+class Overwrites(nn.Module):
+    """Writes in place into what autograd has saved, before or after the last tensor that it saves."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.outer, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x))
+        if self.way == "activation":
+            return x + self.outer(functional.silu(hidden, inplace=True))
+        return x + hidden.mul_(2) * self.outer(x)
+
+
+@pytest.mark.parametrize("way", ["activation", "product"])
+@pytest.mark.parametrize("calls", range(1, 4))
+def test_a_block_that_writes_what_autograd_saved_fails_in_the_backward_as_without_a_checkpoint(
+    way: str, calls: int
+) -> None:
+    model = nn.Sequential(Overwrites(way), Overwrites(way))
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    checkpoint_blocks(model, Overwrites)
+    for _ in range(calls):
+        with pytest.raises(CheckpointError, match=r"shape \[3, 4\] .* modified by an inplace operation"):
+            model(x).sum().backward()
 
 
 class Outside(nn.Module):
