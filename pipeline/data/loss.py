@@ -73,12 +73,12 @@ class Loss:
         self._reduction = _reduction(loss_fn, reduction)
         self.loss_fn = loss_fn
         self._rows = rows
-        self._scale = scale_of(self._all_rows)
+        self._scale = scale_of(self.all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
         self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: unknown
         self._is_single = len(rows) == 1 and not is_part
-        self._is_counted = False  # not by loss_fn, which returned single losses
+        self.is_counted = False  # not by loss_fn, which returned single losses
         self._has_fractions = False  # loss_fn returned counts that may not be whole
         self._metrics = Metrics(self._name)
 
@@ -87,7 +87,8 @@ class Loss:
         return _name(self.loss_fn)
 
     @property
-    def _all_rows(self) -> int:
+    def all_rows(self) -> int:
+        """The rows of the mini-batch."""
         return sum(self._rows)
 
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
@@ -100,7 +101,7 @@ class Loss:
         value = self._metrics.taken(chunk, value)
         if isinstance(value, tuple):
             pair = self._checked_pair(value)
-            if len(self._found) != len(self._counts) or self._is_counted:
+            if len(self._found) != len(self._counts) or self.is_counted:
                 raise ValueError(f"{self._name} returned (sum, count) for one chunk and a single loss for another.")
             self._found[chunk], self._counts[chunk] = map(alone, pair)
             return pair[0], self._scale
@@ -121,10 +122,10 @@ class Loss:
         origin = None if seeing is None else seeing.origin(value)
         total = None if origin is None or self._is_single else origin.total_of(loss)
         if self._found and (total is not None) != bool(self._counts):
-            what = "(sum, count)" if self._counts and not self._is_counted else "a mean over tokens"
+            what = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
             raise ValueError(f"{self._name} returned {what} for one chunk and a single loss for another.")
         self._divisors[chunk] = None if origin is None else origin.divisors
-        self._is_counted = total is not None
+        self.is_counted = total is not None
         if origin is None or total is None:
             self._found[chunk] = alone(loss)
             return loss, self._share(chunk)
@@ -134,7 +135,7 @@ class Loss:
         return summed, self._scale
 
     def _share(self, chunk: int) -> float:
-        return 1.0 if self._reduction == "sum" else self._rows[chunk] / self._all_rows
+        return 1.0 if self._reduction == "sum" else self._rows[chunk] / self.all_rows
 
     @property
     def _parts(self) -> dict[int, Tensor]:
@@ -150,7 +151,7 @@ class Loss:
         if not self._counts:
             return None
         count = self._count()
-        if self._is_counted:  # as torch does: where no token counts the loss is nan, its gradient zero
+        if self.is_counted:  # as torch does: where no token counts the loss is nan, its gradient zero
             with without_function_modes():
                 count = torch.where(count == 0, 1.0, count)
         return count * self._scale
@@ -158,7 +159,7 @@ class Loss:
     @property
     def row_share(self) -> float:
         """The factor of one row's own gradient in the sum, before the division by `divisor`."""
-        return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self._all_rows
+        return self._scale if self._counts else 1.0 if self._reduction == "sum" else 1 / self.all_rows
 
     @property
     def weight(self) -> tuple[str, Tensor]:
@@ -166,7 +167,7 @@ class Loss:
         if self._counts:
             return "count", self._count()
         whole = torch.ones((), dtype=torch.float64, device="cpu")
-        return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self._all_rows)
+        return ("sum", whole) if self._reduction == "sum" else ("mean", whole * self.all_rows)
 
     @property
     def value(self) -> Tensor:
@@ -176,7 +177,7 @@ class Loss:
 
     def is_empty(self, chunk: int) -> bool:
         """Whether loss_fn returned (sum, count) for a chunk, and counted nothing."""
-        return bool(self._counts) and not self._is_counted and not self._counts[chunk]
+        return bool(self._counts) and not self.is_counted and not self._counts[chunk]
 
     def of(self, chunks: Sequence[int]) -> tuple[Loss, Tensor | float]:
         """The loss of some chunks, which have been computed, as of a mini-batch of their own.
@@ -187,9 +188,9 @@ class Loss:
         rows = [self._rows[chunk] for chunk in chunks]
         own = Loss(self.loss_fn, self._asked, rows, True)
         own._found = {index: self._found[chunk] for index, chunk in enumerate(chunks)}
-        own._is_counted = self._is_counted
+        own.is_counted = self.is_counted
         if not self._counts:
-            return own, 1.0 if self._reduction == "sum" else sum(rows) / self._all_rows
+            return own, 1.0 if self._reduction == "sum" else sum(rows) / self.all_rows
         own._counts = {index: self._counts[chunk] for index, chunk in enumerate(chunks)}
         divisor = own.divisor
         assert divisor is not None
@@ -197,7 +198,7 @@ class Loss:
 
     def whole(self, output: Any, target: Any) -> Tensor:
         """The value of loss_fn on the whole, joined output."""
-        value, _ = self._computed(output, target, self._all_rows, True)
+        value, _ = self._computed(output, target, self.all_rows, True)
         value = without_metrics(value)
         if isinstance(value, tuple):
             total, count = self._checked_pair(value)
@@ -277,15 +278,18 @@ class Loss:
     def is_proven(self) -> bool:
         """Whether the traced divisors prove the weights of the chunks. Called after all chunks."""
         chunks = sorted(self._divisors)
-        return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self._is_counted)
+        return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self.is_counted)
 
     def is_proven_beside(self, other: Loss) -> bool:
-        """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first."""
-        if not self._divisors or not other._divisors:
+        """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first.
+
+        Of a sum there is nothing to prove: it has no weight.
+        """
+        if self._reduction == "sum" or not self._divisors or not other._divisors:
             return True
         chunks, first = sorted(self._divisors), min(other._divisors)
         divisors = [other._divisors[first], *[self._divisors[chunk] for chunk in chunks]]
-        return is_proven(divisors, [other._rows[first], *[self._rows[chunk] for chunk in chunks]], self._is_counted)
+        return is_proven(divisors, [other._rows[first], *[self._rows[chunk] for chunk in chunks]], self.is_counted)
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""
@@ -333,7 +337,7 @@ class Loss:
         if not isinstance(count, (Tensor, int, float)):
             raise TypeError(f"{self._name} returned {count!r} as a count. Return a number or a 0-d tensor.")
         if isinstance(count, Tensor):
-            self._has_fractions |= count.is_floating_point() and not self._is_counted
+            self._has_fractions |= count.is_floating_point() and not self.is_counted
             count = count.to(total.device, torch.float64)
         else:
             self._has_fractions |= isinstance(count, float)

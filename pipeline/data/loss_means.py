@@ -103,7 +103,8 @@ class Seeing(TorchFunctionMode):
         for tensor in target:
             self._note(tensor, Origin((), None, False))
         for tensor in output:
-            self._note(tensor, Origin((), None, True))
+            if tensor.dim():  # else a number that the model has computed: nobody saw what it divides by
+                self._note(tensor, Origin((), None, True))
 
     def __enter__(self) -> Seeing:
         self._depth = torch._C._len_torch_function_stack()

@@ -199,6 +199,12 @@ def scatter_like(value: Any, batch: Batch, what: str) -> Batch:
     return Batch(tree, cut, batch.rows, pieces, batch.batch_dim)
 
 
+def halved(batch: Batch) -> Batch:
+    """A mini-batch of one chunk as two chunks."""
+    pieces = _all_pieces(batch.tree, batch.cut, 2, batch.batch_dim)
+    return Batch(batch.tree, batch.cut, _even(sum(batch.rows), 2), pieces, batch.batch_dim)
+
+
 def consecutive(parts: Sequence[Batch], what: str) -> Batch:
     """Several mini-batches, whose chunks run one after the other.
 

@@ -2,6 +2,7 @@
 
     output of a chunk --loss_fn--> its part of the loss, and where the gradient begins
     all chunks --entry/chunk_losses.py--> the un-pipelined loss and gradient, or an error
+    one chunk, beside other mini-batches --its halves, as two chunks--> the same
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, LossFn, scale_of
-from pipeline.data.microbatch import Batch
+from pipeline.data.microbatch import Batch, halved, row_dim
 from pipeline.data.pytrees import Grads, Tree
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.execution import Execution
+from pipeline.stage.stage_rule import gradients_of
 
 
 class LossProduct(ChunkLosses):
@@ -28,7 +30,7 @@ class LossProduct(ChunkLosses):
         loss_fn: as in `Pipe.step`.
         reduction: as in `Pipe.step`.
         target: cut like the input.
-        first_rows: of the first of several mini-batches, whose parts add up by their rows or counts.
+        first: of the first of several mini-batches, whose parts add up by their rows or counts. None: it is this one.
         compares: whether to compare with the un-pipelined loss at the end.
     """
 
@@ -38,14 +40,16 @@ class LossProduct(ChunkLosses):
         loss_fn: LossFn,
         reduction: str | None,
         target: Batch,
-        first_rows: int,
+        first: Loss | None,
         compares: bool,
     ) -> None:
         super().__init__(
             execution, Loss(loss_fn, reduction, target.rows, True), target, compares and target.chunks > 1
         )
         self._loss_fn, self._reduction = loss_fn, reduction
-        self._first_rows, self._rows = first_rows, sum(target.rows)
+        self._first = first or self.loss
+        self._first_rows, self._rows = self._first.all_rows, self.loss.all_rows
+        self._compares_halves = compares and first is not None and target.chunks == 1 < self._rows
         self._seeder = execution.seeder()
 
     def __call__(self, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -99,9 +103,38 @@ class LossProduct(ChunkLosses):
             self.compare(
                 chunk, tree, tuple([next(left) if tensor.requires_grad else None for tensor in tree.tensors])
             )
+        elif self._compares_halves and (self.loss.is_counted or self.loss.weight[0] == "mean"):
+            self._compare_halves(tree)
+
+    def _compare_halves(self, tree: Tree) -> None:
+        """Raise ValueError if the loss of the only chunk is not the mean that gives it its weight beside others."""
+        target = halved(self._target)
+        dims = [row_dim(tensor, target.batch_dim) for tensor in tree.tensors]
+        sizes = [tensor.shape[dim] if tensor.dim() else 1 for tensor, dim in zip(tree.tensors, dims, strict=True)]
+        if any([size % self._rows for size in sizes]):  # it has no rows to compare
+            return
+        halves = ChunkLosses(
+            self._execution, Loss(self._loss_fn, self._reduction, target.rows, True), target, compares=True
+        )
+        split = [
+            torch.split(tensor.detach(), [rows * size // self._rows for rows in target.rows], dim)
+            for tensor, size, dim in zip(tree.tensors, sizes, dims, strict=True)
+        ]
+        for half, tensors in enumerate(zip(*split, strict=True)):
+            given = zip(tensors, tree.tensors, strict=True)
+            cut = [tensor.detach().requires_grad_(whole.requires_grad) for tensor, whole in given]
+            loss, weight, _ = halves.computed(halves.loss, half, tree, cut, cut)
+            wanted = [tensor for tensor in cut if tensor.requires_grad]
+            grads = iter(gradients_of([loss], wanted, [torch.full_like(loss, weight)], False))
+            halves.compare(
+                half, Tree(tuple(cut), tree.skeleton), tuple([next(grads) if t.requires_grad else None for t in cut])
+            )
+        halves.check_all()
 
     def check(self) -> None:
-        """Check the losses of all chunks."""
+        """Check the losses of all chunks, and their weights beside other mini-batches."""
+        if self.loss.is_single and self._first is not self.loss and not self.loss.is_proven_beside(self._first):
+            raise self.loss.unproven()
         if not self.compares or float(self.loss.weight[1]):
             self.check_all()
         else:  # the loss of nothing is 0 / 0, which no other can be compared with

@@ -30,7 +30,7 @@ from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
 from pipeline.curvature.products.task import Confirmed, OnResult, Task
 from pipeline.curvature.space import HOST, Vec
-from pipeline.data.loss import LossFn
+from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
 from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.execution.communicator import Communicator
@@ -84,7 +84,8 @@ class Passes:
     ) -> None:
         self._verify = verify
         self._confirmed = Confirmed(set(), {})
-        self._compares = False  # every product compares losses: the last one's was not seen to be right
+        self._compares = True  # losses: in the first pass; in all where the last one's was not seen to be right
+        self._is_proven = True  # the loss, by what it divides by
         self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
         self.pipe, self._prefix, self.data = pipe, prefix, data
         self._loss_fn, self._reduction = loss_fn, reduction
@@ -145,6 +146,7 @@ class Passes:
         moved = None if shift is None else partial(_part, shift, slots)
         task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
         total, loss, reached = self._all(task, sums, first)
+        self._compares = not self._is_proven
         if not reached:
             raise RuntimeError(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
@@ -161,11 +163,11 @@ class Passes:
         whole = torch.tensor(loss / (total or 1.0), **HOST)
         return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
-    def _all(self, task: Task, sums: Sums, first: int) -> list[float]:
+    def _all(self, task: Task, sums: Sums, vector: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         totals = torch.zeros(3, **HOST)
         batches = iter(self.data)
-        number, first_rows = 0, 0
+        number, first = 0, None
         while True:  # what fails on one rank, its data too, fails on all
             with self.pipe.runtime.communicator("curvature") as communicator:
                 item = _next(batches)
@@ -176,10 +178,10 @@ class Passes:
                 with self._prepared(self._seed + number):
                     x, target = tree_map_only(Tensor, _no_inference, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
-                    first_rows = first_rows or sum(batch.rows)
                     aim = scatter_like(target, batch, "the target")
-                    where = {"mini-batch": number, "its values": item.digest, "first vector": first}
-                    totals += self._minibatch(task, sums, batch, aim, first_rows, number, where, communicator)
+                    where = {"mini-batch": number, "its values": item.digest, "first vector": vector}
+                    added, loss = self._minibatch(task, sums, batch, aim, first, number, where, communicator)
+                    totals, first = totals + added, first or loss
             number += 1
 
     def _minibatch(
@@ -188,12 +190,12 @@ class Passes:
         sums: Sums,
         batch: Batch,
         aim: Batch,
-        first_rows: int,
+        first: Loss | None,
         number: int,
         where: Mapping[str, object],
         communicator: Communicator,
-    ) -> Tensor:
-        """Run one; return what it adds to the totals. `where` is the same on all ranks."""
+    ) -> tuple[Tensor, Loss]:
+        """Run one; return what it adds to the totals, and its loss. `where` is the same on all ranks."""
         if task.rule is Rule.FISHER and batch.batch_dim:
             raise ValueError(
                 f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
@@ -207,10 +209,10 @@ class Passes:
         setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self._seed + number)
         execution = Execution(setup, batch)
         compares = setup.compares or self._compares
-        loss_end = LossProduct(execution, self._loss_fn, self._reduction, aim, first_rows, compares)
+        loss_end = LossProduct(execution, self._loss_fn, self._reduction, aim, first, compares)
         call = PRODUCTS[task.rule](execution, task, loss_end, sums)
         verdict = call.run()
-        self._compares = self._compares or not loss_end.loss.is_proven
+        self._is_proven = self._is_proven and loss_end.loss.is_proven
         self.captures = self.captures or call.captures
         found = torch.zeros(3, **HOST)
         if call.weights is not None:  # the last stage is here
@@ -219,7 +221,7 @@ class Passes:
             found[1] = verdict.loss.double().cpu() * weight if weight else 0.0  # where nothing counts it is nan
         found = communicator.exchange.sum_over(found)
         found[2] = verdict.reached
-        return found
+        return found, loss_end.loss
 
     # -------------------------------------------------------------------------------------------------- parameters
 

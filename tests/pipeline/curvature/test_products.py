@@ -645,6 +645,63 @@ def test_torchs_cross_entropy_with_weights_and_ignored_labels_is_the_sum_over_th
     close(op @ torch.eye(op.shape[0], dtype=torch.float64), wanted.products["Hessian"])
 
 
+def masked(out, y):
+    counts = y >= 0
+    return (functional.cross_entropy(out, y.clamp(min=0), reduction="none") * counts).sum() / counts.sum()
+
+
+def contrastive(out, y):
+    rows = functional.normalize(out, dim=1)
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(out)))
+
+
+UNEVEN = {
+    "a mask": (masked, "what it divides by"),
+    "a root": (lambda out, y: functional.cross_entropy(out, y.clamp(min=0)).sqrt(), "combine to"),
+    "rows against each other": (contrastive, "combine to"),
+    "a statistic": (lambda out, y: out.square().mean() / out.detach().std(), "what it divides by|combine to"),
+    "a square": (lambda out, y: out.square().mean().square(), "combine to"),
+}
+
+
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_loss_that_is_no_mean_over_rows_is_refused_over_mini_batches_of_one_chunk(name, matrix):
+    """By rows it would be weighed otherwise than by what it is: the matrix would depend on how the data are cut."""
+    loss, words = UNEVEN[name]
+    data = data_for("count", [4, 4])
+    data[0][1][:3] = -1
+    pipe = piped(small(), 1)
+    pipe.step(data[0][0], data[0][0], loss_fn=functional.mse_loss)  # other calls before it change nothing
+    assert len(matrix(pipe, data[0], loss).gradient()) == 4  # one mini-batch needs no proof
+    with pytest.raises(ValueError, match=rf"is not a mean over rows: .*({words})"):
+        matrix(pipe, data, loss).gradient()
+
+
+def test_over_mini_batches_a_loss_that_the_model_computes_is_refused_unless_it_is_a_sum():
+    class Losses(nn.Linear):
+        def forward(self, pair):
+            return {"loss": functional.cross_entropy(super().forward(pair[0]), pair[1])}
+
+    data = [((x, y), None) for x, y in data_for("count", [4, 3])]
+    model = nn.Sequential(Losses(3, 3).double())
+
+    def own(out, _):
+        return out["loss"]
+
+    with pytest.raises(ValueError, match="own is not a mean over rows: what it divides by .* cannot be seen"):
+        Hessian(model, data, own).loss()
+    whole = Hessian(model, data, own, loss_reduction="sum").loss()
+    close(whole, sum(Hessian(model, pair, own).loss() for pair in data))
+
+
+def test_a_pair_of_sum_and_count_is_taken_at_its_word_over_mini_batches_of_one_chunk():
+    data = data_for("mse", [4, 3])
+    op = Hessian(small(), data, lambda out, y: (contrastive(out, y) * len(out), len(out)))
+    parts = [Hessian(small(), pair, contrastive).loss() * rows for pair, rows in zip(data, (4, 3), strict=True)]
+    close(op.loss(), sum(parts) / 7)
+
+
 TOKENS = {
     "mean": Loss(
         lambda out, y: functional.cross_entropy(out, y.flatten()),
