@@ -4,6 +4,7 @@
     linear      H (2 u - 3 v)                    2 H u - 3 H v
     symmetric   u . H v                          v . H u
     stages      each stage's rule                finite differences of that stage alone, to show which one is wrong
+    loss        (d2L/dy2) d                      finite differences of the loss's gradient by the output
     gradient    H v                              [gradient(w + e v) - gradient(w - e v)] / 2e, parameters never written
     one stage   H v                              the whole model as one stage, double backward through all of it
 
@@ -18,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from pipeline.curvature.products.stage_check import least, limit
+from pipeline.curvature.products.finite_differences import least, limit
 from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
@@ -141,19 +142,19 @@ def _apart(space: Space, one: Vec, other: Vec) -> float:
 
 
 def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
-    """The rule of each stage, of all ranks, against finite differences of that stage."""
-    largest: dict[int, tuple[float, float]] = {}  # by stage: (relative error, limit) over the mini-batches
+    """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
+    largest: dict[int, tuple[float, float]] = {}  # by stage, -1 for the loss: (relative error, limit)
 
     def note(index: int, name: str, error: float, most: float) -> None:
         largest[index] = max((error, most), largest.get(index, (0.0, most)), key=lambda pair: pair[0])
 
     op.compare_stages([v], note)
-    table = torch.zeros(op.stages, 3, **HOST)
+    table = torch.zeros(op.stages + 1, 3, **HOST)
     for index, (error, most) in largest.items():
         table[index] = torch.tensor([1.0, error, most], device="cpu")
     rows = op.space.sum_over(table).tolist()
     return [
-        (f"finite differences of {op.stage_name(index)}", error, most)
+        (f"finite differences of {op.stage_name(index) if index < op.stages else 'loss_fn'}", error, most)
         for index, (is_there, error, most) in enumerate(rows)
         if is_there
     ]

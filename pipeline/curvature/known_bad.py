@@ -186,8 +186,8 @@ def _old_weight_norms(module: nn.Module) -> Iterator[Any]:
     return (hook for hook in _hooks(module) if isinstance(hook, WeightNorm) and "compute_weight" not in vars(hook))
 
 
-def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
-    """Look at a stage's graph before it is differentiated twice.
+def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int, until: Sequence[Tensor] = ()) -> bool:
+    """Look at a stage's graph, or the loss's down to `until`, before it is differentiated twice.
 
     Returns:
         Whether it has an autograd.Function of the user's, which must be checked by numbers.
@@ -195,7 +195,7 @@ def refuse_nodes(stage: str, roots: Sequence[Tensor], chunks: int) -> bool:
     Raises:
         ValueError: an operation has a wrong second derivative, or looks at other rows.
     """
-    nodes = nodes_of(with_graphs(roots))
+    nodes = nodes_of(with_graphs(roots), until)
     for node in nodes:
         if node.name() == "WeightNormInterfaceBackward0":
             raise ValueError(

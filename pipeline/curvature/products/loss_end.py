@@ -64,6 +64,12 @@ class LossProduct(ChunkLosses):
         """The same at another point, which does not count."""
         return self._begun(Loss(self._loss_fn, self._reduction, self._target.rows, True), chunk, tree, tensors)
 
+    def gradient_at(self, chunk: int, tree: Tree, tensors: Sequence[Tensor], create_graph: bool) -> Grads:
+        """The gradient of a chunk's loss at `tensors` that require one. It does not count."""
+        loss, begin = self.aside(chunk, tree, tensors)
+        live = [tensor for tensor in tensors if tensor.requires_grad]
+        return gradients_of([loss], live, [begin.requires_grad_(create_graph)], create_graph)
+
     def _begun(self, own: Loss, chunk: int, tree: Tree, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self._seed(chunk)
         ends = [tensor for tensor in tensors if tensor.requires_grad]

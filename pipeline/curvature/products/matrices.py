@@ -14,10 +14,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from pipeline.common.torch_modes import without_autocast
+from pipeline.curvature.products.loss_check import hessian_times
 from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.stage_check import of_gradient, of_output
@@ -42,6 +41,7 @@ class HessianProduct(ProductCall):
             nothing: Grads = (None,) * len(graph.leaves)
             return Back(nothing, [nothing] * self._task.number)
         self._reached = True
+        self._rule_check.check_loss(chunk, loss, ends, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree))
         beside = [end for end in ends if end.requires_grad] if self.loss_end.compares else []
         targets = [*run.targets(graph), *beside]
         begin.requires_grad_(self._task.number > 0)
@@ -83,6 +83,10 @@ class FirstOrderProduct(ProductCall):
             nothing: Grads = (None,) * len(graph.leaves)
             return Back(nothing if self._task.gradient else None, [nothing] * self._task.number)
         self._reached = True
+        if not self.is_linear:
+            self._rule_check.check_loss(
+                chunk, loss, cut, tree.tensors, partial(self.loss_end.gradient_at, chunk, tree)
+            )
         begin.requires_grad_(not self.is_linear)
         grads = gradients_of([loss], leaves, [begin], not self.is_linear)
         first = _detached(grads)
@@ -117,7 +121,7 @@ class GaussNewtonProduct(FirstOrderProduct):
     def cotangents(
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
-        return [_bent(grads, leaves, each) for each in tangents]
+        return [hessian_times(grads, leaves, each) for each in tangents]
 
 
 class FisherProduct(FirstOrderProduct):
@@ -160,22 +164,6 @@ PRODUCTS: dict[Rule, type[ProductCall]] = {
 
 def _detached(grads: Grads) -> Grads:
     return tuple([None if grad is None else grad.detach() for grad in grads])
-
-
-def _bent(grads: Grads, leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> Grads:
-    """The loss's own Hessian times the output's tangents."""
-    pairs = [
-        (grad, tangent) for grad, tangent in zip(grads, tangents, strict=True)
-        if grad is not None and grad.requires_grad
-    ]
-    if not pairs:
-        return (None,) * len(leaves)
-    # By symmetry the derivative of <grad, tangent> is the Hessian times the tangent.
-    with without_autocast():
-        return torch.autograd.grad(
-            [grad for grad, _ in pairs], leaves, [tangent for _, tangent in pairs], retain_graph=True,
-            allow_unused=True
-        )
 
 
 def _row_by_row(grads: Sequence[Tensor | None], tangents: Sequence[Tensor], share: float) -> list[Tensor | None]:

@@ -84,8 +84,7 @@ class Passes:
     ) -> None:
         self._verify = verify
         self._confirmed = Confirmed(set(), {})
-        self._compares = True  # losses: in the first pass; in all where the last one's was not seen to be right
-        self._is_proven = True  # the loss, by what it divides by
+        self._compares = True  # losses: the first pass does, and those behind one that did not see them to be right
         self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
         self.pipe, self._prefix, self.data = pipe, prefix, data
         self._loss_fn, self._reduction = loss_fn, reduction
@@ -146,7 +145,6 @@ class Passes:
         moved = None if shift is None else partial(_part, shift, slots)
         task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
         total, loss, reached = self._all(task, sums, first)
-        self._compares = not self._is_proven
         if not reached:
             raise RuntimeError(
                 "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
@@ -167,12 +165,13 @@ class Passes:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""
         totals = torch.zeros(3, **HOST)
         batches = iter(self.data)
-        number, first = 0, None
+        number, first, is_proven = 0, None, True
         while True:  # what fails on one rank, its data too, fails on all
             with self.pipe.runtime.communicator("curvature") as communicator:
                 item = _next(batches)
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
+                    self._compares = not is_proven
                     found: list[float] = totals.tolist()
                     return found
                 with self._prepared(self._seed + number):
@@ -181,7 +180,7 @@ class Passes:
                     aim = scatter_like(target, batch, "the target")
                     where = {"mini-batch": number, "its values": item.digest, "first vector": vector}
                     added, loss = self._minibatch(task, sums, batch, aim, first, number, where, communicator)
-                    totals, first = totals + added, first or loss
+                    totals, first, is_proven = totals + added, first or loss, is_proven and loss.is_proven
             number += 1
 
     def _minibatch(
@@ -212,7 +211,6 @@ class Passes:
         loss_end = LossProduct(execution, self._loss_fn, self._reduction, aim, first, compares)
         call = PRODUCTS[task.rule](execution, task, loss_end, sums)
         verdict = call.run()
-        self._is_proven = self._is_proven and loss_end.loss.is_proven
         self.captures = self.captures or call.captures
         found = torch.zeros(3, **HOST)
         if call.weights is not None:  # the last stage is here

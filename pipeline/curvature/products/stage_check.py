@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.known_bad import refuse_nodes
+from pipeline.curvature.products.finite_differences import compared, least, limit, norm
+from pipeline.curvature.products.loss_check import LOSS, GradientAt, loss_error
 from pipeline.curvature.products.task import Task
 from pipeline.data.pytrees import Bundle, Grads, Tree
 from pipeline.data.tangents import Inbox
@@ -23,8 +25,6 @@ from pipeline.stage.layers import StageLayers
 from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
 At: TypeAlias = Callable[[ProductGraph, Sequence[Tensor], float], Sequence[Tensor | None]]
-LIMITS = {torch.float64: 1e-4}
-LOOSE = 2e-2  # float32 and less: what is wrong is wrong by more
 
 
 class RuleCheck:
@@ -65,23 +65,39 @@ class RuleCheck:
         if not self.is_asked(stage.layers.index, chunk) or not derivative:  # nothing depends on a parameter
             return
         error, most = error_along(stage, chunk, inbox, at, derivative)
+        self._judge(stage.layers.index, stage.layers.name, error, most)
+
+    def check_loss(
+        self, chunk: int, loss: Tensor, ends: Sequence[Tensor], output: Sequence[Tensor], gradient_at: GradientAt
+    ) -> None:
+        """Look at the graph of a chunk's loss, and compare its second derivative if it must be checked.
+
+        Args:
+            chunk: which.
+            loss: of it.
+            ends: where its graph ends.
+            output, gradient_at: see `loss_error`.
+        """
+        is_doubtful = refuse_nodes("loss_fn", [loss], self._chunks, [end for end in ends if end.requires_grad])
+        is_confirmed = (self._task.rule, LOSS) in self._task.confirmed.rules and not self._compares
+        is_asked = chunk == 0 if self._task.on_result is not None else is_doubtful and not is_confirmed
+        if is_asked and self._task.number and (self._task.verify or self._task.on_result is not None):
+            self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
+
+    def _judge(self, index: int, name: str, error: float, most: float) -> None:
+        """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong."""
         if self._task.on_result is not None:
-            self._task.on_result(stage.layers.index, stage.layers.name, error, most)
+            self._task.on_result(index, name, error, most)
         elif not error <= most:
             raise ValueError(
-                f"{stage.layers.name} has an autograd.Function of its own, and its second derivative differs from "
+                f"{name} has an autograd.Function of its own, and its second derivative differs from "
                 f"finite differences by {error:.1e} of its size (at most {most:.0e} is rounding). Its backward forgets "
                 "what it depends on (a tensor kept on ctx instead of save_for_backward), or is not the derivative of "
                 "its forward (a straight-through estimator). Write it with differentiable operations; verify=False "
                 "takes what autograd says."
             )
         else:
-            self._task.confirmed.rules.add((self._task.rule, stage.layers.index))
-
-
-def limit(dtype: torch.dtype) -> float:
-    """The largest relative error that rounding and the step leave."""
-    return LIMITS.get(dtype, LOOSE)
+            self._task.confirmed.rules.add((self._task.rule, index))
 
 
 def error_along(
@@ -104,8 +120,8 @@ def error_along(
     trained = [(owner, alias, parts(owner, alias)[0]) for owner, alias in aliases.trained]
     owners = [(owner, alias, part) for owner, alias, part in trained if part is not None]  # all are
     live = [tensor for tensor, needs in zip(inbox.values.tensors, inbox.needs, strict=True) if needs]
-    size = _norm([*live, *[alias for _, alias, _ in owners]])
-    along = _norm([*tangents, *[part for _, _, part in owners]])
+    size = norm([*live, *[alias for _, alias, _ in owners]])
+    along = norm([*tangents, *[part for _, _, part in owners]])
     dtype = owners[0][1].dtype if owners else live[0].dtype if live else torch.float64
     if along == 0.0 or stage.parameters.captured:  # a captured parameter cannot be moved
         return 0.0, limit(dtype)
@@ -119,49 +135,9 @@ def error_along(
         return [None if value is None else value.detach() for value in each]
 
     def error_at(step: float) -> tuple[float, float]:
-        return _compared(values_at(step), values_at(-step), derivative, step)
+        return compared(values_at(step), values_at(-step), derivative, step)
 
     return least(error_at, torch.finfo(dtype).eps ** (1 / 3) * max(size, 1e-3) / along, limit(dtype)), limit(dtype)
-
-
-def least(error_at: Callable[[float], tuple[float, float]], step: float, enough: float) -> float:
-    """The smallest error at some steps. A step may lead over a kink (that of ReLU), which a shorter one does not reach.
-
-    A wrong derivative is wrong at every step.
-
-    Args:
-        error_at: step -> the relative error, and the part of it that rounding alone could make.
-        step: the longest step.
-        enough: the error at which the search ends.
-    """
-    smallest = float("inf")
-    for factor in (1.0, 0.1, 0.01):
-        error, rounding = error_at(step * factor)
-        if rounding > enough and smallest < float("inf"):  # at shorter steps rounding hides everything
-            break
-        smallest = min(smallest, max(error - rounding, 0.0))
-        if smallest <= enough:
-            break
-    return smallest
-
-
-def _compared(
-    ahead: Sequence[Tensor | None], behind: Sequence[Tensor | None], derivative: Sequence[Tensor | None], step: float
-) -> tuple[float, float]:
-    precision = 0.0
-    difference, ours, theirs, values = 0.0, 0.0, 0.0, 0.0
-    for one, other, part in zip(ahead, behind, derivative, strict=True):
-        if one is None or other is None:
-            continue
-        expected = (one.double() - other.double()) / (2 * step)
-        own = torch.zeros_like(expected) if part is None else part.double()
-        precision = max(precision, torch.finfo(one.dtype).eps)
-        difference += float((expected - own).square().sum())
-        ours, theirs = ours + float(own.square().sum()), theirs + float(expected.square().sum())
-        values += float(one.double().square().sum())
-    rounding = 3 * precision * values**0.5 / step
-    size = max(ours**0.5, theirs**0.5, rounding, 1e-300)
-    return float(difference**0.5 / size), float(rounding / size)
 
 
 def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
@@ -172,10 +148,6 @@ def _moved(inbox: Inbox, tangents: Sequence[Tensor], step: float) -> Inbox:
     parts = inbox.values.split(tensors)
     trees = tuple([Tree(tuple(part), tree.skeleton) for tree, part in zip(inbox.values.trees, parts, strict=True)])
     return inbox._replace(values=Bundle.of(trees))
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5)
 
 
 def of_gradient(first: Grads, second: Grads) -> At:

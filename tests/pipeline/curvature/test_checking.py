@@ -86,6 +86,16 @@ def test_a_wrong_derivative_is_found_and_the_stage_is_named(at: int, stage: str)
     assert "double backward through the whole model" not in wrong(report)  # autograd says the same: it is not ours
 
 
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+def test_a_wrong_derivative_of_the_loss_is_found_and_named(matrix) -> None:
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return Forgetful.apply(out).mean()  # type: ignore[no-any-return, no-untyped-call]
+
+    report = matrix(Pipe(network(), [2, 2, 2], 2), data(), loss, verify=False).check()
+    assert not report.ok and "finite differences of loss_fn" in wrong(report)
+    assert "finite differences of loss_fn" in operator(matrix).check().what
+
+
 def test_randomness_that_no_seed_reaches_is_found() -> None:
     counter = itertools.count()
     odd = Layer(lambda x: x * (1.0 + 1e-3 * (next(counter) // 2)))  # the last stage: one forward for each chunk

@@ -512,6 +512,29 @@ def test_what_only_a_later_chunk_computes_with_is_refused_too(what, mode, last):
         Hessian(pipe, data, CE.whole) @ columns(entries(pipe))
 
 
+FUNCTIONS = [what for what in WRONG if what in ("once_differentiable", "forgetful", "saves a number", "hardsigmoid")]
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_loss_whose_second_derivative_would_be_wrong_is_refused_in_words(what, matrix, chunks):
+    build, words = WRONG[what]
+    odd = build()
+    op = matrix(piped(small(), chunks), rows_of(), lambda out, y: odd(out).mean())
+    assert len(op.gradient()) == 4  # of first order it is right
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        op @ columns(op.shape[0])
+
+
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+def test_a_loss_with_a_function_whose_backward_is_right_is_taken(matrix):
+    right, same = (matrix(small(), rows_of(), loss) for loss in (
+        lambda out, y: Right.apply(out).mean(), lambda out, y: out.pow(3).mean()
+    ))
+    close(right @ columns(right.shape[0]), same @ columns(same.shape[0]))
+
+
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_a_function_of_the_users_whose_backward_is_right_is_taken(place):
     def build():
