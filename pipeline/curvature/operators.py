@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.curvature.by_layers import ByLayers
 from pipeline.curvature.checking import Report, check, names_of
 from pipeline.curvature.forms import Vectors, taken
+from pipeline.curvature.identity import architecture
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
 from pipeline.curvature.products.passes import Passes
@@ -236,11 +237,12 @@ class Operator(ByLayers):
         return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))
 
     def fingerprint(self) -> str:
-        """A digest of parameters, buffers, data, loss and settings; the same text on all ranks."""
+        """A digest of the model with all its tensors, data, loss and settings; the same text on all ranks."""
         self._pipe.runtime.follow_model()
-        tensors = [*self._passes.parameters().values(), *self._pipe.buffers()]
+        tensors = [*self._pipe.parameters(), *self._pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
-        text = f"{self.rule} {values_in_words(tensors)} {self._passes.settings} {flags}"
+        model = f"{architecture(self._pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
+        text = f"{self.rule} {model} {self._passes.settings} {flags}"
         own = torch.zeros(self._space.ranks, **HOST)
         own[self._space.rank] = digest(text) % (1 << 48)
         return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self._space.sum_over(own))

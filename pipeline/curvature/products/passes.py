@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from partition.modes import modes_kept
 from pipeline.common.call_lock import turn
 from pipeline.common.interrupts import calls_users_code
+from pipeline.curvature.identity import identity
 from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossProduct
@@ -100,7 +101,7 @@ class Passes:
     @property
     def settings(self) -> str:
         """All that decides the numbers besides the model, in words."""
-        loss = getattr(self._loss_fn, "__qualname__", repr(self._loss_fn))
+        loss = identity(self._loss_fn)
         return f"{loss} {self._reduction} {self.training} {self._seed} {self.pipe.chunks} {self.data.fingerprint()}"
 
     def run(

@@ -3,8 +3,9 @@
 The reference is the dense matrix of curvature_reference.py; entries are parameter after parameter, as `flat` has them.
 """
 
-from functools import cache
+from functools import cache, partial
 
+import numpy
 import pytest
 import torch
 from cover import examples
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from pipeline import NoChunk, Pipe
 from pipeline.curvature import EmpiricalFisher, GaussNewton, Hessian
+from pipeline.curvature.identity import identity
 
 MATRICES = {"Hessian": Hessian, "GaussNewton": GaussNewton, "EmpiricalFisher": EmpiricalFisher}
 every_matrix = pytest.mark.parametrize("matrix", MATRICES)
@@ -483,3 +485,60 @@ def test_a_fingerprint_tells_parameters_data_and_settings_apart():
     with torch.no_grad():
         model[0].weight.add_(1e-9)
     assert one.fingerprint() != before
+
+
+def made_with(loss=CE.whole, act=nn.Tanh, frozen=0.0, params=None):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), act(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        model[0].weight.add_(frozen)
+    return Hessian(model, data(), loss, params=params or ["2"], seed=SEED)
+
+
+def test_a_fingerprint_tells_architectures_and_what_is_frozen_apart():
+    makers = [
+        made_with, partial(made_with, act=nn.ReLU), partial(made_with, act=partial(nn.LeakyReLU, 0.1)),
+        partial(made_with, act=partial(nn.LeakyReLU, 0.2)), partial(made_with, frozen=1e-9),
+        partial(made_with, params=["0"]),
+    ]
+    prints = [make().fingerprint() for make in makers]
+    assert len(set(prints)) == len(prints)
+    assert prints == [make().fingerprint() for make in makers]
+
+
+class Smoothed:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, out, y):
+        return functional.cross_entropy(out, y, label_smoothing=self.by)
+
+    def method(self, out, y):
+        return self(out, y)
+
+
+def closed_over(value):
+    return lambda out, y: functional.cross_entropy(out, y, weight=value)
+
+
+LOSS_PAIRS = {
+    "a setting": [lambda s=s: nn.CrossEntropyLoss(label_smoothing=s) for s in (0.1, 0.2)],
+    "a buffer": [lambda w=w: nn.CrossEntropyLoss(weight=torch.tensor([w, 1.0, 1.0]).double()) for w in (1.0, 2.0)],
+    "a partial": [lambda s=s: partial(functional.cross_entropy, label_smoothing=s) for s in (0.1, 0.2)],
+    "an object": [lambda s=s: Smoothed(s) for s in (0.1, 0.2)],
+    "a method": [lambda s=s: Smoothed(s).method for s in (0.1, 0.2)],
+    "a default": [lambda s=s: lambda out, y, by=s: functional.cross_entropy(out, y) * by for s in (1.0, 2.0)],
+    "a closure": [lambda w=w: closed_over(torch.tensor([w, 1.0, 1.0]).double()) for w in (1.0, 2.0)],
+    "an array": [lambda w=w: closed_over(numpy.array([w, 1.0, 1.0])) for w in (1.0, 2.0)],
+    "a constant": [lambda: lambda out, y: out.sum() * 2, lambda: lambda out, y: out.sum() * 3],
+    "a function": [
+        lambda: lambda out, y: functional.mse_loss(out, y), lambda: lambda out, y: functional.l1_loss(out, y)
+    ],
+}
+
+
+@pytest.mark.parametrize("what", LOSS_PAIRS)
+def test_an_identity_tells_losses_apart_and_has_no_address(what):
+    one, other = LOSS_PAIRS[what]
+    assert identity(one()) == identity(one()) != identity(other())
+    assert " at 0x" not in identity(one())

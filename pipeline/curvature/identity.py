@@ -1,0 +1,89 @@
+"""The description of a model or a loss in words that are the same in every process: no address, no order of a set.
+
+    tensors    dtype, shape and a digest of the values
+    modules    class, extra_repr, attributes of each, and the values of all parameters and buffers
+    functions  name, code, defaults and what they have captured; a partial: its function and arguments
+    others     class and attributes
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed.agreement import digest, values_in_words
+
+_DEPTH = 4
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def architecture(module: nn.Module) -> str:
+    """The classes of all modules, with what they print of themselves."""
+    return "; ".join([f"{name} {_class_of(each)}({_printed(each)})" for name, each in module.named_modules()])
+
+
+def identity(value: Any, depth: int = _DEPTH) -> str:
+    """A value in words; what is deeper than `depth` by its class alone.
+
+    Example:
+        >>> identity(partial(max, 2, key=[0.5, None]))
+        'partial(builtins.max, [2], {key: [0.5, None]})'
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return values_in_words([value])
+    if isinstance(value, numpy.ndarray):
+        return f"{value.dtype}{value.shape} {digest(value.tobytes().hex())}"
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if depth == 0:
+        return _class_of(value)
+    if isinstance(value, partial):
+        return f"partial({', '.join(_all((value.func, value.args, value.keywords), depth))})"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_all(value, depth))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_all(value, depth)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join([f'{name}: {identity(each, depth - 1)}' for name, each in value.items()])}}}"
+    if isinstance(value, types.MethodType):
+        return f"{identity(value.__func__, depth)} of {identity(value.__self__, depth)}"
+    if isinstance(value, types.CodeType):
+        return f"code {value.co_code.hex()} {value.co_names} {identity(value.co_consts, depth)}"
+    if isinstance(value, types.FunctionType):
+        captured = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = (value.__code__, value.__defaults__, value.__kwdefaults__, captured)
+        return f"{value.__module__}.{value.__qualname__}({', '.join(_all(parts, depth))})"
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, nn.Module):
+        own = [identity(_own(each), depth - 1) for each in value.modules()]
+        return f"{architecture(value)} {own} {values_in_words([*value.parameters(), *value.buffers()])}"
+    return f"{_class_of(value)} {identity(getattr(value, '__dict__', None), depth)}"
+
+
+def _all(values: Iterable[Any], depth: int) -> list[str]:
+    return [identity(value, depth - 1) for value in values]
+
+
+def _class_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _printed(module: nn.Module) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
+
+
+_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, tables
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE}
