@@ -43,9 +43,26 @@ from pipeline.stage.stage_rule import ProductGraph, Pushed, StageRule, adjoint
 _OTHERWISE = {  # node -> where its two modes differ
     "FmaxBackward0": "equal arguments",
     "XlogyBackward0": "0 log 0",
+    "Atan2Backward0": "0 and 0",
+    "PowBackward1": "0 to the power 0",
+    "SincBackward0": "0",
+    "LogitBackward0": "beyond eps",
     "PutBackward0": "an index that comes twice",
+    "ScatterBackward0": "an index that comes twice",
+    "IndexCopyBackward0": "an index that comes twice",
+    "IndexPutBackward0": "an index that comes twice, unless it accumulates",
+    "AsStridedScatterBackward0": "memory that is written twice",
+    "MaxUnpool2DBackward0": "an index that comes twice",
+    "MaxUnpool3DBackward0": "an index that comes twice",
+    "ScatterReduceBackward0": "a product",
     "LogSigmoidBackward0": "values, rounded otherwise",
     "LinalgCholeskyExBackward0": "a direction that is not symmetric",
+    "LinalgEighBackward0": "a direction that is not symmetric",
+    "CholeskyInverseBackward0": "a direction that is not triangular",
+}
+_UNLESS: dict[str, Callable[[Any], bool]] = {
+    "IndexPutBackward0": lambda node: bool(node._saved_accumulate),
+    "ScatterReduceBackward0": lambda node: bool(node._saved_reduce != "prod"),
 }
 # Without what forward_ad.make_dual loads before: decompositions of some operations, compiled by torch.jit, in seconds.
 _make_dual: Callable[..., Tensor] = torch._VF._make_dual
@@ -177,7 +194,8 @@ def is_sound(roots: Sequence[Tensor]) -> bool:
     """Whether a graph has no operation whose forward derivative could be another one than its reverse's."""
     for node in nodes_of(roots):
         name = node.name()
-        if name in _OTHERWISE or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
+        is_otherwise = name in _OTHERWISE and not (name in _UNLESS and _UNLESS[name](node))
+        if is_otherwise or "BackwardBackward" in name or OF_SCRIPTS in name or is_foreign(node):
             return False
         if name == "EmbeddingBackward0" and _has_padding(node):  # reverse mode takes that row for a constant
             return False

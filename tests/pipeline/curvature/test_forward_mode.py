@@ -92,11 +92,31 @@ ELEMENTWISE = [
     lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
     lambda x: F.cosine_similarity(x, x + 1)[:, None] * x,
     lambda x: F.conv1d(x[:, None], torch.ones(1, 1, 3).to(x), padding=1)[:, 0], lambda x: x.float().double() * x,
+    lambda x: x.index_put((AT,), x, accumulate=True), lambda x: x.scatter_reduce(1, AT.expand_as(x), x, "mean"),
+    lambda x: x.scatter_reduce(1, AT.expand_as(x), x, "amax"),
 ]  # fmt: skip
+
+
+def assigned(x, values):
+    x = x.clone()
+    x[AT] = values
+    return x
+
+
 WITHOUT = [
     lambda x: torch.fmax(x, x.flip(1)), lambda x: torch.xlogy(x.abs(), x.abs()),
     lambda x: torch.linalg.cholesky(x @ x.T + torch.eye(4)),
     lambda x: torch.zeros_like(x).index_reduce(0, AT, x, "mean"),
+    lambda x: x.scatter(1, AT.expand_as(x), x + 1), lambda x: x.index_copy(0, AT, x + 1), lambda x: assigned(x, x + 1),
+    lambda x: x.index_put((AT,), x + 1), lambda x: x.put(AT, x[0] + 1),
+    lambda x: (x + 3).scatter_reduce(1, AT.expand_as(x), x + 4, "prod"),
+    lambda x: (x * 1).as_strided_scatter(x[:2, :2], (2, 2), (1, 1)),
+    lambda x: F.max_unpool2d(x[None, None], AT.repeat(1, 1, 4, 1), 2)[0, 0, :4, :4],
+    lambda x: F.max_unpool3d(x[None, None, None], AT.repeat(1, 1, 1, 4, 1), (1, 2, 2))[0, 0, 0, :4, :4],
+    lambda x: torch.cholesky_inverse(x + 9 * torch.eye(4).to(x)),
+    lambda x: torch.linalg.eigh(x + torch.diag(torch.arange(4) * 9.0).to(x))[1].square(),
+    lambda x: torch.atan2(x, x.roll(1, 1)), lambda x: torch.pow(x.abs(), x), torch.sinc,
+    lambda x: torch.logit(x * 0.3, 0.1),
 ]  # fmt: skip
 
 
