@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from pipeline.common.errors import CheckpointError
@@ -123,21 +122,6 @@ class Attributes:
     def is_current(self) -> bool:
         """Whether their contents are unchanged."""
         return self._all.are_current and not self.written
-
-    @property
-    def holds_more(self) -> bool:
-        """Whether there are tensors in modules, or in containers in these, that were not there."""
-        if self._all.are_current:
-            return False
-        own = [(values, [table[name] for name in table if name not in _EVERY_MODULE])
-               for table, _, _, values in self._modules]  # fmt: skip
-        within = [(content, kind.read(holder)) for kind, holder, content in self._places]
-        for before, now in [*own, *within]:
-            known = {id(value) for value in _again(before)}
-            more = [value for value in now if id(value) not in known]
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(more)):
-                return True
-        return False
 
     @property
     def written(self) -> set[int]:

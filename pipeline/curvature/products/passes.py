@@ -39,6 +39,7 @@ from pipeline.execution.execution import Execution
 from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.pipe import Pipe
 from pipeline.recompute.attributes import Attributes
+from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.randomness import generators_at, private_generators
 
 
@@ -258,14 +259,19 @@ class Passes:
 
     @contextmanager
     def _prepared(self, seed: int) -> Iterator[None]:
-        """Within: modes, kernels, generators as a product wants them; at the end as they were, without more tensors."""
+        """Within: modes, kernels, generators as a product wants them; at the end they and all state are as they were.
+
+        So every product begins with the same attributes of layers, and the same attributes and buffers of the loss.
+        """
         self.pipe.runtime.follow_model()
-        modules = [module for layer in self.pipe.children() for module in layer.modules()]
+        of_loss = list(self._loss_fn.modules()) if isinstance(self._loss_fn, nn.Module) else []
+        modules = [*[module for layer in self.pipe.children() for module in layer.modules()], *of_loss]
         private = private_generators(modules).values()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.callback(_put_back, Attributes(modules))
             stack.enter_context(in_mode(modules, self.training))
+            stack.callback(_put_back, Attributes(modules))  # within: what `train` does to them is undone by `train`
+            stack.callback(Buffers(of_loss).roll_back)
             stack.enter_context(twice_differentiable(modules))
             stack.enter_context(generators_at([(generator, generator.get_state()) for generator in private]))
             for number, generator in enumerate(private):
@@ -274,8 +280,7 @@ class Passes:
 
 
 def _put_back(attributes: Attributes) -> None:
-    """Restore them if there are other tensors: what a product computes has tangents, or had them."""
-    if attributes.holds_more:
+    if not attributes.is_current:
         attributes.roll_back()
 
 

@@ -399,6 +399,54 @@ def test_training_none_takes_each_module_in_its_own_mode():
     assert [module.training for module in model] == [True, True, True, False, True]
 
 
+class Annealed(nn.Module):
+    """Its factor depends on how often it was called, and on what it has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.kept = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept.append(self.calls)
+        return x * (1 + 1 / self.calls + len(self.kept))
+
+
+class MovingAverage(nn.Module):
+    """A loss with a buffer and a counter that its calls move, and of another size in train mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, out, y):
+        self.calls += 1
+        loss = functional.cross_entropy(out, y)
+        self.mean.lerp_(loss.detach(), 0.1)
+        return loss / self.mean / self.calls * (2 if self.training else 1)
+
+
+@pytest.mark.parametrize("matrix", [Hessian, GaussNewton])
+@pytest.mark.parametrize("training", [False, True, None])
+def test_state_of_layers_and_of_the_loss_does_not_pass_from_one_product_to_the_next(matrix, training):
+    layer, loss = Annealed(), MovingAverage()
+    op = matrix(small(layer), rows_of(), loss, training=training, seed=SEED)
+    vector = columns(op.shape[0])
+    products = [op @ vector for _ in range(5)]
+    assert all(torch.equal(product, products[0]) for product in products)
+    assert (layer.calls, layer.kept, loss.calls, float(loss.mean)) == (0, [], 0, 1.0) and loss.training
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_module_that_is_the_loss_is_in_the_mode_of_the_matrix(before):
+    loss, model = MovingAverage().train(before), nn.Sequential(nn.Linear(3, 3)).double()
+    train, test, own = (Hessian(model, rows_of(), loss, training=mode).loss() for mode in (True, False, None))
+    close(train, 2 * test)
+    close(own, train if before else test)
+    assert loss.training is before
+
+
 # ----------------------------------------------------------------------------------- layers without a second derivative
 
 
