@@ -8,10 +8,6 @@ Each is a function of its own module, of which the matrix is the first argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from pipeline.curvature.estimates.density import density
 from pipeline.curvature.estimates.diagonal import diagonal
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
@@ -20,9 +16,9 @@ from pipeline.curvature.estimates.inverse import Inverse
 from pipeline.curvature.estimates.layer_traces import layer_traces
 from pipeline.curvature.estimates.scipy_operator import to_scipy
 from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.systems import Given
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import Vec
 
 
 class Analysis(LinearMap):
@@ -43,7 +39,7 @@ class Analysis(LinearMap):
         damping: float = 0.0,
         tol: float = 1e-6,
         max_products: int | None = None,
-        preconditioner: Vec | Mapping[str, Tensor] | None = None,
+        preconditioner: Given | None = None,
         method: str = "cg",
     ) -> Inverse:
         """(A + damping I)^-1, whose products with vectors are linear systems: `H.inverse(damping=1e-3) @ v`.

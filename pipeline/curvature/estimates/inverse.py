@@ -7,11 +7,9 @@ So its density, trace or eigenpairs are found as those of any matrix: each produ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from pipeline.curvature.estimates.systems import planned, solved
+from pipeline.curvature.estimates.systems import Given, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.space import Space, Vec
 
@@ -47,7 +45,7 @@ class Inverse(LinearMap):
         damping: float = 0.0,
         tol: float = 1e-6,
         max_products: int | None = None,
-        preconditioner: Vec | Mapping[str, Tensor] | None = None,
+        preconditioner: Given | None = None,
         method: str = "cg",
     ) -> None:
         self._map = A

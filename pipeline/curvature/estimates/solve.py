@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.recurrences import IndefiniteError
 from pipeline.curvature.estimates.resume import Resumable
-from pipeline.curvature.estimates.systems import SolveSettings, fitting, planned, solved
+from pipeline.curvature.estimates.systems import Given, SolveSettings, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
@@ -51,13 +51,13 @@ class Solution(Result):
 
 def solve(
     A: LinearMap,
-    b: Vec | Mapping[str, Tensor],
+    b: Given,
     *,
     damping: float = 0.0,
     tol: float = 1e-6,
     max_products: int | None = None,
-    preconditioner: Vec | Mapping[str, Tensor] | None = None,
-    start: Vec | Mapping[str, Tensor] | None = None,
+    preconditioner: Given | None = None,
+    start: Given | None = None,
     method: str = "cg",
     show: bool | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -70,7 +70,7 @@ def solve(
 
     Args:
         A: a symmetric matrix.
-        b: the right-hand side, a vector of A's space or its entries by name.
+        b: the right-hand side: its entries by name, or in one process as a flat tensor; or a vector of A's space.
         damping: added to all eigenvalues of A.
         tol: of `|b - (A + damping I) x| / |b|`. In float32 hardly below 1e-6.
         max_products: with A, at least 2; 1000 if None.
@@ -106,8 +106,8 @@ def solve(
 def solutions(
     A: LinearMap,
     plan: SolveSettings,
-    bs: Sequence[Vec | Mapping[str, Tensor]],
-    starts: Sequence[Vec | Mapping[str, Tensor]] | None = None,
+    bs: Sequence[Given],
+    starts: Sequence[Given] | None = None,
     show: bool | None = None,
     resume: str | os.PathLike[str] | None = None,
     save_every: float = 300.0,

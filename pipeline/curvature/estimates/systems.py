@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,9 +28,12 @@ from pipeline.curvature.estimates.recurrences import (
     minimal_residual,
 )
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
+from pipeline.curvature.forms import taken
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
+
+Given: TypeAlias = Vec | Mapping[str, Tensor] | Tensor  # one vector: of the space, by name, or flat
 
 METHODS = {"cg": conjugate_gradients, "minres": minimal_residual}
 
@@ -227,7 +230,7 @@ def planned(
     damping: float,
     tol: float,
     max_products: int | None,
-    preconditioner: Vec | Mapping[str, Tensor] | None,
+    preconditioner: Given | None,
     method: str,
 ) -> SolveSettings:
     """Checks what `solve` takes; see there. All processes call it.
@@ -247,7 +250,7 @@ def planned(
     return SolveSettings(System(A.name, float(damping), A.space.dtype, scales), float(tol), limit, method)
 
 
-def _scales(A: LinearMap, preconditioner: Vec | Mapping[str, Tensor], damping: float) -> Vec:
+def _scales(A: LinearMap, preconditioner: Given, damping: float) -> Vec:
     """1 / (diagonal + damping), which must be above 0 everywhere, on all processes."""
     diagonal = [part + damping for part in fitting(A.space, preconditioner, "preconditioner")]
     wrong = [(~((part > 0.0) & part.isfinite())).sum().item() for part in diagonal]
@@ -261,13 +264,16 @@ def _scales(A: LinearMap, preconditioner: Vec | Mapping[str, Tensor], damping: f
     return [part.reciprocal() for part in diagonal]
 
 
-def fitting(space: Space, given: Vec | Mapping[str, Tensor], what: str) -> Vec:
+def fitting(space: Space, given: Given, what: str) -> Vec:
     """A vector of the space with the entries that were given, in memory of its own.
 
     Raises:
         KeyError, ValueError: it does not fit; `what` names it.
     """
-    vec, own = space.vec(given) if isinstance(given, Mapping) else given, space.zeros()
+    if isinstance(given, Tensor) and given.dim() != 1:
+        raise ValueError(f"{what} has shape {list(given.shape)}. Give one vector, of shape [n].")
+    vec = taken(space, given)[0][0] if isinstance(given, (Tensor, Mapping)) else given
+    own = space.zeros()
     shapes, wanted = [tuple(part.shape) for part in vec], [tuple(part.shape) for part in own]
     if shapes != wanted:
         raise ValueError(f"{what} has shards of shapes {shapes}, the space {wanted}. Make it with space.vec(by_name).")

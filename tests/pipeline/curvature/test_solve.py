@@ -440,3 +440,18 @@ def test_entries_that_are_not_finite_are_named(method):
     A.matrix[0, 0] = math.inf
     with pytest.raises(FloatingPointError, match="Look at b and at a product with it"):
         solve(A, right(A, 0), method=method)
+
+
+@pytest.mark.parametrize("form", ["b", "start", "preconditioner"])
+def test_a_flat_tensor_is_taken_as_the_vector_by_name(form: str) -> None:
+    A = DenseMap(positive(9, 10.0, 2))
+    vec = [part.abs() + 1.0 for part in right(A, 1)]
+    given = {"b": right(A, 0), form: vec}
+    expected = solve(A, **given)  # type: ignore[arg-type]
+    for same in (torch.cat(vec), A.space.named(vec)):
+        found = solve(A, **{**given, form: same})  # type: ignore[arg-type]
+        assert torch.equal(whole(found), whole(expected)) and found.products == expected.products
+    with pytest.raises(ValueError, match=rf"{form} has shape \[9, 2\]. Give one vector"):
+        solve(A, **{**given, form: torch.ones(9, 2)})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"has shape \[8\]; the parameters have 9 entries"):
+        solve(A, **{**given, form: torch.ones(8)})  # type: ignore[arg-type]
