@@ -21,6 +21,8 @@ from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.execution import Execution
 from pipeline.stage.stage_rule import gradients_of
 
+_ROWS = 4  # so many are looked at beside the first and the last: those of the largest gradients
+
 
 class LossProduct(ChunkLosses):
     """The loss of one product's mini-batch.
@@ -147,24 +149,31 @@ class LossProduct(ChunkLosses):
             self.loss.check_counts()
 
     def check_rows(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], per_row: int) -> None:
-        """Raise ValueError if the loss of a row is not its own: the gradient at the first must not need the others.
+        """Raise ValueError if the loss of a row is not its own: the gradient at some rows must not need the others.
 
         Args:
             grads: of the loss at the chunk's output tensors that require one.
             per_row: how many rows the output has for one of the input.
         """
-        cut = [tensor.detach()[:per_row].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
+        rows = self._target.rows[chunk]
+        sizes = sum([grad.abs().double().cpu().reshape(rows, -1).sum(1) for grad in grads if grad is not None])
+        assert isinstance(sizes, Tensor)  # a loss that depends on nothing has been left out
+        for row in {0, rows - 1, *sizes.topk(min(_ROWS, rows)).indices.tolist()}:
+            self._check_row(chunk, tree, grads, row, slice(row * per_row, (row + 1) * per_row))
+
+    def _check_row(self, chunk: int, tree: Tree, grads: Sequence[Tensor | None], row: int, part: slice) -> None:
+        cut = [tensor.detach()[part].requires_grad_(tensor.requires_grad) for tensor in tree.tensors]
         alone = Loss(self._loss_fn, self._reduction, [1], True)
         self._seed(chunk)
-        loss, _ = alone.chunk(0, tree.build(cut), self._first_row(chunk, tree))  # of per_row rows: their mean, or sum
+        loss, _ = alone.chunk(0, tree.build(cut), self._row(chunk, tree, row))  # of its part: their mean, or sum
         wanted = [tensor for tensor in cut if tensor.requires_grad]
         with without_autocast():
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
         share = self.share(1)
         for own, whole in zip(found, grads, strict=True):
             one = torch.zeros((), device="cpu") if own is None else own * share
-            other = torch.zeros((), device="cpu") if whole is None else whole[:per_row]
-            scale = float(other.abs().amax()) if other.numel() else 0.0
+            other = torch.zeros((), device="cpu") if whole is None else whole[part]
+            scale = 0.0 if whole is None or not other.numel() else float(whole.abs().amax())
             if not torch.allclose(one.to(other), other, rtol=1e-3, atol=1e-3 * scale):
                 raise ValueError(
                     "the loss of a row depends on other rows: its gradient alone is not its part of the mini-batch's. "
@@ -176,7 +185,7 @@ class LossProduct(ChunkLosses):
         """The factor of the gradient of one row's loss where those of the rows are added."""
         return self.loss.row_share * self._relative / (per_row if self.loss.weight[0] == "mean" else 1)
 
-    def _first_row(self, chunk: int, tree: Tree) -> Any:
+    def _row(self, chunk: int, tree: Tree, row: int) -> Any:
         pieces = zip(self._target.pieces, self._target.cut, strict=True)
-        cut = [piece[chunk][:1] if is_cut else piece[chunk] for piece, is_cut in pieces]
+        cut = [piece[chunk][row : row + 1] if is_cut else piece[chunk] for piece, is_cut in pieces]
         return self.beside(self._target.tree.build(cut), tree)

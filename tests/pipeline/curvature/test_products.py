@@ -3,6 +3,7 @@
 The reference is curvature_reference.py: whole-graph double backward of the plain module, chunk by chunk.
 """
 
+import itertools
 import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -811,6 +812,27 @@ def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(matrix):
     op = MATRICES[matrix](piped(), data_for("mse", [7]), lambda out, y: (out - y).norm())
     with pytest.raises(ValueError, match="depends on other rows|not a mean over rows"):
         op @ columns(op.shape[0])
+
+
+@pytest.mark.parametrize("lengths", sorted({*itertools.permutations([3, 5, 1, 3])}))
+def test_a_mean_over_tokens_by_hand_has_no_empirical_fisher_also_where_a_row_has_the_mean_length(lengths):
+    """The loss of a row is not its part then: the first one's is, where its length is the mean one."""
+    x, y = normal(4, 5, 3), torch.arange(20).reshape(4, 5) % 3
+    for row, length in enumerate(lengths):
+        y[row, length:] = -1
+
+    def tokens(out, y):
+        return functional.cross_entropy(out.transpose(1, 2), y.clamp(min=0), reduction="none") * (y >= 0)
+
+    model = nn.Sequential(nn.Linear(3, 3)).double()
+    with pytest.raises(ValueError, match="the loss of a row depends on other rows"):
+        by_hand = EmpiricalFisher(model, (x, y), lambda out, y: tokens(out, y).sum() / (y >= 0).sum())
+        by_hand @ columns(by_hand.shape[0])
+    pair = EmpiricalFisher(model, (x, y), lambda out, y: (tokens(out, y).sum(), (y >= 0).sum()))
+    own = EmpiricalFisher(model, (x, y), lambda out, y: functional.cross_entropy(
+        out.transpose(1, 2), y, ignore_index=-1
+    ))
+    close(pair @ columns(pair.shape[0]), own @ columns(own.shape[0]))
 
 
 @every_matrix
