@@ -410,9 +410,9 @@ def resumed(folder: str, model: str) -> list[Any]:
     A.space.norm(A.space.zeros())  # all have come so far
     steps = [_step_of(path)]
     files = sorted(each.name for each in Path(folder).iterdir())
-    loss_fn.countdown = 9 if A.space.rank == size - 1 else 0
+    BreakingLoss.countdown = 9 if A.space.rank == size - 1 else 0
     failed = told(lambda: top_eigenpairs(A, 3, resume=path))
-    loss_fn.countdown = 0
+    BreakingLoss.countdown = 0
     steps.append(_step_of(path))
     values = [parameter.detach().clone() for parameter in pipe.parameters()]
     if A.space.rank == 0:
@@ -466,11 +466,10 @@ class Breaking(nn.Module):
 class BreakingLoss:
     """`curved`, which raises the `countdown`-th time."""
 
-    def __init__(self) -> None:
-        self.countdown = 0
+    countdown = 0  # of the class: an attribute of the object would be a setting of the loss
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self.countdown -= 1
+        BreakingLoss.countdown -= 1
         if self.countdown == 0:
             raise KeyError("no such loss")
         return curved(output, target)
@@ -504,10 +503,10 @@ def broken(cases: list[tuple[int, str, int, str]]) -> list[tuple[Told, bool]]:
         if dist.get_rank() == where:
             layer.breaks = what == "forward"
             layer.left()[0] = countdown if what == "backward" else 0
-            loss_fn.countdown = countdown if what == "loss" else 0
+            BreakingLoss.countdown = countdown if what == "loss" else 0
         with Untouched(pipe):
             error = told(lambda: A @ vector)
-        layer.breaks, layer.left()[0], loss_fn.countdown = False, 0, 0
+        layer.breaks, layer.left()[0], BreakingLoss.countdown = False, 0, 0
         dist.barrier()
         found.append((error, right(A, pipe)))
     return found
