@@ -2,11 +2,14 @@
 
     alone    the rows of chunk 0                     stage after stage, one chunk: the reference
     beside   every second row is its neighbour       the rows between must come out as they were, or layers mix rows
-    resized  a row less, or one more                 every output must follow, or it cannot be joined
+    resized  three or four rows, at other places     sizes of outputs must follow, or they cannot be joined;
+                                                     rows must come out as alone, or layers count or number rows
     order    the last stage first, after others      a stage that gives something else reads what another one left
 
-Rows are compared among as many rows, under the same seeds: the same kernels run, and random numbers are the same. What
-is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the same way. Without gradients, and in eval
+With others beside them, rows are compared among as many rows, under the same seeds: the same kernels run, and random
+numbers are the same. What is no row of an output, such as h_n of nn.GRU or a Gram matrix, is found in the same way. For
+another number of rows other kernels may run, and round otherwise: there a row must change by a twentieth, in the same
+layer for other rows too, and a layer that draws is not judged. Without gradients, and in eval
 mode, since BatchNorm is known to look at all rows in train mode; only the order is looked at in the caller's modes.
 Afterwards buffers, attributes of modules and generators are as before; `is_recomputing()` says yes meanwhile.
 
@@ -14,8 +17,7 @@ A probe raises nothing where it cannot judge: layers that raise on another numbe
 time.
 
 It runs through the same engine and transports as any call, so that over ranks nothing is assumed of what lies between
-stages: only outputs are compared. Since the same kernels run, no tolerance had to be chosen, and what it finds must
-show again before it is an error.
+stages: only outputs are compared. What it finds must show again before it is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +48,7 @@ from pipeline.execution.setup import Setup
 from pipeline.execution.stages import stages_of
 from pipeline.recompute.attributes import Attributes
 from pipeline.recompute.policy import repeating
+from pipeline.recompute.randomness import default_generators, same_state
 from pipeline.recompute.reachable import Generators, Reachable
 from pipeline.recompute.snapshot import StageTraits
 from pipeline.stage.stage import StageRun
@@ -53,8 +57,11 @@ from scheduler import Kind
 _ROUNDING = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 _HALF_ROUNDING = 8e-3
 _LEAST = 1e-3  # the least change of a row, relative to that of its neighbours, if layers mix rows
+_LEAST_ELSEWHERE = 0.05  # that of a row among another number of rows, relative to its size: half precision adds up
 _MOST_ROWS = 8  # the number of rows that are compared
 _REPEATS = 3
+
+Differs: TypeAlias = Callable[[Tensor, Tensor], bool]  # whether rows of one tensor are others in another one
 
 
 class Probe:
@@ -91,7 +98,7 @@ class Probe:
             ValueError: layers mix rows, or an output has no rows.
             RuntimeError: a stage reads state that another stage wrote.
         """
-        rows, total = self._rows, sum(self._batch.rows)
+        rows = self._rows
         alone = self._picked(range(rows))
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -110,12 +117,13 @@ class Probe:
             if self._batch.chunks == 1:  # of several mini-batches: it is not cut
                 return
             beside = self._picked([row if row % 2 else row + 1 if row + 1 < rows else row - 1 for row in range(rows)])
-            resized = self._picked(range(rows - 1 if rows > 2 or rows == total else rows + 1))
+            places = [1, 2, 2, 3] if rows == 3 else [1, rows - 1, rows]  # all have moved; another row is the last one
             self._in_eval_mode = True
-            reference = self._run(alone)
-            self._check_sizes(reference, self._run(resized), resized)
+            reference, resized = self._run(alone), self._run(self._picked(places))
+            self._check_sizes(reference, resized, len(places))
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
+                self._check_places(reference, resized, places)
 
     def _others(self) -> Batch:
         """As many other rows, uncut: the last ones, or another mini-batch."""
@@ -123,8 +131,9 @@ class Probe:
         return self._another if total == self._rows == 1 else self._picked(range(total - 1, total - 1 - self._rows, -1))
 
     def _picked(self, rows: Sequence[int]) -> Batch:
-        """Some rows of the mini-batch, uncut."""
+        """Some rows of the mini-batch, uncut. Behind the last one comes the first."""
         whole, batch_dim = self._batch.tree, self._batch.batch_dim
+        rows = [row % sum(self._batch.rows) for row in rows]
         with without_function_modes():
             tensors = tuple([
                 tensor.detach().index_select(row_dim(tensor, batch_dim), torch.tensor(rows, device=tensor.device))
@@ -153,41 +162,70 @@ class Probe:
         call.run()
         return call
 
-    def _check_sizes(self, reference: ProbeCall, again: ProbeCall, resized: Batch) -> None:
+    def _check_sizes(self, reference: ProbeCall, again: ProbeCall, rows: int) -> None:
         """Raise if the size of an output does not follow the rows."""
         if reference.output is None or again.output is None:
             return
         pairs = list(zip(reference.output.tensors, again.output.tensors))  # not strict: a model may return more
         for pair in pairs if len(reference.output.tensors) == len(again.output.tensors) else ():
             if pair[0].dim() and pair[0].dim() == pair[1].dim():  # else they are seen not to fit where they are joined
-                row_sizes(pair, (self._rows, resized.rows[0]), self._batch.batch_dim)
+                row_sizes(pair, (self._rows, rows), self._batch.batch_dim)
 
     def _check_rows(self, alone: Batch, beside: Batch, reference: ProbeCall) -> None:
         """Raise if a row's output depends on the rows beside it."""
-        batch_dim, rows = self._batch.batch_dim, self._rows
+        differs = partial(_is_mixed, batch_dim=self._batch.batch_dim, rows=self._rows)
         among_others = self._run(beside)  # on every rank, as everything here: votes follow
-        if not self._communicator.exchange.any(_mixes(reference, among_others, batch_dim, rows)):
+        if not self._communicator.exchange.any(_differ(reference, among_others, differs)):
             return
         again, among_others = self._new(alone), self._new(beside)  # again, layer by layer
         ours, theirs = again.run_recorded(), among_others.run_recorded()
-        is_certain = _mixes(again, among_others, batch_dim, rows) and _same(again.output, reference.output)
+        is_certain = _differ(again, among_others, differs) and _same(again.output, reference.output)
         if not self._communicator.exchange.any(is_certain):
             return
-        culprit = _first_to_mix(ours, theirs, batch_dim, rows)
-        if self._communicator.exchange.any(culprit is not None and again.gathers(culprit.layer)):
-            return  # statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
+        culprit = _first_to_differ(ours, theirs, differs)
+        is_excused = culprit is not None and again.gathers(culprit.layer)
+        self._refuse(
+            culprit, is_excused,
+            "mixes the rows of the mini-batch: with other rows beside it, a row comes out otherwise"
+        )
+
+    def _check_places(self, reference: ProbeCall, resized: ProbeCall, places: Sequence[int]) -> None:
+        """Raise if a row's output depends on its place, or on the number of rows."""
+        differs = partial(_is_moved, batch_dim=self._batch.batch_dim, rows=self._rows, places=places)
+        if not self._communicator.exchange.any(_differ(reference, resized, differs)):
+            return
+        culprits, first = [], self._new(self._picked(range(self._rows)))
+        for shift in (0, 1):  # for the same rows and for others, layer by layer: a near tie shows once
+            again = self._new(self._picked(range(shift, shift + self._rows))) if shift else first
+            elsewhere = self._new(self._picked([place + shift for place in places]))
+            culprits.append(_first_to_differ(again.run_recorded(), elsewhere.run_recorded(), differs))
+        culprit = culprits[0] if None not in culprits and len({one.number for one in culprits if one}) == 1 else None
+        if not self._communicator.exchange.any(culprit is not None):
+            return
+        is_excused = culprit is not None and (culprit.draws or first.gathers(culprit.layer))
+        self._refuse(
+            culprit, is_excused or not _same(first.output, reference.output),
+            "reads the number or the places of the rows of the mini-batch: at another place, among another number of "
+            "rows, a row comes out otherwise"
+        )
+
+    def _refuse(self, culprit: Layer | None, is_excused: bool, words: str) -> None:
+        """Raise on the ranks that have the layer, or, if none is to be named, on the last one."""
+        if self._communicator.exchange.any(is_excused):
+            return  # such as statistics of all rows, which each chunk gathers by itself, as is documented of BatchNorm
         if self._communicator.exchange.any(culprit is not None) and culprit is None:
             return  # another rank has the layer, and raises
         if culprit is None and not self._has_last:
             return
         what = "a layer" if culprit is None else f"layer {culprit.number} ({type(culprit.layer).__name__})"
+        batch_dim = self._batch.batch_dim
         other = 1 if batch_dim == 0 else 0
         raise ValueError(
-            f"{what} mixes the rows of the mini-batch: with other rows beside it, a row comes out otherwise. Chunks "
-            f"are cut along dim {batch_dim}, so each would see its own rows only, and numbers would not be those of "
-            f"the plain module. If dim {other} counts the rows, use Pipe(..., batch_dim={other}), or batch_first="
-            f"{batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer and the like. If each chunk may be "
-            "computed by itself, as BatchNorm does in train mode, use Pipe(..., mixes_rows=True); else chunks=1."
+            f"{what} {words}. Chunks are cut along dim {batch_dim}, so each would see its own rows only, and numbers "
+            f"would not be those of the plain module. If dim {other} counts the rows, use Pipe(..., batch_dim={other}),"
+            f" or batch_first={batch_dim == 0} in nn.LSTM, nn.GRU, nn.TransformerEncoderLayer and the like. If each "
+            "chunk may be computed by itself, as BatchNorm does in train mode, use Pipe(..., mixes_rows=True); else "
+            "chunks=1."
         )
 
     def _check_order(self, alone: Batch, others: Batch) -> None:
@@ -213,12 +251,13 @@ class Probe:
 
 
 class Layer(NamedTuple):
-    """A layer that has run: its input tensors and its output tensors."""
+    """A layer that has run: its input tensors, its output tensors, whether it drew random numbers."""
 
     number: int
     layer: nn.Module
     came: list[Tensor]
     made: list[Tensor]
+    draws: bool
 
 
 class ProbeCall:
@@ -268,15 +307,21 @@ class ProbeCall:
         modules = [module for run in self.stages for module in run.layers.modules]
         before = [_buffers_of(module) for module in modules]
 
-        came: dict[int, list[Tensor]] = {}
+        defaults = default_generators(self._execution.setup.layout.devices)
+        came: dict[int, tuple[list[Tensor], list[Any]]] = {}
+
+        def states() -> list[Any]:
+            return [*[generator.get_state() for generator in defaults], *self._generators.states()]
 
         def begin(module: nn.Module, args: Any) -> None:
             if id(module) in numbers:
-                came[id(module)] = _tensors(args)
+                came[id(module)] = _tensors(args), states()
 
         def record(module: nn.Module, args: Any, made: Any) -> None:
             if id(module) in numbers:
-                layers.append(Layer(numbers[id(module)], module, came.pop(id(module)), _tensors(made)))
+                given, found = came.pop(id(module))
+                draws = not all(map(same_state, found, states()))
+                layers.append(Layer(numbers[id(module)], module, given, _tensors(made), draws))
 
         def look() -> None:
             pairs = zip(modules, before, strict=True)
@@ -344,45 +389,65 @@ class ProbeCall:
 # ------------------------------------------------------------------------------------------------------ comparisons
 
 
-def _first_to_mix(ours: Sequence[Layer], theirs: Sequence[Layer], batch_dim: int, rows: int) -> Layer | None:
+def _first_to_differ(ours: Sequence[Layer], theirs: Sequence[Layer], differs: Differs) -> Layer | None:
     """The first layer whose output rows have changed though its input rows have not."""
     for one, other in zip(ours, theirs):
-        if _any_mixed(one.came, other.came, batch_dim, rows):
+        if _any_differs(one.came, other.came, differs):
             return None
-        if _any_mixed(one.made, other.made, batch_dim, rows):
+        if _any_differs(one.made, other.made, differs):
             return one
     return None
 
 
-def _mixes(alone: ProbeCall, beside: ProbeCall, batch_dim: int, rows: int) -> bool:
-    """Whether rows of an output depend on the rows beside them."""
-    if alone.output is None or beside.output is None:
+def _differ(alone: ProbeCall, again: ProbeCall, differs: Differs) -> bool:
+    """Whether rows of an output have changed."""
+    if alone.output is None or again.output is None:
         return False
-    return _any_mixed(alone.output.tensors, beside.output.tensors, batch_dim, rows)
+    return _any_differs(alone.output.tensors, again.output.tensors, differs)
 
 
-def _any_mixed(ones: Sequence[Tensor], others: Sequence[Tensor], batch_dim: int, rows: int) -> bool:
-    return len(ones) == len(others) and any([
-        _is_mixed(one, other, batch_dim, rows) for one, other in zip(ones, others)
-    ])
+def _any_differs(ones: Sequence[Tensor], others: Sequence[Tensor], differs: Differs) -> bool:
+    return len(ones) == len(others) and any(map(differs, ones, others))
 
 
 def _is_mixed(one: Tensor, other: Tensor, batch_dim: int, rows: int) -> bool:
     """Whether at least a quarter of the rows that were kept have changed. (A few may: near ties, by rounding.)"""
-    if one.shape != other.shape or one.dim() == 0 or one.layout is not torch.strided or not one.numel():
+    if one.shape != other.shape:
         return False
-    dim = row_dim(one, batch_dim)
-    if one.shape[dim] % rows:
+    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, rows)
+    if not parts:
         return False
+    kept = range(1, rows, 2)
+    kept = kept[:: -(-len(kept) // _MOST_ROWS)]
     with without_function_modes():
-        parts, other_parts = one.tensor_split(rows, dim), other.tensor_split(rows, dim)
-        kept = range(1, rows, 2)
-        kept = kept[:: -(-len(kept) // _MOST_ROWS)]
         moved = max([_change(parts[row - 1], other_parts[row - 1])[0] for row in kept])
         changes = [_change(parts[row], other_parts[row]) for row in kept]
     rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
     changed = [change > _LEAST * moved + rounding * size for change, size in changes]
     return 4 * sum(changed) >= len(changed)
+
+
+def _is_moved(one: Tensor, other: Tensor, batch_dim: int, rows: int, places: Sequence[int]) -> bool:
+    """Whether a row has changed that stands at another place. (Not of integers: rounding decides near ties.)"""
+    parts, other_parts = _row_parts(one, batch_dim, rows), _row_parts(other, batch_dim, len(places))
+    if not (one.is_floating_point() or one.is_complex()) or not parts or not other_parts:
+        return False
+    pairs = [(parts[row], part) for row, part in zip(places, other_parts, strict=True) if row < rows]
+    if any([part.shape != other_part.shape for part, other_part in pairs]):
+        return False
+    with without_function_modes():
+        changes = [_change(*pair) for pair in pairs]
+    rounding = _ROUNDING.get(one.dtype, _HALF_ROUNDING)
+    return any([change > _LEAST_ELSEWHERE * size + rounding for change, size in changes])
+
+
+def _row_parts(tensor: Tensor, batch_dim: int, rows: int) -> Sequence[Tensor]:
+    """The parts of a tensor that belong to each of so many rows. Empty: it has no rows."""
+    if tensor.dim() == 0 or tensor.layout is not torch.strided or not tensor.numel():
+        return ()
+    dim = row_dim(tensor, batch_dim)
+    with without_function_modes():
+        return () if tensor.shape[dim] % rows else tensor.tensor_split(rows, dim)
 
 
 def _change(one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -157,6 +157,59 @@ def test_what_begins_later_is_found_in_one_of_the_next_calls() -> None:
         pipe(flat())
 
 
+# ---------------------------------------------------------------------------------- layers that count or number rows
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "x * len(x)": lambda h: h * len(h),
+    "x / len(x)": lambda h: h / h.shape[0],
+    "positions along the rows": lambda h: h * torch.arange(len(h))[:, None],
+    "every second row": lambda h: h * (1 - 2 * (torch.arange(len(h)) % 2))[:, None],
+    "the first row": lambda h: torch.cat([h[:1] * 2, h[1:]]),
+    "the second row": lambda h: torch.cat([h[:1], h[1:2] * 2, h[2:]]),
+    "the last row": lambda h: torch.cat([h[:-1], h[-1:] * 2]),
+    "to the first row": lambda h: h + h[:1],
+    "to the last row": lambda h: h + h[-1:],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_layers_that_read_the_number_or_the_place_of_a_row_are_refused(name: str) -> None:
+    words = r"layer 1 \(Calls\) (reads the number or the places of|mixes) the rows.*use Pipe\(..., mixes_rows=True\)"
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for rows, chunks in ((3, 2), (4, 2), (5, 2), (6, 2), (8, 3), (12, 2), (66, 2)):
+            model, x = around(calls(NUMBERS[name]), nn.Tanh()).to(dtype), flat(rows).to(dtype)
+            with pytest.raises(ValueError, match=words):
+                Pipe(model, [1, 2], chunks)(x)
+    Pipe(model, [1, 2], 2, mixes_rows=True)(x)
+
+
+def test_they_are_refused_in_chunks_of_one_row() -> None:
+    for name in ("x * len(x)", "positions along the rows", "to the first row"):
+        with pytest.raises(ValueError, match="the rows of the mini-batch"):
+            Pipe(around(calls(NUMBERS[name])), [1, 1], 2)(flat(2))
+
+
+class Tie(nn.Module):
+    """One row lies at a near tie, which is decided otherwise among fewer rows."""
+
+    def __init__(self, row: Tensor) -> None:
+        super().__init__()
+        self.row = row
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where((x == self.row).all(1, keepdim=True) & (len(x) < 5), 2 * x, x)
+
+
+def test_what_rounds_otherwise_for_another_number_of_rows_is_no_such_layer() -> None:
+    """The change of one row that does not show for other rows; small changes that do."""
+    x = flat(12)
+    Pipe(nn.Sequential(Tie(x[1]), nn.Tanh()), [1, 1], 2)(x)
+    small = calls(lambda h: h * (1 + 1e-2 * len(h) / 12))
+    for dtype in (torch.float32, torch.bfloat16):
+        Pipe(around(small).to(dtype), [1, 1], 2)(x.to(dtype))
+
+
 # ------------------------------------------------------------------------------------------------ outputs without rows
 
 NO_ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -182,7 +235,7 @@ def test_outputs_without_rows_are_refused_where_their_sizes_fit_too(name: str, e
 
 
 def test_the_shapes_are_told() -> None:
-    with pytest.raises(ValueError, match=r"\[\[2, 3, 4\], \[2, 2, 4\]\], which do not grow.*h_n.transpose\(0, 1\)"):
+    with pytest.raises(ValueError, match=r"\[\[2, 3, 4\], \[2, 4, 4\]\], which do not grow.*h_n.transpose\(0, 1\)"):
         Pipe(around(NO_ROWS["h_n"][0]()), [1, 1], 2)(deep())
     h_n_first = calls(lambda made: (made[0], made[1].transpose(0, 1)), nn.GRU(WIDTH, WIDTH, 2, batch_first=True))
     model, x = around(h_n_first), deep()
@@ -362,7 +415,7 @@ def grown(self: Any, h: Tensor) -> Tensor:
 
 def written(self: Any, h: Tensor) -> Tensor:
     self.kept = self.kept.detach()
-    return h if len(h) != 4 else h * self.kept.copy_(h).clone()
+    return h if len(h) != 4 else h + 0 * self.kept.copy_(h).clone()
 
 
 @pytest.mark.parametrize("name", LEGAL)
