@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partition.names import InModel, NamedLayer
+from pipeline.distributed.stale import is_mark, without_marks
 from pipeline.recompute.randomness import Generator, private_generators
 
 
@@ -64,7 +65,8 @@ class RemoteLayer(NamedLayer):
     @classmethod
     def of(cls, layer: nn.Module, index: int, stage: int, rank: int) -> RemoteLayer:
         """The placeholder of `layer`, in its training mode. It keeps nothing alive but random generators."""
-        state = layer.state_dict()
+        with without_marks(layer):
+            state = layer.state_dict()
         keys = None if any(map(_changes_keys, layer.modules())) else state
         in_model = layer.in_model if isinstance(layer, NamedLayer) else None
         here = cls(type(layer).__name__, index, stage, rank, keys, getattr(state, "_metadata", None), in_model)
@@ -131,4 +133,4 @@ class RemoteLayer(NamedLayer):
 def _changes_keys(module: nn.Module) -> bool:
     """Whether a module may load keys that it would not save."""
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or bool(module._load_state_dict_pre_hooks)
+    return own or not all(map(is_mark, module._load_state_dict_pre_hooks.values()))

@@ -64,7 +64,7 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
         batch = scatter(input, settings.chunks, batch_dim=settings.batch_dim)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
         execution = runtime.execution(request, batch, communicator)
-        return attached(Call(execution), now, everywhere=output == "all")
+        return attached(Call(execution), now, runtime.history.stale.mark, everywhere=output == "all")
 
 
 def step(
@@ -82,7 +82,9 @@ def step(
     }  # fmt: skip
     with turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
-        return _run(runtime, communicator, arguments, Request(plan_step, True, options), sink)
+        made = _run(runtime, communicator, arguments, Request(plan_step, True, options), sink)
+        runtime.history.stale.mark()
+        return made
 
 
 def evaluate(runtime: Runtime, arguments: LossArguments, sink: LossSink | None = None) -> Step:

@@ -34,12 +34,13 @@ from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.stage.hooks import deliver, skip_none
 
 
-def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
+def attached(call: Call, now: Turn, on_backward: Callable[[], None], everywhere: bool = True) -> Any:
     """The value of a call, attached to autograd's graph where a tensor of it needs a gradient.
 
     Args:
         call: the call to run.
         now: its hold of the call lock.
+        on_backward: called at the end of each backward.
         everywhere: whether all ranks get the output; else the last one, and the others a number in its place.
     """
     call.run_forward()
@@ -58,7 +59,7 @@ def attached(call: Call, now: Turn, everywhere: bool = True) -> Any:
         owners = call.owners() if any(needs_grad) else []
     if not any(needs_grad):
         return joined.build(joined.tensors)
-    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, everywhere))
+    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, on_backward, everywhere))
 
 
 def _attach(
@@ -68,11 +69,12 @@ def _attach(
     sizes: Sequence[tuple[int, ...]],
     needs_grad: list[bool],
     owners: Sequence[Tensor],
+    on_backward: Callable[[], None],
     everywhere: bool,
 ) -> Sequence[Tensor]:
     tensors = call.batch.tree.tensors
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    backward = Backward(call, now, sizes, wanted, owners, everywhere)
+    backward = Backward(call, now, sizes, wanted, owners, on_backward, everywhere)
     leaves = [*[tensors[index] for index in wanted], *backward.owners]
     if not backward.owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing.requires_grad_())
@@ -101,9 +103,11 @@ class Backward:
         sizes: Sequence[tuple[int, ...]],
         wanted: Sequence[int],
         owners: Sequence[Tensor],
+        on_backward: Callable[[], None],
         everywhere: bool,
     ) -> None:
         self.owners = owners
+        self._on_backward = on_backward
         self._then = then
         self._call = call
         self._output = JoinedOutput(sizes, call.batch.batch_dim, everywhere)
@@ -128,6 +132,7 @@ class Backward:
             communicator.open(lambda values: options, draws=False, tensors=self._compared(grads))
             result = self._compute(grads, retain)
             communicator.agree(Verdict(None, None, True))
+        self._on_backward()
         if self._streams != current_streams(execution.devices):
             use_here(result)
         tensors = self._call.batch.tree.tensors

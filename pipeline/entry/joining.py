@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.distributed.agreement import SETTINGS
 from pipeline.distributed.communicator import DistributedCommunicator
+from pipeline.distributed.stale import trained_elsewhere
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import How
 from pipeline.entry.validation import settle
@@ -38,8 +39,11 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         settle(stages, topology.assignment.own, runtime.settings.layout.devices, materialize, lambda: seed)
         modules: dict[str, Any] = runtime.module._modules
         modes = runtime.settings.origin.modes
+        here = [layer for name, layer in modules.items() if name not in elsewhere]
+        theirs = trained_elsewhere([modules[name] for name in elsewhere], here, modes.model)
         for name, placeholder in elsewhere.items():
             modes.add(modes.model or modules[name], placeholder)
         modules.update(elsewhere)
         communicator.gradients.share_values(topology.assignment.copies_in(runtime.module))
         communicator.agree(Verdict(None, None, True))
+    runtime.history.stale = theirs

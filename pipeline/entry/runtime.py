@@ -27,6 +27,7 @@ from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
 from pipeline.distributed.data_parallel.shards import layout_of
+from pipeline.distributed.stale import StaleModules
 from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.plans import Planner
 from pipeline.entry.probe import Probe
@@ -73,6 +74,7 @@ class History:
         calls: those with gradients.
         probed: the mini-batches, by training flags and failures over ranks.
         traces: the recorders of the calls under way.
+        stale: over ranks, what its caller's model has of other ranks' layers.
     """
 
     traits: StageTraits = field(default_factory=StageTraits)
@@ -80,6 +82,7 @@ class History:
     calls: Cadence = field(default_factory=Cadence)
     probed: Cadence = field(default_factory=Cadence)
     traces: list[TraceRecorder] = field(default_factory=list)
+    stale: StaleModules = field(default_factory=StaleModules)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from pipeline.common.graph import refuse_tangents
 from pipeline.common.places import Place, place_of
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.distributed.remote_layer import RemoteLayer
+from pipeline.distributed.stale import refuse_stale
 from pipeline.entry.state.meta_init import How, materialize
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.skip import Enclosed
@@ -259,8 +260,12 @@ def settle(
         devices: of each stage.
         how: where values come from, see entry/state/meta_init.py.
         seed: draws a seed, if one is needed.
+
+    Raises:
+        RuntimeError: one of those to place is trained by another rank of an earlier Pipe.
     """
     own = set(own)
+    refuse_stale([each for stage in sorted(own) for each in stages[stage].named_modules()])
     to_fill: list[tuple[int, str, nn.Module]] = []
     others: list[tuple[int, str, nn.Module]] = []
     places = []

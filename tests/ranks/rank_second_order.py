@@ -8,6 +8,7 @@ compared: what a rank gets for its parameters and for x is what the plain module
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -305,6 +306,7 @@ class Asked:
         shared = nn.Linear(4, 4)
         middle = [nn.Tanh() if index % 2 else nn.Linear(4, 4) for index in range(2 * ranks - 2)]
         self.model = nn.Sequential(shared, *middle, shared).double()
+        self.plain = copy.deepcopy(self.model)  # over ranks the model is refused after a backward
         self.pipe = Pipe(self.model, [2] * ranks, 2, checkpoint="always", timeout=20.0)
         self.is_first, self.is_last = dist.get_rank() == 0, dist.get_rank() == ranks - 1
         self.x = rows(6).requires_grad_()
@@ -432,10 +434,10 @@ def _error_of(asked: Asked) -> float:
     firsts = asked.gradients()
     here = torch.autograd.grad(_of_parameters(firsts) + firsts[0].sum(), asked.targets)
     torch.manual_seed(0)
-    targets = [asked.x, *asked.model.parameters()]
-    firsts = torch.autograd.grad(asked.model(asked.x).square().sum(), targets, create_graph=True)
+    targets = [asked.x, *asked.plain.parameters()]
+    firsts = torch.autograd.grad(asked.plain(asked.x).square().sum(), targets, create_graph=True)
     wanted = torch.autograd.grad(_of_parameters(firsts) + firsts[0].sum(), targets)
-    places = {id(one): place for place, one in enumerate(targets)}
+    places = {id(one): place for place, one in enumerate([asked.x, *asked.model.parameters()])}
     return max(
         float((grad - wanted[places[id(one)]]).abs().max()) for one, grad in zip(asked.targets, here, strict=True)
         if id(one) in places

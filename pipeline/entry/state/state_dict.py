@@ -193,6 +193,7 @@ class Stateful(Layered, Enclosed, ABC):
                     continue  # what its DeferredBatchNorm has of an unfinished mini-batch
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.runtime.history.stale.mark()  # other ranks load the others' layers
 
 
 def _on_cpu(value: Any) -> Any:

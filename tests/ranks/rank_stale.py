@@ -1,0 +1,102 @@
+"""What a rank's own model is after training over ranks. Scripts for test_rank_stale.py."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from block_models import MODELS, doubled
+from rank_models import even
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_leaves
+
+from partition import to_sequential
+from pipeline import Pipe
+
+
+def built() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Layer 2 has the weights of layer 0, layer 3 those of nobody."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model[2].weight = model[0].weight
+    return model, torch.randn(10, 4).double(), torch.randn(10, 1).double()
+
+
+def trained(pipe: Any, x: Any, y: Tensor, how: str) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    for _ in range(2):
+        if how == "step":
+            pipe.step(x, y, loss_fn=mse_loss, optimizer=optimizer)
+        else:
+            mse_loss(pipe(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def refusals(how: str) -> dict[str, str]:
+    """What is said before training, after it, of copies, and once the trained values are loaded."""
+    model, x, y = built()
+    pipe = Pipe(model, [2, 3], 2)
+    before = said(lambda: [model(x), pipe(x), model(x), model.state_dict()])
+    trained(pipe, x, y, how)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    recut = [1, 4] if dist.get_rank() else [4, 1]
+    found = {
+        "before": before,
+        "forward": said(lambda: model(x)),
+        "state": said(model.state_dict),
+        "recut": said(lambda: Pipe(model, recut, 2, devices=["cpu"] * 2)),
+        "copy": said(lambda: copy.deepcopy(model)(x)),
+        "file": said(lambda: torch.load(file, weights_only=False)(x)),
+        "own": said(lambda: [model[i].state_dict() for i in ((0, 1), (2, 3, 4))[dist.get_rank()]]),
+        "pipe": said(lambda: [pipe(x), pipe.state_dict()]),
+    }
+    state = [pipe.full_state_dict()]
+    dist.broadcast_object_list(state)
+    assert state[0] is not None
+    model.load_state_dict(state[0])
+    found["loaded"] = said(lambda: [model.state_dict(), Pipe(model, [4, 1], 2)])
+    assert torch.allclose(model.eval()(x), pipe.eval()(x), rtol=0, atol=1e-12)
+    trained(pipe.train(), x, y, how)
+    return {**found, "later": said(lambda: model(x))}
+
+
+def recut() -> dict[str, str]:
+    """Another Pipe of the model, in which a layer goes to another rank, and one in which none does."""
+    model, x, y = built()
+    trained(Pipe(model, [2, 3], 2), x, y, "step")
+    same = said(lambda: Pipe(model, [2, 3], 2))
+    return {"same": same, "other": said(lambda: Pipe(model, [3, 2], 2))}
+
+
+def cut(name: str) -> dict[str, str]:
+    """A model that `to_sequential` has cut."""
+    torch.manual_seed(3)
+    kind, inputs = MODELS[name]
+    model, batch = kind().double(), doubled(inputs(4))
+    layers = to_sequential(model, batch)
+    pipe = Pipe(layers, even(len(layers), 2), 2)
+    for _ in range(2):
+        pipe.step(batch, None, loss_fn=lambda out, _: tree_leaves(out)[0].square().mean())
+    named = batch if isinstance(batch, dict) else {}
+    args = batch if isinstance(batch, tuple) else () if named else (batch,)
+    found = {"forward": said(lambda: model(*args, **named)), "state": said(model.state_dict)}
+    state = pipe.full_state_dict()
+    if state is not None:
+        model.load_state_dict(state)
+        found["loaded"] = said(lambda: [model.state_dict(), model(*args, **named)])
+    return found

@@ -1,0 +1,41 @@
+"""Laws: the values that another rank trains are never taken from this rank's model, which has those of before."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from crew import Crew
+
+REMEDY = (
+    r", which another rank trains: the values of this rank's model are those of before\. Call state = "
+    r"pipe\.full_state_dict\(\) on all ranks, and model\.load_state_dict\(state\) on rank 0"
+)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_model_is_refused_where_another_rank_trains_it_until_it_is_loaded(how: str, crew2: Crew) -> None:
+    for rank, found in enumerate(crew2.run("rank_stale:refusals", how)):
+        kind = ("BatchNorm1d|Linear", "Linear")[rank]
+        called = rf"a module of the model \(({kind})\) was called"
+        for name, words in {
+            "forward": called, "later": called, "copy": called, "file": called,
+            "state": rf"state_dict\(\) of a module of the model \('[0-4]', ({kind})\)",
+            "recut": r"a Pipe is built with '[0-4]' \(\w+\)",
+        }.items():
+            assert re.match(words + REMEDY, found[name]), (rank, name, found[name])
+        for name in ("before", "own", "pipe", "loaded"):
+            assert found[name] == "", (rank, name)
+
+
+def test_a_layer_that_goes_to_another_rank_is_refused_and_one_that_stays_is_not(crew2: Crew) -> None:
+    for found in crew2.run("rank_stale:recut"):
+        assert found["same"] == "" and re.match(rf"a Pipe is built with '2' \(Linear\){REMEDY}", found["other"])
+
+
+@pytest.mark.parametrize("name", ["gpt", "experts", "resnet", "diffusion", "lstm"])
+def test_a_model_that_was_cut_is_refused_too(name: str, crew2: Crew) -> None:
+    found = crew2.run("rank_stale:cut", name)
+    for words in found:
+        assert re.search(REMEDY, words["forward"]) and re.search(REMEDY, words["state"])
+    assert found[0]["loaded"] == ""
