@@ -10,7 +10,7 @@ A `Call` holds all state of one call; a Pipe holds settings and the plain module
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ from pipeline.execution.trace import TraceRecorder
 from pipeline.gradients.eager import EagerUpdate
 from pipeline.gradients.partial import is_part
 from pipeline.recompute.policy import Policy, check_policy
-from pipeline.recompute.randomness import draw_seed
+from pipeline.recompute.randomness import default_generators, draw_seed, same_state
 from pipeline.skip import routes, verify_skippables
 from pipeline.transports.local import Local
 from scheduler import Costs, Report, Schedule, Timeline
@@ -216,6 +216,26 @@ class Pipe(Settled, Stateful):
         modes.tell(self.children(), mode)
         self.training = mode
         modes.lead(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Pipe:
+        """As nn.Module's; over ranks to this rank's modules, by a function that draws no random numbers.
+
+        Raises:
+            RuntimeError: over ranks it drew some.
+        """
+        if self.runtime.topology is None:
+            return super().apply(fn)
+        generators = default_generators(self.devices)
+        states = [generator.get_state() for generator in generators]
+        super().apply(fn)
+        if not all(same_state(state, one.get_state()) for one, state in zip(generators, states, strict=True)):
+            raise RuntimeError(
+                "the function given to pipe.apply drew random numbers. Over ranks each has its own layers, and the "
+                "ranks' generators are alike, so layers of different ranks got the same numbers, and not those of one "
+                "process. Initialise the model before Pipe(...): model.apply(fn). Or build it on the meta device, with "
+                "Pipe(..., materialize=...)."
+            )
         return self
 
     def __setstate__(self, state: Any) -> None:

@@ -290,6 +290,19 @@ def refused(how: str) -> tuple[str, list[str]]:
     return words, [name for name, one, other in pairs if not torch.allclose(one, other, rtol=0, atol=1e-12)]
 
 
+def applied() -> tuple[str, str, list[Tensor]]:
+    """(the words of the error of a function that draws, those of one that does not, the biases after the second)"""
+    found = []
+    pipe = Pipe(layered(4), even(4, torch.distributed.get_world_size()), 3)
+    for fill in (nn.init.normal_, nn.init.ones_):
+        found.append("")
+        try:
+            pipe.apply(lambda module: fill(module.bias) if isinstance(module, nn.Linear) else None)
+        except RuntimeError as error:
+            found[-1] = str(error)
+    return *found, [module.bias.detach() for module in pipe.modules() if isinstance(module, nn.Linear)]
+
+
 def _batched(pipe: Pipe, x: Tensor) -> None:
     out = pipe(x).sum(0)
     torch.autograd.grad(out, x, torch.eye(4, dtype=torch.float64), is_grads_batched=True)

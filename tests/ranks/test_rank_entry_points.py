@@ -99,6 +99,13 @@ def test_what_cannot_be_had_over_ranks_is_refused_on_every_rank_and_the_next_cal
         assert wrong == []
 
 
+def test_a_function_that_draws_is_applied_to_no_pipe_over_ranks(crew2: Crew) -> None:
+    for drew, filled, biases in crew2.run("rank_entry_points:applied"):
+        words = "the function given to pipe.apply drew random numbers. .* Initialise the model before Pipe"
+        assert re.match(words, drew)
+        assert filled == "" and biases and all((bias == 1).all() for bias in biases)
+
+
 @pytest.mark.parametrize("crew", [2, pytest.param(3, marks=pytest.mark.soak)], indirect=True)
 def test_the_blocks_of_the_readme_run_over_ranks(crew: Crew) -> None:
     assert crew.run("rank_entry_points:readme") == [6] * crew.size
