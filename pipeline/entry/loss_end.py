@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, roots_of
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Tree, same_values
+from pipeline.data.pytrees import Tree, same_values, versions
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.communicator import Pair
 from pipeline.execution.execution import Execution
@@ -48,6 +48,8 @@ class LossEnd(ChunkLosses):
         self.sums: dict[int, Pair] = {}  # the gradients of those of them that do not come through a stage, by id
         self._first_grads: dict[tuple[float, torch.dtype, torch.device], list[Tensor]] = {}
         self._writes = False  # loss_fn writes its output
+        has_all = all([execution.communicator.topology.has(stage) for stage in range(len(execution.setup.stages))])
+        self._state = {} if has_all else _buffers_of(loss.loss_fn)
 
     def __call__(self, chunk: int, tree: Tree) -> Roots:
         apart = self._is_apart or not any([tensor.requires_grad for tensor in tree.tensors])
@@ -109,6 +111,22 @@ class LossEnd(ChunkLosses):
         if not self._is_checked and self._execution.has_last:
             self._is_checked = True
             self.check_all()
+            now = _buffers_of(self.loss.loss_fn) if self._state else {}
+            written = [name for name, state in self._state.items() if now.get(name) != state]
+            if written:
+                raise RuntimeError(
+                    f"loss_fn wrote its buffers {written}. Over ranks only the last one computes the loss, so the "
+                    "copies of the others stay as they were. Return what is to be counted as a metric, (loss, {name: "
+                    "(sum, count)}), which every rank gets in step.metrics; or compute the loss on every rank: "
+                    "loss_fn(pipe(x), target)."
+                )
+
+
+def _buffers_of(loss_fn: object) -> dict[str, tuple[int, ...]]:
+    """The identity and the version of each buffer of a loss, where it is a module."""
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    return {name: (id(buffer), *versions([buffer])) for name, buffer in loss_fn.named_buffers()}
 
 
 def _is_written(clone: Tensor, tensor: Tensor) -> bool:

@@ -303,6 +303,34 @@ def applied() -> tuple[str, str, list[Tensor]]:
     return *found, [module.bias.detach() for module in pipe.modules() if isinstance(module, nn.Linear)]
 
 
+class Counts(nn.Module):
+    """A loss that counts its rows in a buffer, and has one that it reads."""
+
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.writes = writes
+        self.register_buffer("weight", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.writes == "in place":
+            self.seen += len(output)
+        elif self.writes == "anew":
+            self.seen = self.seen + len(output)
+        return ((output - target).square() * self.weight).mean()
+
+
+def counted(writes: str, entry: str) -> tuple[str, bool]:
+    """(the words of the error, whether anything has a gradient)"""
+    pipe = Pipe(layered(4), even(4, torch.distributed.get_world_size()), 3)
+    x, words = rows(6), ""
+    try:
+        getattr(pipe, entry)(x, x, loss_fn=Counts(writes))
+    except RuntimeError as error:
+        words = str(error)
+    return words, any(parameter.grad is not None for parameter in pipe.parameters())
+
+
 def _batched(pipe: Pipe, x: Tensor) -> None:
     out = pipe(x).sum(0)
     torch.autograd.grad(out, x, torch.eye(4, dtype=torch.float64), is_grads_batched=True)

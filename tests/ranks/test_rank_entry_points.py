@@ -106,6 +106,16 @@ def test_a_function_that_draws_is_applied_to_no_pipe_over_ranks(crew2: Crew) -> 
         assert filled == "" and biases and all((bias == 1).all() for bias in biases)
 
 
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_loss_that_writes_its_buffers_is_refused_over_ranks(entry: str, crew2: Crew) -> None:
+    for writes in ("in place", "anew"):
+        for words, has_gradients in crew2.run("rank_entry_points:counted", writes, entry):
+            assert re.search(r"loss_fn wrote its buffers \['seen'\].* Return .* as a metric", words)
+            assert not has_gradients
+    found = crew2.run("rank_entry_points:counted", "never", entry)
+    assert found == [("", entry == "step")] * 2
+
+
 @pytest.mark.parametrize("crew", [2, pytest.param(3, marks=pytest.mark.soak)], indirect=True)
 def test_the_blocks_of_the_readme_run_over_ranks(crew: Crew) -> None:
     assert crew.run("rank_entry_points:readme") == [6] * crew.size
