@@ -55,14 +55,19 @@ def main() -> None:
     documentation, source = (torch.tensor(list(text.encode("ascii", "replace"))) for text in (documentation, source))
     model = LlamaForCausalLM(CONFIG)
     x, y = batch(source)
-    train(Pipe(model, balance=[3, 3], chunks=2, sample=x), documentation, options.steps, 1e-2)
+    pipe = Pipe(model, balance=[3, 3], chunks=2, sample=x)
+    train(pipe, documentation, options.steps, 1e-2)
+    state = [pipe.full_state_dict()]
+    if torch.distributed.is_initialized():  # over ranks each has trained a part, and the model is cut again
+        torch.distributed.broadcast_object_list(state)
+    model.load_state_dict(state[0])
 
     adapted = get_peft_model(model, LoraConfig(r=8, target_modules=r".*layers\.[23]\..*_proj|lm_head"))
     pipe = Pipe(adapted, balance=[3, 3], chunks=2, sample=x, checkpoint="always")  # the first stage is wholly frozen
     before = pipe.evaluate(x, y, loss_fn=loss_fn).loss
     optimizer = train(pipe, source, options.steps, 1e-2)
     after = pipe.evaluate(x, y, loss_fn=loss_fn).loss
-    trained = {parameter for parameter in pipe.parameters() if parameter.requires_grad}
+    trained = {parameter for parameter in pipe.parameters() if parameter.requires_grad and parameter.numel()}
     print("lora: {:,} of {:,} numbers are trained".format(*adapted.get_nb_trainable_parameters()))
     print(f"lora: loss on source code {before:.3f} -> {after:.3f} in {options.steps} steps")
     assert set(optimizer.state) == trained  # of this rank's stages
