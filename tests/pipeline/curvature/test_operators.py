@@ -104,8 +104,8 @@ def first(layer, x):
 
 
 def rows_of(x, columns, count):
-    """Indices that depend on the place alone."""
-    return (torch.arange(len(x) * columns).view(len(x), columns) * 3 + 1) % count
+    """Indices that depend on the column alone."""
+    return ((torch.arange(columns) * 3 + 1) % count).expand(len(x), columns)
 
 
 def embedded(layer, x):
