@@ -128,7 +128,7 @@ def trained(
     """Of each call: loss, gradients, buffers. `around`: it is one stage of three, else it has a stage for each part."""
     model = model_with(stage) if around else stage()
     assert isinstance(model, nn.Sequential)
-    pipe = Pipe(model, [1] * len(model), 4, schedule=schedule, checkpoint=checkpoint)
+    pipe = Pipe(model, [1] * len(model), 4, schedule=schedule, checkpoint=checkpoint, mixes_rows=True)
     found: list[Any] = []
     for call in range(calls):
         torch.manual_seed(call)
@@ -442,7 +442,7 @@ def test_no_input_lives_longer_than_the_chunks_graph(name: str, schedule: str, m
     model[0] = nn.Sequential(linear(3), nn.ReLU(), linear())  # saves nothing of what it returns
     model[1].register_forward_pre_hook(note)
     model[2].register_forward_pre_hook(count)
-    pipe = Pipe(model, [1, 1, 1], 4, schedule=schedule, checkpoint="never")
+    pipe = Pipe(model, [1, 1, 1], 4, schedule=schedule, checkpoint="never", mixes_rows=True)
     with no_collector():
         for call in range(1, CALLS + 1):
             found.clear(), inputs.clear()
@@ -667,7 +667,7 @@ def test_a_gradient_that_a_layer_retains_is_there_after_every_call() -> None:
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_second_backward_of_a_retained_graph_gives_the_same_again(name: str, checkpoint: str) -> None:
     model = model_with(STAGES[name])
-    pipe = Pipe(model, [1, 1, 1], 2, checkpoint=checkpoint)
+    pipe = Pipe(model, [1, 1, 1], 2, checkpoint=checkpoint, mixes_rows=True)
     for _ in range(CALLS):
         x = torch.randn(4, 3, requires_grad=True)
         out = pipe(x).sum()
