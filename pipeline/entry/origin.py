@@ -134,10 +134,15 @@ def _places(model: nn.Module, brought: Iterable[InModel]) -> Iterator[_Place]:
 def _settings(
     model: nn.Module, brought: Iterable[InModel], shared: Iterable[str]
 ) -> Iterator[tuple[weakref.ref[nn.Module], Mapping[str, Any]]]:
-    """The settings of modules of a model that layers run and do not hold; and of those of which they have copies."""
+    """The settings of modules of a model that layers run and do not hold; and of those of which they have copies.
+
+    Numbers and words are those with which it was cut, which may have been a twin of it; objects are its own.
+    """
     settings = {name: own for each in brought for name, own in each.settings.items()}
     for name, own in settings.items():
-        yield weakref.ref(model.get_submodule(name)), own
+        module = model.get_submodule(name)
+        there = {**vars(module), **behaviour_of(module)}
+        yield weakref.ref(module), {key: value if _is_plain(value) else there.get(key) for key, value in own.items()}
     for module in [module for name in shared for module in model.get_submodule(name).modules()]:
         yield weakref.ref(module), behaviour_of(module)
 
@@ -178,8 +183,11 @@ def _ids(module: nn.Module, table: str, names: Iterable[str]) -> list[int]:
 
 
 def _differs(there: Any, value: Any) -> bool:
-    is_plain = isinstance(value, bool | int | float | str) and type(there) is type(value)
-    return there is not value and (not is_plain or there != value)
+    return there is not value and (not _is_plain(value) or type(there) is not type(value) or there != value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
 
 
 _TABLES = ("_modules", "_parameters", "_buffers")
