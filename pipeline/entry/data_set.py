@@ -3,19 +3,23 @@
     "mean"         loss = sum_b loss_b * rows_b / sum_b rows_b
     "sum"          loss = sum_b loss_b
     (sum, count)   loss = sum_b loss_b * count_b / sum_b count_b            metrics: sum of sums / sum of counts
+
+Each mini-batch is a call, and so is the end: over ranks a loader that fails, or ends sooner, fails on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.common.call_lock import turn
 from pipeline.common.torch_modes import without_function_modes
 from pipeline.data.loss import Loss
 from pipeline.data.metrics import divided_sum
+from pipeline.distributed.agreement import MINI_BATCHES
 from pipeline.entry import entry_points
 from pipeline.entry.minibatches import pairs
 from pipeline.entry.runtime import Runtime
@@ -37,16 +41,33 @@ def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) 
         ValueError: the loader gives no mini-batch, or something else than pairs; mini-batches differ in the names of
             their metrics or in what their loss is; a target or trace=True is given.
     """
-    if arguments.trace:
-        raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")
     total: Total | None = None
-    weighing = Weighing()
-    for x, target in pairs(loader, arguments.target, "evaluate"):
-        one = arguments._replace(x=x, target=target, outputs=False, is_part=True)
+    weighing, number = Weighing(), 0
+    batches = _pairs(loader, arguments)
+    while (pair := _next(batches, runtime)) is not None:
+        one = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
         part = Total(entry_points.evaluate(runtime, one, LossSink(weighing)))
         total = part if total is None else total.added(part)
+        number += 1
+    with turn(), runtime.communicator("evaluate") as communicator:
+        communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
     assert total is not None  # or `pairs` raised
     return total.step()
+
+
+def _pairs(loader: Iterable[Any], arguments: LossArguments) -> Iterator[tuple[Any, Any]]:
+    if arguments.trace:
+        raise ValueError("trace=True is for one mini-batch. Evaluate one of the loader's: pipe.evaluate(x, y, ...).")
+    yield from pairs(loader, arguments.target, "evaluate")
+
+
+def _next(batches: Iterator[tuple[Any, Any]], runtime: Runtime) -> tuple[Any, Any] | None:
+    """The next mini-batch. It is taken before its call, since a loader may call Pipes; a failure is the call's."""
+    try:
+        return next(batches, None)
+    except BaseException:
+        with turn(), runtime.communicator("evaluate"):
+            raise
 
 
 class Total:

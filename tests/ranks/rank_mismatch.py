@@ -263,6 +263,27 @@ def batch_count(odd: bool, size: int) -> object:
     return right(size).step(iter([(rows(7), rows(7))] * (3 - odd)), loss_fn=square)
 
 
+def data_set_count(odd: bool, size: int) -> object:
+    """A data set of which one rank has fewer mini-batches."""
+    return right(size).evaluate(iter([(rows(7), rows(7))] * (3 - odd)), loss_fn=square)
+
+
+def data_set_fails(odd: bool, size: int) -> object:
+    """A loader that fails on one rank, behind its first mini-batch."""
+
+    def loader() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(3):
+            if odd and number == 1:
+                raise OSError("cannot read shard 1")
+            yield rows(7), rows(7)
+
+    return right(size).evaluate(loader(), loss_fn=square)
+
+
+def data_set_is_empty(odd: bool, size: int) -> object:
+    return right(size).evaluate(iter([] if odd else [(rows(7), rows(7))]), loss_fn=square)
+
+
 def batch_dtype(odd: bool, size: int) -> object:
     x = rows(7)
     return right(size).step(x.float() if odd else x, rows(7), loss_fn=square)
@@ -382,8 +403,9 @@ SCRIPTS: dict[str, Script] = {
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks,
         later_schedule, values, target_values, shuffled, later_target, later_labels, later_input, later_order,
         later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target,
-        late_forward, late_eager, batch, width, batch_count, batch_dtype, structure, plain_value, entry,
-        forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, clip, no_backward,
-        no_last_backward, other_backward, retain, extra_call, moved_buffer,
+        late_forward, late_eager, batch, width, batch_count, data_set_count, data_set_fails, data_set_is_empty,
+        batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad, input_grad, options,
+        no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
+        moved_buffer,
     )
 }  # fmt: skip
