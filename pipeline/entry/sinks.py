@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Pair, Verdict
 from pipeline.gradients.clip import clip_factor
+from pipeline.gradients.partial import shared_overflows
 from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 
@@ -315,7 +316,8 @@ def clip_grads(
 
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
     """Divide the gradients by the scale; where any process finds one that is not finite, all skip the step."""
-    scaler.unscale_(optimizer)
+    with nullcontext() if communicator.is_alone else shared_overflows():
+        scaler.unscale_(optimizer)
     if communicator.is_alone or not scaler.is_enabled():
         return
     overflows = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

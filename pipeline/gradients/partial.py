@@ -2,6 +2,7 @@
 
     torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  -->  get_total_norm of this rank's gradients  -->  error
     torch.optim.LBFGS(pipe.parameters()).step(closure)      -->  inner products of this rank's gradients  -->  error
+    GradScaler().step(optimizer), .unscale_(optimizer)      -->  overflows of this rank's gradients       -->  error
 
 clip_grad_norm_ looks get_total_norm up when it is called, so a check in its place works however it was imported.
 Gradients identify a part: lists, parameter groups and modules around the Pipe lose every other mark. The norm of one
@@ -10,7 +11,9 @@ layer's gradients is the same in one process, and is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -22,12 +25,14 @@ from torch.nn.utils import clip_grad
 from partition.names import Names
 
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
+_overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", default=False)
 
 
 def is_part(pipe: nn.Module) -> None:
     """From now on refuse operations that take this rank's part of the Pipe's parameters for all of them."""
     if not _parts:
         _check_norms()
+        _check_optimizers()
     _parts.add(pipe)
 
 
@@ -83,7 +88,7 @@ def _few(names: list[str]) -> str:
 
 
 def _check_norms() -> None:
-    """Put the check before torch's total norm, and before every step of an L-BFGS, once in a process."""
+    """Put the check before torch's total norm, once in a process."""
     total_norm = clip_grad._get_total_norm
     if getattr(total_norm, "checks_parts", False):
         return
@@ -97,20 +102,61 @@ def _check_norms() -> None:
     setattr(checked, "checks_parts", True)
     setattr(clip_grad, "_get_total_norm", checked)
     setattr(torch.nn.utils, "get_total_norm", checked)
-    step = torch.optim.LBFGS.step
-
-    @wraps(step)  # not a hook of all optimizers, with which an EagerUpdate could not step
-    def checked_step(optimizer: torch.optim.LBFGS, *args: Any, **kwargs: Any) -> Any:
-        _refuse_lbfgs(optimizer)
-        return step(optimizer, *args, **kwargs)  # type: ignore[no-untyped-call]  # of torch
-
-    setattr(torch.optim.LBFGS, "step", checked_step)
 
 
-def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if any(id(param) in held for pipe in _parts for param in pipe.parameters()):
+def _check_optimizers() -> None:
+    """Put the check before every step of an L-BFGS and every search for overflows, once in a process.
+
+    It is no hook of all optimizers, with which an EagerUpdate could not step.
+    """
+    _checked(torch.optim.LBFGS, "step", lambda optimizer, *args, **kwargs: _refuse_lbfgs(optimizer))
+    for method in ("unscale_", "_check_inf_per_device"):  # of all optimizers but fused ones, and of these
+        _checked(torch.amp.GradScaler, method, lambda scaler, optimizer: _refuse_overflows(optimizer))
+
+
+def _checked(kind: type, method: str, check: Callable[..., None]) -> None:
+    """Put a check before a method, which is not checked yet."""
+    original = getattr(kind, method)
+    if getattr(original, "checks_parts", False):
+        return
+
+    @wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(checked, "checks_parts", True)
+    setattr(kind, method, checked)
+
+
+@contextmanager
+def shared_overflows() -> Iterator[None]:
+    """Within: a GradScaler may look for overflows, of which all ranks are told."""
+    token = _overflows_are_shared.set(True)
+    try:
+        yield
+    finally:
+        _overflows_are_shared.reset(token)
+
+
+def _refuse_overflows(optimizer: torch.optim.Optimizer) -> None:
+    if not _overflows_are_shared.get() and _has_part(optimizer):
+        raise RuntimeError(
+            "the GradScaler looks for overflows in the gradients of this rank's layers of the Pipe alone: one rank "
+            "would skip the step, and another would make it. Call pipe.step(x, y, loss_fn=..., optimizer=optimizer, "
+            "scaler=scaler) on every rank, with clip_grad_norm= to clip: all skip an overflowing step, or none."
+        )
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    if _has_part(optimizer):
         raise RuntimeError(
             "LBFGS takes inner products over all parameters, and this rank has only its own layers' of the Pipe: each "
             "rank would go its own way. Build the Pipe in one process (devices=[...]), or use another optimizer."
         )
+
+
+def _has_part(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has parameters of a Pipe over ranks."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return any(id(param) in held for pipe in _parts for param in pipe.parameters())

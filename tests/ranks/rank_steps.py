@@ -289,6 +289,12 @@ def _stored_verdict(pipe: Pipe) -> None:
     store.is_finite()
 
 
+def _scaled_by_hand(pipe: Pipe, method: str, **settings: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))  # its scale exists from its first use on
+    getattr(scaler, method)(torch.optim.SGD(pipe.parameters(), lr=0.1, **settings))
+
+
 WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
     "torch's": lambda pipe: torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3),
     "imported before": lambda pipe: clip_grad_norm_(pipe.parameters(), 1e-3, norm_type=torch.inf),
@@ -300,6 +306,9 @@ WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
     "of a store": _stored_norm,
     "whether a store is finite": _stored_verdict,
     "LBFGS": _lbfgs,
+    "a scaler's step": lambda pipe: _scaled_by_hand(pipe, "step"),
+    "a scaler's step, fused": lambda pipe: _scaled_by_hand(pipe, "step", fused=True),
+    "a scaler's unscale_": lambda pipe: _scaled_by_hand(pipe, "unscale_"),
 }
 
 

@@ -93,6 +93,10 @@ REFUSED = {
     "of a store": r"Call store\.assign\(\) and pipe\.clip_grad_norm_\(max_norm\), or step\(.*clip_grad_norm=\), on",
     "whether a store is finite": r"one rank would skip the step.*scaler=.*ReduceOp\.MIN decide for all",
     "LBFGS": r"LBFGS takes inner products over all parameters, and this rank has only its own.*devices=\[\.\.\.\]",
+    **dict.fromkeys(
+        ["a scaler's step", "a scaler's step, fused", "a scaler's unscale_"],
+        r"one rank would skip the step.*Call pipe\.step\(x, y, .*optimizer=optimizer, scaler=scaler\) on every rank",
+    ),
 }
 
 
