@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.distributed.digests import parts_of
 
 SETTINGS, MODES, OPTIONS, MINI_BATCHES = "the settings", "the modes", "the options", "the mini-batches"
-VALUES = "the values of the mini-batches"
+VALUES, SCALES = "the values of the mini-batches", "the scales of the GradScaler"
 
 
 class Meeting(IntEnum):

@@ -13,6 +13,7 @@ from typing import NoReturn
 from pipeline.distributed.agreement import (
     MINI_BATCHES,
     OPTIONS,
+    SCALES,
     Meeting,
     MismatchError,
     difference,
@@ -30,6 +31,9 @@ _SECOND = (
     "took with create_graph=True, of the same calls (add 0 * grad.sum() where it does not), and be differentiated by "
     "its parameters or by x."
 )
+_REMEDIES = {  # by what differs
+    SCALES: " Load the scaler's state_dict on every rank.",
+}
 
 
 class Comparison:
@@ -80,11 +84,13 @@ class Comparison:
         """Raise on all ranks, after digests differed: exchange the descriptions."""
         mine = self._described(True)
         texts = self._topology.ranks.exchange_texts(encoded(mine))
-        remedy = _SECOND if any("second backward" in text for text in texts) else ""
+        words = difference(texts)
+        remedy = "".join([remedy for name, remedy in _REMEDIES.items() if words.startswith(name)])
+        second = _SECOND if any("second backward" in text for text in texts) else ""
         raise MismatchError(
-            f"{difference(texts)}. All ranks run the same script: the same Pipe, the same calls in "
+            f"{words}.{remedy} All ranks run the same script: the same Pipe, the same calls in "
             "the same order, the same mini-batches. Set torch.manual_seed(...) at its top, and give samplers and "
-            f"generators the same seed on every rank.{remedy}"
+            f"generators the same seed on every rank.{second}"
         )
 
     def numbers(self) -> list[int]:

@@ -82,7 +82,7 @@ def step(
     }  # fmt: skip
     with turn(), runtime.communicator("step", averages=True) as communicator:
         sink = sink_of(optimizer, clip_grad_norm, scaler, grads)
-        made = _run(runtime, communicator, arguments, Request(plan_step, True, options), sink)
+        made = _run(runtime, communicator, arguments, Request(plan_step, True, options, scaler=scaler), sink)
         runtime.history.stale.mark()
         return made
 

@@ -22,7 +22,7 @@ from pipeline.common.cadence import Cadence
 from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
 from pipeline.data.microbatch import Batch, described, gather
-from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SETTINGS, VALUES, values_in_words
+from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES, SETTINGS, VALUES, values_in_words
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.communicator import DataParallelCommunicator
@@ -55,6 +55,7 @@ class Request:
         keep: whether every chunk may have to be recomputed later, kept ones too.
         draws: whether the call draws a seed.
         options: its arguments, by name, on which all ranks must agree.
+        scaler: scales the loss, on all ranks by the same.
     """
 
     planner: Planner
@@ -62,6 +63,7 @@ class Request:
     options: Mapping[str, object]
     keep: bool = False
     draws: bool = True
+    scaler: torch.amp.GradScaler | None = None
 
 
 @dataclass(eq=False)
@@ -210,7 +212,7 @@ class Runtime:
         given = {"x": batch} if target is None else {"x": batch, "the target": target}
         tensors = [tensor for cut in given.values() for tensor in cut.tensors]
         words = partial(self._words, request, given)
-        seed = communicator.open(words, request.draws, Compared(mini_batch=tensors))
+        seed = communicator.open(words, request.draws, Compared(mini_batch=[*tensors, *_scales(request.scaler)]))
         if request.grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipe.step needs gradients, but they are switched off (no_grad). Use pipe.evaluate(...)."
@@ -264,6 +266,7 @@ class Runtime:
         }
         if values:
             words[VALUES] = values_in_words([tensor for cut in given.values() for tensor in cut.tensors])
+            words[SCALES] = ", ".join([str(scale.item()) for scale in _scales(request.scaler)])
         return words
 
     def _flags(self) -> tuple[bool, ...]:
@@ -303,3 +306,11 @@ class Runtime:
             output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
         tree, _ = share_output(call.communicator.exchange, output)
         return tree.build(tree.tensors)
+
+
+def _scales(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
+    """The scale of a scaler, if there is one, where it is: nobody waits for it."""
+    if scaler is None:
+        return []
+    scale = getattr(scaler, "_scale", None)  # from its first use on, if it is enabled
+    return [torch.tensor(scaler.get_scale(), dtype=torch.float32, device="cpu") if scale is None else scale]

@@ -206,6 +206,20 @@ def other_scale(odd: bool, size: int) -> object:
     return _third(False, size, lambda pipe, x, y: (square(pipe(x), y) * (1 + odd)).backward())
 
 
+def scale(odd: bool, size: int) -> object:
+    """A checkpoint of the scaler that one rank alone loads, before the third step."""
+    pipe, scaler = right(size), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for index in range(3):
+        if odd and index == 2:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+        pipe.step(rows(7), rows(7), loss_fn=square, scaler=scaler)
+    return None
+
+
+def first_scale(odd: bool, size: int) -> object:
+    return stepped(right(size), scaler=torch.amp.GradScaler("cpu", init_scale=4.0 if odd else 8.0))
+
+
 def other_part(odd: bool, size: int) -> object:
     """Of two outputs, one rank's loss leaves one out."""
 
@@ -402,10 +416,10 @@ SCRIPTS: dict[str, Script] = {
     for script in (
         balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks,
         later_schedule, values, target_values, shuffled, later_target, later_labels, later_input, later_order,
-        later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, other_part, late_target,
-        late_forward, late_eager, batch, width, batch_count, data_set_count, data_set_fails, data_set_is_empty,
-        batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad, input_grad, options,
-        no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
+        later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, scale, first_scale,
+        other_part, late_target, late_forward, late_eager, batch, width, batch_count, data_set_count, data_set_fails,
+        data_set_is_empty, batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad, input_grad,
+        options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
         moved_buffer,
     )
 }  # fmt: skip

@@ -34,6 +34,10 @@ WORDS = {
         ["other_labels", "other_scale", "other_part"],
         "the gradients of the output differ .*rank 0: norm .*rank 1: norm .*the same targets and weights",
     ),
+    **dict.fromkeys(
+        ["scale", "first_scale"],
+        "the scales of the GradScaler differ(?=.*Load the scaler's state_dict on every rank).*{odd}: 4.0.*{even}: 8.0",
+    ),
     "batch": r"the mini-batches differ.*{odd}: x float64\[8, 4\].*{even}: x float64\[7, 4\]",
     "width": r"the mini-batches differ.*{odd}: x float64\[7, 5\].*{even}: x float64\[7, 4\]",
     "batch_count": r"the mini-batches differ.*{odd}: (x|the target) float64.*{even}: (x|the target) float64\[7, 4\]; ",
