@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from pipeline.distributed.agreement import (
     MINI_BATCHES,
+    MODES,
     OPTIONS,
     SCALES,
     Meeting,
@@ -32,6 +33,10 @@ _SECOND = (
     "its parameters or by x."
 )
 _REMEDIES = {  # by what differs
+    MODES: (
+        " Use the same autocast, and put the same layers in eval mode, on every rank, by number: pipe[1].eval(). "
+        "(Other ranks' layers are placeholders here, which a search for a type, such as BatchNorm, does not find.)"
+    ),
     SCALES: " Load the scaler's state_dict on every rank.",
 }
 

@@ -353,6 +353,22 @@ def mode(odd: bool, size: int) -> object:
     return stepped(right(size).train(not odd))
 
 
+def mode_by_type(odd: bool, size: int) -> object:
+    """Each rank freezes the layers of a type that it has: as a remedy it does so by number."""
+    pipe = right(size)
+    for layer in pipe.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.eval()
+    try:
+        return stepped(pipe)
+    finally:
+        pipe.train()
+        for number, layer in enumerate(layered(8)):
+            if isinstance(layer, nn.BatchNorm1d):
+                pipe[number].eval()
+        stepped(pipe)
+
+
 def clip(odd: bool, size: int) -> object:
     pipe = right(size)
     pipe(rows(7)).sum().backward()
@@ -419,7 +435,7 @@ SCRIPTS: dict[str, Script] = {
         later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, scale, first_scale,
         other_part, late_target, late_forward, late_eager, batch, width, batch_count, data_set_count, data_set_fails,
         data_set_is_empty, batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad, input_grad,
-        options, no_optimizer, autocast, mode, clip, no_backward, no_last_backward, other_backward, retain, extra_call,
-        moved_buffer,
+        options, no_optimizer, autocast, mode, mode_by_type, clip, no_backward, no_last_backward, other_backward,
+        retain, extra_call, moved_buffer,
     )
 }  # fmt: skip
