@@ -181,7 +181,8 @@ class Pipe(Settled, Stateful):
         if ranks is None:
             settle(stages, range(len(stages)), self.devices, materialize, draw_seed)
         else:
-            join_ranks(self.runtime, stages, materialize)
+            processes = replace(processes, ties=join_ranks(self.runtime, stages, materialize))
+            self._settings = replace(self._settings, processes=processes)
             is_part(self)
         if others is not None:
             found = Replicas(others, ranks, self)

@@ -10,19 +10,23 @@ from torch import nn
 from pipeline.distributed.agreement import SETTINGS
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.stale import trained_elsewhere
+from pipeline.distributed.ties import Ties
 from pipeline.entry.runtime import Runtime
 from pipeline.entry.state.meta_init import How
 from pipeline.entry.validation import settle
 from pipeline.execution.communicator import Verdict
 
 
-def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: How) -> None:
+def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: How) -> Ties:
     """Join the Pipes that the other ranks build now into one. Their layers become placeholders here.
 
     Args:
         runtime: of the Pipe, which still has all layers.
         stages: all.
         materialize: where the values of layers on the meta device come from.
+
+    Returns:
+        The ties between the ranks.
 
     Raises:
         MismatchError: the ranks build different Pipes.
@@ -44,6 +48,8 @@ def join_ranks(runtime: Runtime, stages: Sequence[nn.Sequential], materialize: H
         for name, placeholder in elsewhere.items():
             modes.add(modes.model or modules[name], placeholder)
         modules.update(elsewhere)
-        communicator.gradients.share_values(topology.assignment.copies_in(runtime.module))
+        copies = topology.assignment.copies_in(runtime.module)
+        communicator.gradients.share_values(copies)
         communicator.agree(Verdict(None, None, True))
     runtime.history.stale = theirs
+    return Ties(topology, copies)

@@ -200,6 +200,8 @@ class Runtime:
     ) -> Setup:
         settings, history = self.settings, self.history
         settings.origin.check()
+        if self.topology is not None and settings.processes.ties is not None:
+            settings.processes.ties.check(self.topology.assignment.copies_in(self.module), self.stages())
         self.follow_model()
         begin_call(self.module.children())
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])

@@ -16,6 +16,7 @@ from partition.contiguous import whole
 from pipeline.common.arguments import check_flag, shown
 from pipeline.distributed.data_parallel.replicas import Replicas
 from pipeline.distributed.group import RankGroup
+from pipeline.distributed.ties import Ties
 from pipeline.distributed.topology import PipeTopology
 from pipeline.entry.origin import Origin
 from pipeline.entry.plans import Plans
@@ -33,11 +34,13 @@ class Processes:
     Attributes:
         ranks: run it together. None: this one runs every stage.
         topology: the assignment of stages to these ranks, once they have agreed on it.
+        ties: between them, once they have joined.
         replicas: the pipelines that train the same stages on other mini-batches.
     """
 
     ranks: RankGroup | None
     topology: PipeTopology | None = None
+    ties: Ties | None = None
     replicas: Replicas | None = None
 
     @property

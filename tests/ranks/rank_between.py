@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -115,6 +116,20 @@ def untied(size: int) -> list[list[str]]:
     if rank in (0, size - 1):
         pipe[1 if rank == 0 else size].weight = nn.Parameter(torch.zeros(3, 3))
     return [[name for name, _ in pipe.named_parameters(remove_duplicate=once)] for once in (True, False)]
+
+
+def tied_within(make: Make, stages: int) -> Found:
+    """A tie between layers of one rank, which is made later, in a Pipe with a tie between ranks and in its copy."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]).double()
+    model[7].weight = model[0].weight
+    pipe = make(model, even(8, stages), 2)
+    found: Found = {}
+    for which, part in enumerate((pipe, copy.deepcopy(pipe))):
+        if isinstance(part[1], nn.Linear):
+            part[2].weight = part[1].weight
+        found |= {f"loss {which}": part.step(rows(5), rows(5), loss_fn=square).loss, **state_of(part, which)}
+    return found
 
 
 def embedding_and_head(rank_seeds: bool) -> list[Any]:

@@ -105,6 +105,49 @@ def tied_values(odd: bool, size: int) -> object:
     return stepped(pipe)
 
 
+# ----------------------------------------------------------------------------------------- ties that are not the same
+
+
+def later_tie(odd: bool, size: int) -> object:
+    """One rank puts a parameter of another's layer into one of its own."""
+    model = layered(8)
+    pipe = Pipe(model, even(8, size), 3)
+    here = {index: isinstance(pipe[index], nn.Linear) for index in (0, 4, 7)}
+    if odd:
+        own, other = (next(index for index in here if here[index] == is_here) for is_here in (True, False))
+        model[own].weight = model[other].weight
+    return stepped(pipe)
+
+
+def _tied(size: int) -> Pipe:
+    """All first layers of the ranks, which have two each, hold one weight."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 * size)]).double()
+    for index in range(0, 2 * size, 2):
+        model[index].weight = model[0].weight
+    return Pipe(model, [1] * (2 * size), 3)
+
+
+def later_untie(odd: bool, size: int) -> object:
+    pipe = _tied(size)
+    if odd:
+        pipe[2 * torch.distributed.get_rank()].weight = nn.Parameter(rows(4))
+    return stepped(pipe)
+
+
+def later_tie_of_tied(odd: bool, size: int) -> object:
+    """One rank puts its copy of a tied weight into one more stage."""
+    pipe, own = _tied(size), 2 * torch.distributed.get_rank()
+    if odd:
+        pipe[own + 1].weight = pipe[own].weight
+    return stepped(pipe)
+
+
+def assigned(odd: bool, size: int) -> object:
+    pipe = _tied(size)
+    pipe.load_state_dict(pipe.state_dict(), assign=odd)
+    return stepped(pipe)
+
+
 # -------------------------------------------------------------------------------------------------- what they call
 
 
@@ -430,12 +473,12 @@ def moved_buffer(odd: bool, size: int) -> object:
 SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
-        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_chunks,
-        later_schedule, values, target_values, shuffled, later_target, later_labels, later_input, later_order,
-        later_whole, later_forward, later_evaluate, later_eager, other_labels, other_scale, scale, first_scale,
-        other_part, late_target, late_forward, late_eager, batch, width, batch_count, data_set_count, data_set_fails,
-        data_set_is_empty, batch_dtype, structure, plain_value, entry, forward_or_step, other_pipe, no_grad, input_grad,
-        options, no_optimizer, autocast, mode, mode_by_type, clip, no_backward, no_last_backward, other_backward,
-        retain, extra_call, moved_buffer,
+        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_tie, later_untie,
+        later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled, later_target,
+        later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager, other_labels,
+        other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width, batch_count,
+        data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, plain_value, entry, forward_or_step,
+        other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type, clip, no_backward,
+        no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from crew import Crew
-from one_and_many import agree_on
+from one_and_many import agree, agree_on
 from rank_between import ties
 from tied_models import made
 
@@ -38,6 +38,10 @@ def test_a_weight_that_was_untied_after_the_pipe_was_built_is_not_hidden_by_the_
     first, between, last = crew3.run("rank_between:untied", 3)
     assert first == [["0.weight", "1.weight"], ["0.weight", "1.weight", "2.weight", "3.weight"]]
     assert between[0] == last[0] == ["0.weight"]
+
+
+def test_ties_between_layers_of_one_rank_may_be_made_later(crew2: Crew) -> None:
+    agree(crew2, "rank_between:tied_within", 2)
 
 
 @pytest.mark.parametrize("rank_seeds", [False, True])

@@ -18,6 +18,11 @@ WORDS = {
     "dtype": r"the settings differ.*{odd}: 0.weight: \[4, 4\] float32.*{even}: 0.weight: \[4, 4\] float64",
     "tie": "the settings differ.*{even}: 7.weight",
     "tied_values": "the tied parameter '0.weight' = .* has other values, or another requires_grad, on rank 0",
+    "later_tie": "parameter '[047].weight' of another rank's layer was put into .*build the Pipe anew",
+    **dict.fromkeys(
+        ["later_untie", "later_tie_of_tied", "assigned"],
+        "parameter '0.weight' in this rank's layers was replaced, or tied to one more, .*build the Pipe anew",
+    ),
     "later_chunks": "the settings differ.*{odd}: chunks 2.*{even}: chunks 3",
     "later_schedule": "the settings differ.*{odd}: schedule gpipe.*{even}: schedule 1f1b",
     "values": "the values of the mini-batches differ.*the same seed on every rank",
