@@ -16,7 +16,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from pipeline.common.cadence import validates
 from pipeline.common.interrupts import LATE, Deferral
 from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import Meeting, from_bits, optional_bits, to_bits
@@ -57,6 +56,7 @@ class DistributedCommunicator(Communicator):
     ) -> None:
         ranks = topology.ranks
         self._entry = entry if of is None else f"{entry} of {of}"
+        self._kind = (topology.number, entry)  # of calls that validate by their own number
         self._is_backward = of is not None
         self._name = ranks.next_call
         self._call = f"{self._entry} (call {ranks.calls + 1} of the script)"
@@ -102,7 +102,7 @@ class DistributedCommunicator(Communicator):
 
     def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
-        values = validates(self._ranks.calls_since)
+        values = self._ranks.opened.next(self._kind)
         seed, of = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
         if values:
             self.gradients.check_copies()

@@ -1,7 +1,7 @@
 """Fingerprints: a few numbers that tell whether ranks have the same tensors.
 
-    mini-batch    --sums of the bits of 64 blocks-->  one whole number       the same values have the same, to the bit
-    gradients     --norm, product with weights-->  two floats each         compared with a tolerance: kernels may round
+    mini-batch    --sums of bits by position-->  one whole number     the same values have the same, to the bit
+    gradients     --norm, product with weights-->  two floats each    compared with a tolerance: kernels may round
 
 Both cost microseconds, so every call of a Pipe over ranks has them. Of large tensors they see a part. What is on an
 accelerator is summed there, and asked for as late as can be, so that nobody waits for it.
@@ -22,14 +22,14 @@ from torch import Tensor
 from pipeline.common.accelerators import is_accelerator
 
 MOST, FEWER = 2**17, 2**13  # elements of a tensor that are looked at; of a larger one fewer, from all over it
-BLOCKS = 64  # of a tensor
+WHOLE = 512  # elements of a tensor that are no sums
 ROWS, ELEMENTS = 64, 2**15  # of a gradient: so many rows, or more if they are short
 TOLERANCE, OF_HALF = 1e-2, 5e-2  # of the norm: kernels that add in another order are within, other labels are not
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """The fingerprint of tensors, as they are when this is made. It is exact, and depends on the order of rows.
+    """The fingerprint of tensors, as they are when this is made. It is exact, and depends on the order of elements.
 
     Attributes:
         is_here: whether the host has it already.
@@ -121,15 +121,22 @@ def parts_of(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as whole numbers, added up in each of its blocks: no order of adding gives another sum."""
+    """The bits of a tensor as whole numbers, added up where positions are alike modulo p, and modulo p + 1.
+
+    No order of adding gives another sum. Two positions are never alike in both, since p * (p + 1) exceeds their number:
+    so it tells where one element is another, and where two are exchanged.
+    """
     tensor = _thinned(tensor).resolve_conj().resolve_neg()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
-    length, rest = divmod(bits.numel(), BLOCKS)
-    if length < 2:
+    count = bits.numel()
+    if count <= WHOLE:
         return bits.clone()
-    sums = (bits[:-rest] if rest else bits).view(BLOCKS, length).sum(1, dtype=bits.dtype)
-    return torch.cat([sums, bits[-rest:]]) if rest else sums
+    sums: list[Tensor] = []
+    for period in (math.isqrt(count) + 1, math.isqrt(count) + 2):
+        end = count - count % period
+        sums += [bits[:end].view(-1, period).sum(0, dtype=bits.dtype), bits[end:]]
+    return torch.cat(sums)
 
 
 def _thinned(tensor: Tensor) -> Tensor:

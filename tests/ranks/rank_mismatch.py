@@ -105,6 +105,14 @@ def tied_values(odd: bool, size: int) -> object:
     return stepped(pipe)
 
 
+def late_tied_values(odd: bool, size: int) -> object:
+    """The same with a Pipe that is built behind a number of calls of another one."""
+    earlier = right(size)
+    for _ in range(4):
+        stepped(earlier)
+    return tied_values(odd, size)
+
+
 # ----------------------------------------------------------------------------------------- ties that are not the same
 
 
@@ -473,12 +481,12 @@ def moved_buffer(odd: bool, size: int) -> object:
 SCRIPTS: dict[str, Script] = {
     script.__name__: script
     for script in (
-        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, later_tie, later_untie,
-        later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled, later_target,
-        later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager, other_labels,
-        other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width, batch_count,
-        data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, plain_value, entry, forward_or_step,
-        other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type, clip, no_backward,
-        no_last_backward, other_backward, retain, extra_call, moved_buffer,
+        balance, chunks, schedule, checkpoint, deferred, shape, dtype, tie, tied_values, late_tied_values, later_tie,
+        later_untie, later_tie_of_tied, assigned, later_chunks, later_schedule, values, target_values, shuffled,
+        later_target, later_labels, later_input, later_order, later_whole, later_forward, later_evaluate, later_eager,
+        other_labels, other_scale, scale, first_scale, other_part, late_target, late_forward, late_eager, batch, width,
+        batch_count, data_set_count, data_set_fails, data_set_is_empty, batch_dtype, structure, plain_value, entry,
+        forward_or_step, other_pipe, no_grad, input_grad, options, no_optimizer, autocast, mode, mode_by_type, clip,
+        no_backward, no_last_backward, other_backward, retain, extra_call, moved_buffer,
     )
 }  # fmt: skip

@@ -46,6 +46,30 @@ def test_a_fingerprint_belongs_to_the_values_and_their_order(dtype: torch.dtype)
             assert number(other.view(shape)) != number(x), shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [2, 512, 513, 5120, 2**17])
+def test_no_two_elements_can_be_exchanged_nor_one_be_changed(count: int, dtype: torch.dtype) -> None:
+    x = drawn((count,), dtype)
+    x[::3] = -x[::3] if dtype.is_signed else 128 + x[::3]  # the first bit alone
+    for trial in range(100):
+        one, other = torch.randint(count, (2,), generator=torch.Generator().manual_seed(trial)).tolist()
+        if trial % 2:
+            other = (one + 1 + trial // 10) % count  # near each other
+        exchanged, changed = x.clone(), x.clone()
+        exchanged[[one, other]], changed[one] = x[[other, one]], -x[one]
+        for y in (exchanged, changed):
+            assert (number(y) == number(x)) == torch.equal(x, y), (one, other)
+
+
+def test_rows_with_the_same_elements_cannot_be_exchanged() -> None:
+    for width in (2, 10, 80):
+        x = torch.nn.functional.one_hot(torch.arange(640) % width).float()
+        for one, other in ((0, 1), (1, 10), (0, 639), (7, 328), (100, 201)):
+            y = x.clone()
+            y[[one, other]] = x[[other, one]]
+            assert (number(y) == number(x)) == torch.equal(x, y), (width, one, other)
+
+
 def test_views_and_sparse_tensors_have_those_of_their_values() -> None:
     z = drawn((6, 5), torch.complex128)
     assert number(z.conj()) == number(z.conj().resolve_conj()) != number(z)

@@ -17,7 +17,10 @@ WORDS = {
     "shape": r"the settings differ.*{odd}: 4.weight: \[5, 4\].*{even}: 4.weight: \[4, 4\]",
     "dtype": r"the settings differ.*{odd}: 0.weight: \[4, 4\] float32.*{even}: 0.weight: \[4, 4\] float64",
     "tie": "the settings differ.*{even}: 7.weight",
-    "tied_values": "the tied parameter '0.weight' = .* has other values, or another requires_grad, on rank 0",
+    **dict.fromkeys(
+        ["tied_values", "late_tied_values"],
+        "the tied parameter '0.weight' = .* has other values, or another requires_grad, on rank 0",
+    ),
     "later_tie": "parameter '[047].weight' of another rank's layer was put into .*build the Pipe anew",
     **dict.fromkeys(
         ["later_untie", "later_tie_of_tied", "assigned"],
