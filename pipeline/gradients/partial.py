@@ -5,8 +5,8 @@
     GradScaler().step(optimizer), .unscale_(optimizer)      -->  overflows of this rank's gradients       -->  error
 
 clip_grad_norm_ looks get_total_norm up when it is called, so a check in its place works however it was imported.
-Gradients identify a part: lists, parameter groups and modules around the Pipe lose every other mark. The norm of one
-layer's gradients is the same in one process, and is allowed.
+Gradients identify a part: lists, parameter groups and modules around the Pipe lose every other mark. One gradient alone
+is refused too: it may be all that this rank has of what is chosen from the whole model, such as its weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from partition.names import Names
-
 _parts: WeakSet[nn.Module] = WeakSet()  # the Pipes that have a part of their parameters here
 _overflows_are_shared: ContextVar[bool] = ContextVar("overflows_are_shared", default=False)
 
@@ -37,7 +35,7 @@ def is_part(pipe: nn.Module) -> None:
 
 
 def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm_(max_norm)") -> None:
-    """Raise if these are gradients of several layers of a Pipe over ranks, or all that this rank has.
+    """Raise if some of these are gradients of a Pipe over ranks.
 
     Args:
         gradients: whose norm is wanted, `.grad` of parameters; or the parameters, where a store has their gradients.
@@ -48,8 +46,8 @@ def refuse_norm(gradients: Iterable[Tensor], instead: str = "pipe.clip_grad_norm
         raise RuntimeError(
             f"the norm of the gradients of {_few(names)} is not that of all gradients: other ranks have the other "
             f"layers of the Pipe, and each would clip by another norm. Call {instead} on every rank: it takes the "
-            "norm over all of them. (For the norm of one layer's own gradients, where a rank has no other layer: "
-            "torch.linalg.vector_norm and torch.nn.utils.clip_grads_with_norm_.)"
+            "norm over all of them. (For the norm of one layer's own gradients: torch.linalg.vector_norm and "
+            "torch.nn.utils.clip_grads_with_norm_.)"
         )
 
 
@@ -66,21 +64,10 @@ def refuse_verdict(params: Iterable[Tensor]) -> None:
 
 
 def _part_among(gradients: Iterable[Tensor]) -> list[str]:
-    """The names of the parameters of a Pipe over ranks that these are, or whose gradients; but for one layer alone."""
-    given = {id(each) for each in gradients} if _parts else ()
-    for pipe in _parts if given else ():
-        own = [(name, param) for name, param in pipe.named_parameters() if param.requires_grad]
-        in_store = any(id(param) in given for _, param in own)
-        is_given = [id(param) in given or id(param.grad) in given for _, param in own]
-        names = [name for (name, _), here in zip(own, is_given, strict=True) if here]
-        others = [
-            name for (name, param), here in zip(own, is_given, strict=True)
-            if not here and (in_store or param.grad is not None)
-        ]  # fmt: skip
-        holders = Names(pipe._modules).holders
-        if names and (not others or len({holder for name in names for holder in holders(name)[:1]}) > 1):
-            return names
-    return []
+    """The names of the parameters of Pipes over ranks that these are, or whose gradients."""
+    given = {id(each) for each in gradients} if _parts else set()
+    named = [pair for pipe in _parts if given for pair in pipe.named_parameters()]
+    return [name for name, param in named if id(param) in given or id(param.grad) in given]
 
 
 def _few(names: list[str]) -> str:

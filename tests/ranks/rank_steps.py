@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -21,7 +21,7 @@ from rank_entry_points import OPTIMIZERS, piped
 from rank_models import even, layered, rows, square
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from pipeline import Pipe
 from pipeline.distributed import group
@@ -272,6 +272,10 @@ def _lbfgs(pipe: Pipe) -> None:
     torch.optim.LBFGS(pipe.parameters()).step(closure)
 
 
+def _own_layers(pipe: Pipe) -> Iterator[nn.Module]:
+    return (layer for layer in pipe.children() if next(layer.parameters(), None) is not None)
+
+
 def _groups(pipe: Pipe) -> None:
     stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
     clip_grad_norm_(stepper.param_groups[0]["params"], 1e-3)
@@ -300,6 +304,9 @@ WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
     "imported before": lambda pipe: clip_grad_norm_(pipe.parameters(), 1e-3, norm_type=torch.inf),
     "of a list": lambda pipe: clip_grad_norm_([each for each in pipe.parameters() if each.grad is not None], 1e-3),
     "of groups": _groups,
+    "of one": lambda pipe: clip_grad_norm_(next(each for each in pipe.parameters() if each.grad is not None), 1e-3),
+    "of a layer": lambda pipe: clip_grad_norm_(next(_own_layers(pipe)).parameters(), 1e-3),
+    "of weights": lambda pipe: clip_grad_norm_([each for each in pipe.parameters() if each.ndim == 2], 1e-3),
     "of some": lambda pipe: clip_grad_norm_([each for each in pipe.parameters() if each.ndim == 1], 1e-3),
     "of a module around": lambda pipe: clip_grad_norm_(nn.ModuleList([pipe]).parameters(), 1e-3, foreach=False),
     "the norm alone": lambda pipe: torch.nn.utils.get_total_norm([each.grad for each in pipe.parameters()]),
@@ -313,7 +320,7 @@ WHOLE_NORMS: dict[str, Callable[[Pipe], Any]] = {
 
 
 def part_norms(make: Make, how: str) -> Found:
-    """What needs no other rank's gradients: a layer's own norm, a parameter's, values, the norm of others."""
+    """What needs no other rank's gradients: a layer's own norm, values, the norm of others."""
     torch.manual_seed(5)
     pipe = make(nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]).double(), even(8, 4), 3)
     torch.manual_seed(6)
@@ -323,11 +330,9 @@ def part_norms(make: Make, how: str) -> Found:
     for step in range(2):
         head(pipe(rows(7, seed=step))).square().mean().backward()
         if how == "layer":
-            for layer in pipe:
-                clip_grad_norm_(list(layer.parameters()), 1e-2)
-        elif how == "parameter":
-            for parameter in pipe.parameters():
-                clip_grad_norm_(parameter, 1e-2)
+            for layer in _own_layers(pipe):
+                norms = [torch.linalg.vector_norm(parameter.grad) for parameter in layer.parameters()]
+                clip_grads_with_norm_(layer.parameters(), 1e-2, torch.linalg.vector_norm(torch.stack(norms)))
         elif how == "value":
             torch.nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
         else:
