@@ -269,11 +269,6 @@ class Loss:
                     "counted. With other weights call loss_fn(pipe(x), target).backward() instead of step()."
                 )
 
-    @property
-    def is_single(self) -> bool:
-        """Whether the mini-batch is one chunk."""
-        return len(self._rows) == 1
-
     @cached_property
     def is_proven(self) -> bool:
         """Whether the traced divisors prove the weights of the chunks. Called after all chunks."""

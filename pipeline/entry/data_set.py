@@ -126,10 +126,10 @@ class Weighing:
     def __call__(self, loss: Loss) -> dict[str, Tensor]:
         """
         Raises:
-            ValueError: it has one chunk, so that nothing was compared, and its weight beside others cannot be seen.
+            ValueError: its weight beside others cannot be seen. Comparisons are within a mini-batch.
         """
         self._first = self._first or loss
-        if loss.is_single and loss is not self._first and not loss.is_proven_beside(self._first):
+        if loss is not self._first and not loss.is_proven_beside(self._first):
             raise loss.unproven()
         rule, weight = loss.weight
         with without_function_modes():

@@ -103,3 +103,17 @@ def test_a_loss_whose_weights_cannot_be_seen_is_refused_though_each_mini_batch_i
     for loss_fn in (lambda o, t: o.sum() / (t > 0).sum(), lambda o, t: o[t[:, 0] > 0].mean()):
         with pytest.raises(ValueError, match=r"Return \(sum, count\)"):
             pipe.evaluate(iter([(x, x), (x[:3], x[:3])]), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_mini_batches_that_count_unlike_shares_of_their_rows_are_refused(chunks: int) -> None:
+    pipe, x = Pipe(classifier(), [5], chunks), data().tensors[0][:6]
+    mask = torch.tensor([1.0, 0.0] * 3)  # one of two rows in each chunk
+    pairs = [(x, torch.ones(6)), (x, mask)]
+
+    def masked(output: Tensor, target: Tensor) -> Tensor:
+        return (output.square().flatten(1).mean(1) * target).sum() / target.sum()
+
+    with pytest.raises(ValueError, match=r"masked is not a mean over rows.*Return \(sum, count\)"):
+        pipe.evaluate(iter(pairs), loss_fn=masked)
+    assert pipe.evaluate(iter(pairs[:1] * 2), loss_fn=masked).loss.isfinite()
