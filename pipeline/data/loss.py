@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import ceil, log2
+from operator import gt
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.loss_means import Divisor, Seeing, alone, is_proven
+from pipeline.data.loss_means import Divisor, Seeing, alone, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -56,6 +57,7 @@ class Loss:
         reduction: "mean" or "sum"; None: `loss_fn.reduction` if it has one, else "mean".
         rows: the rows of each chunk.
         is_part: whether the mini-batch is one of several, whose parts are added up by their `weight`.
+        shown: the `proof` of the last comparison of this loss over as uneven chunks.
 
     Raises:
         TypeError: loss_fn is not callable.
@@ -63,7 +65,12 @@ class Loss:
     """
 
     def __init__(
-        self, loss_fn: LossFn, reduction: str | None, rows: Sequence[int], is_part: bool = False
+        self,
+        loss_fn: LossFn,
+        reduction: str | None,
+        rows: Sequence[int],
+        is_part: bool = False,
+        shown: tuple[bool, ...] = (),
     ) -> None:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
@@ -73,6 +80,7 @@ class Loss:
         self._reduction = _reduction(loss_fn, reduction)
         self.loss_fn = loss_fn
         self._rows = rows
+        self._shown = shown
         self._scale = scale_of(self.all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
@@ -269,11 +277,20 @@ class Loss:
                     "counted. With other weights call loss_fn(pipe(x), target).backward() instead of step()."
                 )
 
-    @cached_property
+    @property
     def is_proven(self) -> bool:
-        """Whether the traced divisors prove the weights of the chunks. Called after all chunks."""
+        """Whether the traced divisors prove the weights of the chunks. Called after all chunks.
+
+        What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
+        """
+        varies, shown = self.proof, self._shown
+        return varies is not None and not (len(shown) == len(varies) and any(map(gt, shown, varies)))
+
+    @cached_property
+    def proof(self) -> tuple[bool, ...] | None:
+        """Whether each traced divisor varies with the chunks. None: they do not prove the weights of the chunks."""
         chunks = sorted(self._divisors)
-        return not chunks or is_proven([self._divisors[chunk] for chunk in chunks], self._rows, self.is_counted)
+        return proof([self._divisors[chunk] for chunk in chunks], self._rows, self.is_counted) if chunks else ()
 
     def is_proven_beside(self, other: Loss) -> bool:
         """Whether the traced divisors prove the weights of the chunks beside that of another mini-batch's first.
@@ -284,7 +301,8 @@ class Loss:
             return True
         chunks, first = sorted(self._divisors), min(other._divisors)
         divisors = [other._divisors[first], *[self._divisors[chunk] for chunk in chunks]]
-        return is_proven(divisors, [other._rows[first], *[self._rows[chunk] for chunk in chunks]], self.is_counted)
+        rows = [other._rows[first], *[self._rows[chunk] for chunk in chunks]]
+        return proof(divisors, rows, self.is_counted) is not None
 
     def unproven(self) -> ValueError:
         """The error for a loss whose weights are not proven."""

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,10 +24,13 @@ _MOST = 64  # distinct losses of one code or class; all further ones count as on
 
 
 class LossCounts:
-    """The number of mini-batches of each loss function. Numbers 1, 2, 4, 8, ... validate."""
+    """The number of mini-batches of each loss function. Numbers 1, 2, 4, 8, ... validate.
+
+    Mini-batches whose chunks have unlike numbers of rows count by themselves.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[Hashable, dict[Hashable, int]] = {}  # by code or class, by key
+        self._counts: dict[Hashable, dict[Hashable, LossCount]] = {}  # by code or class, by key
 
     def __deepcopy__(self, memo: Any) -> LossCounts:
         return LossCounts()
@@ -35,20 +38,27 @@ class LossCounts:
     def __reduce__(self) -> tuple[type[LossCounts], tuple[()]]:
         return LossCounts, ()
 
-    def get(self, loss_fn: Callable[..., Any]) -> int:
-        """The number of mini-batches of a loss function."""
-        counts, key = self._place(loss_fn)
-        return counts.get(key, 0)
+    def get(self, loss_fn: Callable[..., Any], is_uneven: bool = False) -> LossCount:
+        """The count of mini-batches of a loss function."""
+        counts, key = self._place(loss_fn, is_uneven)
+        return counts.get(key, LossCount())
 
-    def set(self, loss_fn: Callable[..., Any], number: int) -> None:
-        """Set the number of mini-batches of a loss function."""
-        counts, key = self._place(loss_fn)
-        counts[key] = number
+    def set(self, loss_fn: Callable[..., Any], count: LossCount, is_uneven: bool = False) -> None:
+        """Set the count of mini-batches of a loss function."""
+        counts, key = self._place(loss_fn, is_uneven)
+        counts[key] = count
 
-    def _place(self, loss_fn: Callable[..., Any]) -> tuple[dict[Hashable, int], Hashable]:
-        counts = self._counts.setdefault(_kind(loss_fn), {})
+    def _place(self, loss_fn: Callable[..., Any], is_uneven: bool) -> tuple[dict[Hashable, LossCount], Hashable]:
+        counts = self._counts.setdefault((_kind(loss_fn), is_uneven), {})
         key = key_of(loss_fn)
         return counts, key if key in counts or len(counts) < _MOST else None
+
+
+class LossCount(NamedTuple):
+    """The count of mini-batches of a loss function, and what the last comparison showed of its divisors."""
+
+    number: int = 0
+    shown: tuple[bool, ...] = ()
 
 
 def key_of(loss_fn: Callable[..., Any]) -> Hashable:

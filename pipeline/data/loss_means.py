@@ -12,7 +12,8 @@ autograd.Function) is not traced.
 To compare with the loss of joined outputs in every step would compute each chunk's three times, and hold two outputs,
 which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
 made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
-a comparison found right, every step of that loss compares.
+a comparison found right, every step of that loss compares. Steps with chunks of unlike rows are counted by themselves:
+only they tell a constant from a number of rows, and what varied with rows in one of them is no constant later.
 """
 
 from __future__ import annotations
@@ -293,29 +294,44 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def is_proven(divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool) -> bool:
-    """Whether the divisors in the chunks' losses prove the weights of the chunks.
+def proof(
+    divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool
+) -> tuple[bool, ...] | None:
+    """The proof that the divisors in the chunks' losses give of the weights of the chunks.
 
     Args:
         divisors: of each chunk; None: of one whose loss was not traced to output and target.
         rows: of each chunk.
         is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
+
+    Returns:
+        Whether each divisor varies with the chunks; others are the same in all. None: they prove nothing.
     """
     seen = [own for own in divisors if own is not None]
-    if len(rows) == 1 or not seen:
-        return len(rows) == 1
-    if len(seen) < len(divisors) or len({tuple([divisor.is_count for divisor in own]) for own in seen}) > 1:
-        return False
+    if len(rows) == 1:
+        return ()
+    if not seen or len(seen) < len(divisors):
+        return None
+    if len({tuple([divisor.is_count for divisor in own]) for own in seen}) > 1:
+        return None
     kinds = [divisor.is_count and is_counted for divisor in seen[0]]
     columns = [[divisor.amount for divisor in column] for column in zip(*seen, strict=True)]
     if sum(kinds) == 1:  # it is the weight itself, with nothing to compare: the host need not wait for it
         columns.pop(kinds.index(True))
         kinds.remove(True)
     numbers = _as_numbers(columns)
+    varies = tuple([not _is_as(own, _ones(own)) for own in numbers])
     if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
         first = numbers[kinds.index(True)] if True in kinds else []
-        return all([_is_as(own, first if kind else _ones(own)) for kind, own in zip(kinds, numbers, strict=True)])
-    return all([_is_as(own, _ones(own)) or _is_as(own, rows) or _is_as(_inverse(own), rows) for own in numbers])
+        proven = [
+            _is_as(own, first) if kind else not other for kind, own, other in zip(kinds, numbers, varies, strict=True)
+        ]
+        return varies if all(proven) else None
+    proven = [
+        not other or _is_as(own, rows) or _is_as(_inverse(own), rows)
+        for own, other in zip(numbers, varies, strict=True)
+    ]
+    return varies if all(proven) else None
 
 
 def alone(number: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn
+from pipeline.data.loss_key import LossCount
 from pipeline.data.microbatch import Batch, describe
 from pipeline.data.pytrees import flatten
 from pipeline.entry.loss_end import LossEnd
@@ -116,9 +117,11 @@ class RunWithLoss:
             listens: makes what takes gradients while it runs.
         """
         execution, arguments, counts = self.execution, self._arguments, self.runtime.history.losses
-        loss = Loss(arguments.loss_fn, arguments.loss_reduction, execution.batch.rows, arguments.is_part)
-        several = execution.batch.chunks > 1
-        number = counts.get(loss.loss_fn) + several
+        rows = execution.batch.rows
+        several, is_uneven = len(rows) > 1, len(set(rows)) > 1
+        number, shown = counts.get(arguments.loss_fn, is_uneven)
+        loss = Loss(arguments.loss_fn, arguments.loss_reduction, rows, arguments.is_part, shown)
+        number += several
         compare = several and validates(number)
         end = LossEnd(execution, loss, self._target, self._scaler, compare, arguments.outputs)
         if self._scaler is not None and not execution.has_last:
@@ -129,10 +132,12 @@ class RunWithLoss:
                 call.run_forward(None if listens is None else listens(call, end, loss))
                 end.check()
         except BaseException:  # the next call validates
-            counts.set(loss.loss_fn, 0)
+            for kind in (False, True):
+                counts.set(loss.loss_fn, LossCount(), kind)
             raise
         # Under its key after the call: a loss that counts its calls must not look new in each.
-        counts.set(loss.loss_fn, number if loss.is_proven else 0)
+        count = LossCount(number if loss.is_proven else 0, loss.proof or () if compare else shown)
+        counts.set(loss.loss_fn, count, is_uneven)
         return call, loss
 
     def again(self, call: Call) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline import EagerUpdate, Pipe
 from pipeline.curvature import GaussNewton, Hessian
-from pipeline.data.loss_key import LossCounts, key_of
+from pipeline.data.loss_key import LossCount, LossCounts, key_of
 
 CLASSES, LENGTH = 5, 3
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
@@ -202,6 +202,27 @@ def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(na
     assert refused == [3, 5]
 
 
+EQUAL_COUNTS = {
+    "positions": lambda o, t: F.l1_loss(o[t[:, 0] != -100], torch.ones_like(o[t[:, 0] != -100])),
+    "tokens, by another function": lambda o, t: F.cross_entropy(o[:, 0], t[:, 0]).nan_to_num(0.0),
+    "a list": lambda o, t: torch.stack([F.cross_entropy(o[:, 0] * power, t[:, 0]) for power in (1, 2)]).sum(),
+}
+
+
+@pytest.mark.parametrize("rows_before", [7, 6])
+@pytest.mark.parametrize("name", EQUAL_COUNTS)
+def test_counts_that_are_the_same_in_chunks_of_unlike_rows_are_no_constant(name, rows_before):
+    module, loss_fn = language_model(), EQUAL_COUNTS[name]
+    pipe = Pipe(module, [1, 3], chunks=3)
+    for number in (1, 2, 4, 7, 8):
+        x, target = minibatch(number, rows_before)
+        assert_near(run("step", pipe, x, target, loss_fn), whole(module, x, target, loss_fn))
+    x, target = minibatch(9, 7)
+    target[0] = -100  # chunks of 3, 2 and 2 rows, of which 2 count
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        run("step", pipe, x, target, loss_fn)
+
+
 def per_row(output, target):
     losses, mask = flat(output, target, reduction="none").view(target.shape), target != -100
     return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
@@ -383,8 +404,8 @@ def made_of(*held):
 def test_a_loss_made_anew_from_the_same_in_every_step_is_the_same(name):
     held, counts = Crit("mse"), LossCounts()
     for number in range(5):
-        assert counts.get(ANEW[name](held)) == number
-        counts.set(ANEW[name](held), number + 1)
+        assert counts.get(ANEW[name](held)).number == number
+        counts.set(ANEW[name](held), LossCount(number + 1))
 
 
 def test_a_loss_made_anew_from_other_things_in_every_step_leaves_nothing_behind():
@@ -392,11 +413,11 @@ def test_a_loss_made_anew_from_other_things_in_every_step_leaves_nothing_behind(
     for number in range(300):
         loss_fn = partial(raised, torch.tensor(float(number)))  # an id may come again
         if number < 60:
-            assert counts.get(loss_fn) == 0
-        counts.set(loss_fn, counts.get(loss_fn) + 1)
+            assert counts.get(loss_fn).number == 0
+        counts.set(loss_fn, LossCount(counts.get(loss_fn).number + 1))
         size.append(sum(map(len, counts._counts.values())))
-    assert size[-1] == size[100] < 70 and counts.get(partial(raised, torch.tensor(0.0))) > 200
-    assert copy.deepcopy(counts).get(loss_fn) == 0
+    assert size[-1] == size[100] < 70 and counts.get(partial(raised, torch.tensor(0.0))).number > 200
+    assert copy.deepcopy(counts).get(loss_fn).number == 0
 
 
 def test_what_a_key_holds_does_not_live_longer_for_it():
