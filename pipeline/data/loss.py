@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import ceil, log2
-from operator import gt
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.common.interrupts import calls_users_code
 from pipeline.common.torch_modes import without_function_modes
-from pipeline.data.loss_means import Divisor, Seeing, alone, proof
+from pipeline.data.loss_means import Divisor, Proof, Seeing, alone, is_alike, proof
 from pipeline.data.metrics import Metrics, without_metrics
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -70,7 +69,7 @@ class Loss:
         reduction: str | None,
         rows: Sequence[int],
         is_part: bool = False,
-        shown: tuple[bool, ...] = (),
+        shown: Proof = (),
     ) -> None:
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn is the class {loss_fn.__name__}. Give an object of it: {loss_fn.__name__}().")
@@ -132,7 +131,8 @@ class Loss:
         if self._found and (total is not None) != bool(self._counts):
             what = "(sum, count)" if self._counts and not self.is_counted else "a mean over tokens"
             raise ValueError(f"{self._name} returned {what} for one chunk and a single loss for another.")
-        self._divisors[chunk] = None if origin is None else origin.divisors
+        is_seen = origin is not None and seeing is not None and (total is not None or not seeing.is_blind)
+        self._divisors[chunk] = origin.divisors if origin is not None and is_seen else None
         self.is_counted = total is not None
         if origin is None or total is None:
             self._found[chunk] = alone(loss)
@@ -283,12 +283,11 @@ class Loss:
 
         What a comparison showed to vary with the rows is no constant that happens to be the same in all chunks.
         """
-        varies, shown = self.proof, self._shown
-        return varies is not None and not (len(shown) == len(varies) and any(map(gt, shown, varies)))
+        return self.proof is not None and is_alike(self.proof, self._shown)
 
     @cached_property
-    def proof(self) -> tuple[bool, ...] | None:
-        """Whether each traced divisor varies with the chunks. None: they do not prove the weights of the chunks."""
+    def proof(self) -> Proof | None:
+        """The proof that the traced divisors give of the weights of the chunks. None: they prove nothing."""
         chunks = sorted(self._divisors)
         return proof([self._divisors[chunk] for chunk in chunks], self._rows, self.is_counted) if chunks else ()
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline.data.loss_means import Proof
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 _MOST = 64  # distinct losses of one code or class; all further ones count as one
 
@@ -58,7 +60,7 @@ class LossCount(NamedTuple):
     """The count of mini-batches of a loss function, and what the last comparison showed of its divisors."""
 
     number: int = 0
-    shown: tuple[bool, ...] = ()
+    shown: Proof = ()
 
 
 def key_of(loss_fn: Callable[..., Any]) -> Hashable:

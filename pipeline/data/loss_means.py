@@ -13,7 +13,7 @@ To compare with the loss of joined outputs in every step would compute each chun
 which are the largest tensors of a language model. So comparisons in steps 1, 2, 4, 8, ... of a loss show how it is
 made, and every step shows whether what it divides by has changed since. Where nothing is seen, or something uneven that
 a comparison found right, every step of that loss compares. Steps with chunks of unlike rows are counted by themselves:
-only they tell a constant from a number of rows, and what varied with rows in one of them is no constant later.
+only they tell a constant from a number of rows, and what varies with rows in one of them is no constant in another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ _KEEPING = (
 )  # of one number
 
 
+_OPAQUE = ("addcdiv", "addcdiv_", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "numpy")
+_ALONG = {"softmax": 1, "log_softmax": 1, "softmin": 1, "normalize": 2}  # the place of dim, if dim is that of the rows
+
+
 class Origin(NamedTuple):
     """The origin of a tensor within a loss.
 
@@ -93,6 +97,9 @@ class Seeing(TorchFunctionMode):
         rows: of the chunk.
         output, target: their tensors.
         sums: whether to compute means over tokens from their sums, as `Origin.total`.
+
+    Attributes:
+        is_blind: whether a function was called that may divide unseen.
     """
 
     def __init__(self, rows: int, output: Iterable[Tensor], target: Iterable[Tensor], sums: bool) -> None:
@@ -100,6 +107,7 @@ class Seeing(TorchFunctionMode):
         self._rows = rows
         self._sums = sums
         self._depth = 0
+        self.is_blind = False
         self._origins: dict[int, tuple[Callable[[], Tensor | None], Origin]] = {}
         for tensor in target:
             self._note(tensor, Origin((), None, False))
@@ -131,6 +139,7 @@ class Seeing(TorchFunctionMode):
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         made = func(*args, **kwargs)
+        self.is_blind = self.is_blind or _divides_within(func, args, kwargs)
         result = made
         if func.__name__ == "__setitem__":
             made = args[0]
@@ -194,9 +203,14 @@ class Seeing(TorchFunctionMode):
         ]
 
     def _is_of_chunk(self, value: Tensor, factors: Sequence[Any]) -> bool:
-        """Whether a tensor is one number of the whole chunk, rather than a factor that is the loss itself."""
+        """Whether a tensor is one number of the whole chunk, rather than a factor that is the loss itself.
+
+        One without an origin may have been made from the host's numbers, if it is no parameter.
+        """
         origin = self.origin(value)
-        if origin is None or value.numel() != 1 or (value.dim() and self._rows == 1):
+        if origin is None or value.numel() != 1:
+            return value.numel() == 1 and not value.requires_grad
+        if value.dim() and self._rows == 1:
             return False
         return len(factors) == 1 or not origin.of_output or not value.requires_grad and any([
             isinstance(factor, Tensor) and factor.requires_grad for factor in factors
@@ -284,6 +298,17 @@ def _has_labels(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return isinstance(target, Tensor) and not target.is_floating_point()
 
 
+def _divides_within(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function may divide by something of the whole chunk, or gives the host what does."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or func.__name__ in _OPAQUE:
+        return True
+    if func.__name__ not in _ALONG:
+        return False
+    values = args[0] if args else kwargs.get("input")
+    dim = kwargs.get("dim", args[_ALONG[func.__name__]] if len(args) > _ALONG[func.__name__] else 1)
+    return isinstance(values, Tensor) and isinstance(dim, int) and dim in (0, -values.dim())
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -294,9 +319,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
+Proof: TypeAlias = tuple[bool | None, ...]  # whether each divisor varies with the chunks; None: it is nan or zero
+
+
+def is_alike(one: Proof, other: Proof) -> bool:
+    """Whether the same divisors vary in two proofs, as far as they can be compared."""
+    pairs = list(zip(one, other, strict=True)) if len(one) == len(other) else []
+    return all([before is None or now is None or before == now for before, now in pairs])
+
+
 def proof(
     divisors: Sequence[tuple[Divisor, ...] | None], rows: Sequence[int], is_counted: bool
-) -> tuple[bool, ...] | None:
+) -> Proof | None:
     """The proof that the divisors in the chunks' losses give of the weights of the chunks.
 
     Args:
@@ -305,7 +339,7 @@ def proof(
         is_counted: whether the chunks are weighed by the first count of tokens, and not by their rows.
 
     Returns:
-        Whether each divisor varies with the chunks; others are the same in all. None: they prove nothing.
+        It. None: they prove nothing.
     """
     seen = [own for own in divisors if own is not None]
     if len(rows) == 1:
@@ -320,16 +354,19 @@ def proof(
         columns.pop(kinds.index(True))
         kinds.remove(True)
     numbers = _as_numbers(columns)
-    varies = tuple([not _is_as(own, _ones(own)) for own in numbers])
+    same = [_is_as(own, _ones(own)) for own in numbers]
+    varies = tuple([
+        None if isnan(sum(own)) or not any(own) else not constant for own, constant in zip(numbers, same, strict=True)
+    ])
     if is_counted:  # other counts in proportion to the first, everything else the same for all chunks
         first = numbers[kinds.index(True)] if True in kinds else []
         proven = [
-            _is_as(own, first) if kind else not other for kind, own, other in zip(kinds, numbers, varies, strict=True)
+            _is_as(own, first) if kind else constant for kind, own, constant in zip(kinds, numbers, same, strict=True)
         ]
         return varies if all(proven) else None
     proven = [
-        not other or _is_as(own, rows) or _is_as(_inverse(own), rows)
-        for own, other in zip(numbers, varies, strict=True)
+        constant or _is_as(own, rows) or _is_as(_inverse(own), rows)
+        for own, constant in zip(numbers, same, strict=True)
     ]
     return varies if all(proven) else None
 

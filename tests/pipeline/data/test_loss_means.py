@@ -148,6 +148,14 @@ def without_nan(output, target):
     return flat(output, target, reduction="none").where(target.flatten() != -100, float("nan")).nanmean()
 
 
+def counted(target):
+    return int((target != -100).sum())
+
+
+def shares(target):
+    return (target.flatten() != -100).double()
+
+
 class Opaque(torch.autograd.Function):
     """A fused cross entropy."""
 
@@ -177,6 +185,17 @@ UNEVEN = {
     "and more": lambda o, t: flat(o, t) + 0.1 * o.square().mean(),
     "two counts": lambda o, t: flat(o, t) + flat(o, t.clamp(min=0)),
     "positions": lambda o, t: F.mse_loss(o[t != -100], torch.ones_like(o[t != -100])),
+    "a new tensor": lambda o, t: flat(o, t, reduction="sum") / torch.tensor(float(counted(t))),
+    "a clamped one": lambda o, t: (flat(o, t, reduction="sum") / torch.as_tensor([counted(t)]).clamp(min=1)).sum(),
+    "normalised": lambda o, t: (flat(o, t, reduction="none") * F.normalize(shares(t), p=1, dim=0)).sum(),
+    "softmax": lambda o, t: (flat(o, t, reduction="none") * shares(t).log().softmax(0)).sum(),
+    "numpy": lambda o, t: (flat(o, t, reduction="none") * torch.from_numpy(
+        shares(t).numpy() / shares(t).numpy().sum())).sum(),
+    "addcdiv": lambda o, t: torch.addcdiv(
+        torch.zeros((), dtype=o.dtype), flat(o, t, reduction="sum"), shares(t).sum()),
+    "scatter": lambda o, t: torch.zeros(2, dtype=o.dtype).scatter_reduce(
+        0, (t != -100).long().flatten(), flat(o, t, reduction="none"), "mean", include_self=False)[1],
+    "an operator": lambda o, t: torch.ops.aten.cross_entropy_loss(o.flatten(0, 1), t.flatten()),
     "fused": Opaque.apply,
     "scripted": lambda o, t: scripted(o.flatten(0, 1), t.flatten()),
 }
@@ -205,6 +224,7 @@ def test_any_other_mean_is_right_where_it_is_even_and_refused_where_it_is_not(na
 EQUAL_COUNTS = {
     "positions": lambda o, t: F.l1_loss(o[t[:, 0] != -100], torch.ones_like(o[t[:, 0] != -100])),
     "tokens, by another function": lambda o, t: F.cross_entropy(o[:, 0], t[:, 0]).nan_to_num(0.0),
+    "a mean by a mean": lambda o, t: (o[:, 0, 0] * (t[:, 0] != -100)).mean() / (t[:, 0] != -100).double().mean(),
     "a list": lambda o, t: torch.stack([F.cross_entropy(o[:, 0] * power, t[:, 0]) for power in (1, 2)]).sum(),
 }
 
