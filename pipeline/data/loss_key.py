@@ -4,9 +4,9 @@
     Crit("mse"), Crit("rmse")       class and attributes                 two
     partial(f, beta=0.5)            f, and its arguments                 another than with 0.6
 
-Plain values, tuples, sets and dicts count by value, functions by their parts, everything else by identity
-(lists, which have no weak references, by type). A loss that is made of different objects in every step (a counter, a
-tensor of the mini-batch) counts as new in the first steps only.
+Plain values, tuples, sets and dicts count by value, functions by their parts and the plain globals that they name,
+everything else by identity (lists, which have no weak references, by type) and plain attributes. A loss that is made of
+different objects in every step (a counter, a tensor of the mini-batch) counts as new in the first steps only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from pipeline.data.loss_means import Proof
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+_VALUES = frozenset([type(None), bool, int, float, str])
 _MOST = 64  # distinct losses of one code or class; all further ones count as one
 
 
@@ -91,16 +92,25 @@ def _key(value: Any, depth: int) -> Hashable:
     if isinstance(value, partial):
         return partial, _key(value.func, depth + 1), _key(value.args, depth + 1), _key(value.keywords, depth + 1)
     if isinstance(value, MethodType):
-        return MethodType, value.__func__.__code__, _Identity(value.__self__)
+        return MethodType, _key(value.__func__, depth + 1), _object(value.__self__)
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         held = (value.__defaults__, value.__kwdefaults__, tuple(cells))
-        return FunctionType, value.__code__, value.__module__, _key(held, depth + 1)
+        known = value.__globals__
+        names = [name for name in value.__code__.co_names if name in known and type(known[name]) in _VALUES]
+        read = tuple([(name, _key(known[name], depth)) for name in names])
+        return FunctionType, value.__code__, value.__module__, _key(held, depth + 1), read
     if isinstance(value, (tuple, set, frozenset)) and len(value) < 32:
         return type(value), tuple([_key(item, depth + 1) for item in value])
     if isinstance(value, dict) and len(value) < 32:
         return type(value), tuple([(_key(name, depth + 1), _key(item, depth + 1)) for name, item in value.items()])
-    return _Identity(value)
+    return _object(value)
+
+
+def _object(value: Any) -> Hashable:
+    """The key of an object: its identity, and the plain ones of its attributes."""
+    held = getattr(value, "__dict__", {}) if not isinstance(value, ModuleType) else {}
+    return _Identity(value), tuple([(name, _key(item, 0)) for name, item in held.items() if type(item) in _VALUES])
 
 
 def _cell(cell: Any) -> Any:

@@ -406,6 +406,57 @@ def test_an_attribute_that_is_changed_makes_another_loss():
         pipe.step(x, target, loss_fn=criterion)
 
 
+IS_LATE = False
+
+
+class Trainer:
+    """A loss that gets another term when the warm-up is over, and counts its calls."""
+
+    def __init__(self):
+        self.is_late = False
+        self.calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        loss = output.square().mean()
+        return loss.sqrt() if self.is_late else loss
+
+    @property
+    def closure(self):
+        return lambda output, target: self.loss(output, target)
+
+
+def of_a_global(output, target):
+    loss = output.square().mean()
+    return loss.sqrt() if IS_LATE else loss
+
+
+@pytest.mark.parametrize("name", ["loss", "closure"])
+def test_a_plain_attribute_that_a_loss_may_read_makes_another_loss(name):
+    trainer, pipe = Trainer(), Pipe(language_model(), [1, 1, 2], chunks=3)
+    loss_fn = getattr(trainer, name)
+    x, target = minibatch(1, 6)
+    calls = []
+    for _ in range(4):
+        before = trainer.calls
+        pipe.step(x, target, loss_fn=loss_fn)
+        calls.append(trainer.calls - before)
+    assert calls[2] == 3 < calls[0]  # a loss that counts its calls is not compared in each
+    trainer.is_late = True
+    with pytest.raises(ValueError, match="is not a mean over rows"):
+        pipe.step(x, target, loss_fn=loss_fn)
+
+
+def test_a_plain_global_that_a_loss_reads_makes_another_loss(monkeypatch):
+    pipe = Pipe(language_model(), [1, 1, 2], chunks=3)
+    x, target = minibatch(1, 6)
+    for _ in range(4):
+        pipe.step(x, target, loss_fn=of_a_global)
+    monkeypatch.setitem(globals(), "IS_LATE", True)
+    with pytest.raises(ValueError, match="of_a_global is not a mean over rows"):
+        pipe.step(x, target, loss_fn=of_a_global)
+
+
 ANEW = {
     "lambda": lambda held: lambda o, t: held(o, t),
     "module": lambda held: nn.CrossEntropyLoss(label_smoothing=0.1),
