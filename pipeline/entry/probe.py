@@ -76,6 +76,7 @@ class Probe:
     def __init__(self, setup: Setup, batch: Batch, checks_rows: bool) -> None:
         self._communicator = setup.communicator
         self._checks_rows = checks_rows
+        self._is_trained = setup.grad
         self._setup = replace(
             setup, recompute=frozenset(), grad=False, keep=False, compares=False, defer=False, traces=(),
             known=StageTraits(), layout=replace(setup.layout, workers="inline" if setup.communicator.is_alone else None)
@@ -95,9 +96,11 @@ class Probe:
         """Raise if the mini-batch cannot be cut.
 
         Raises:
-            ValueError: layers mix rows, or an output has no rows.
+            ValueError: layers mix rows, or their gradients do, or an output has no rows.
             RuntimeError: a stage reads state that another stage wrote.
         """
+        if self._checks_rows and self._is_trained and self._batch.chunks > 1:
+            self._check_frequencies()
         rows = self._rows
         alone = self._picked(range(rows))
         with ExitStack() as stack:
@@ -124,6 +127,17 @@ class Probe:
             if self._checks_rows:
                 self._check_rows(alone, beside, reference)
                 self._check_places(reference, resized, places)
+
+    def _check_frequencies(self) -> None:
+        """Raise if a layer divides its gradient by what it counts in all rows."""
+        for module in self._modules:
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq:
+                raise ValueError(
+                    f"a layer has {type(module).__name__}(scale_grad_by_freq=True), which divides gradients by how "
+                    "often an index occurs in the mini-batch. Chunks see their own rows only, so gradients would not "
+                    "be those of the plain module. If each chunk may count by itself, use Pipe(..., mixes_rows=True); "
+                    "else set it to False, or chunks=1."
+                )
 
     def _others(self) -> Batch:
         """As many other rows, uncut: the last ones, or another mini-batch."""

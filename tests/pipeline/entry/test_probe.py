@@ -136,6 +136,18 @@ def test_float32_and_bfloat16_and_integers_are_told_apart_from_rounding() -> Non
         Pipe(around(calls(lambda h: h.argsort(0))), [1, 1], 2)(flat())
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_are_divided_by_frequencies_are_refused_with_chunks(kind: type[nn.Module]) -> None:
+    layer = kind(5, 4, scale_grad_by_freq=True)
+    module = nn.Sequential(layer, nn.Flatten(), nn.Linear(8 if kind is nn.Embedding else 4, 2))
+    ids = torch.randint(5, (6, 2))
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\(scale_grad_by_freq=True\).*mixes_rows=True.*chunks=1"):
+        Pipe(module, [1, 2], chunks=3).step(ids, loss_fn=square)
+    assert Pipe(module, [1, 2], chunks=3).evaluate(ids, loss_fn=square).loss.isfinite()
+    for chunks, mixes_rows in ((1, False), (3, True)):
+        Pipe(module, [1, 2], chunks=chunks, mixes_rows=mixes_rows).step(ids, loss_fn=square)
+
+
 def test_layers_may_mix_rows_where_that_is_said() -> None:
     """As BatchNorm does: numbers are those of a loop over the chunks."""
     model, x = around(calls(lambda h: h - h.mean(0))), flat()
