@@ -103,15 +103,30 @@ def hooked(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]
 @contextmanager
 def hooks_asleep(leaves: Sequence[Tensor]) -> Iterator[None]:
     """Within: the leaves' tensor hooks do nothing. They act later, once, on the whole gradient."""
-    tables = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    found = [list(table.items()) for table in tables]
-    for table in tables:
-        table.clear()
+    with _asleep([leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]):
+        yield
+
+
+@contextmanager
+def _asleep(tables: Sequence[Any]) -> Iterator[None]:
+    """Within: the hooks of these tables do nothing, and can be removed."""
+    found = [(table, dict(table)) for table in tables]
+    for table, hooks in found:
+        table.update(dict.fromkeys(hooks, _nothing))
     try:
         yield
     finally:
-        for table, items in zip(tables, found, strict=True):
-            table.update(items)
+        for table, hooks in found:
+            _put_back(table, hooks)
+
+
+def _nothing(_: Tensor) -> None:
+    """A hook that leaves a gradient as it is."""
+
+
+def _put_back(table: Any, hooks: dict[int, Any]) -> None:
+    """Put hooks back into the table that had them, but for those that were removed meanwhile."""
+    table.update({key: hook for key, hook in hooks.items() if key in table})
 
 
 @contextmanager
@@ -121,19 +136,16 @@ def grads_apart(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     At the end the list has these gradients, and `.grad` is as before.
     """
     parts: list[Tensor | None] = []
-    found = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks or {}) for leaf in leaves]
-    hooks = [dict(table) for _, _, table in found]
-    for leaf, _, table in found:
+    found = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
         leaf.grad = None
-        table.clear()
     try:
-        with hooks_asleep(leaves):
+        with hooks_asleep(leaves), _asleep([leaf._post_accumulate_grad_hooks or {} for leaf in leaves]):
             yield parts
     finally:
-        for (leaf, grad, table), own in zip(found, hooks, strict=True):
+        for leaf, grad in found:
             parts.append(leaf.grad)
             leaf.grad = grad
-            table.update(own)
 
 
 def skip_none(leaves: Sequence[Tensor]) -> None:
@@ -153,7 +165,7 @@ def skip_none(leaves: Sequence[Tensor]) -> None:
 
     def restore() -> None:
         for table, hooks in changed:
-            table.update({key: hook for key, hook in hooks.items() if key in table})
+            _put_back(table, hooks)
 
     if changed:
         torch.autograd.Variable._execution_engine.queue_callback(restore)

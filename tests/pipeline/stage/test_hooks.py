@@ -429,3 +429,19 @@ def test_a_parameter_that_is_the_input_too_has_one_gradient_and_its_hook_runs_on
     assert len(seen) == 2 * has_hook
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("entry", ["backward", "step"])
+def test_a_hook_that_another_hook_removes_is_gone(entry):
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    pipe, weight, ran = Pipe(module, [1, 1], chunks=3), module[0].weight, []
+    handle = weight.register_hook(lambda grad: ran.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: ran.append("after") or handle.remove())
+    x, y = torch.randn(7, 4).double(), torch.randn(7, 2).double()
+    for _ in range(3):
+        if entry == "step":
+            pipe.step(x, y, loss_fn=nn.MSELoss())
+        else:
+            nn.functional.mse_loss(pipe(x), y).backward()
+    assert ran == ["tensor", "after", "after", "after"]
