@@ -137,9 +137,12 @@ class InputCut:
         if self.is_first and self.writes:
             self._observe(read, given)
         elif versions(read.tensors) != before:
+            self._traits.only_reads.discard(self._read_key(read))  # the next call copies
+            changed = " The x of this call was changed: make it anew." if self._key[0] == 0 else ""
             raise CheckpointError(
                 f"{self._stage} wrote its input in place, which it did not do before: for the first chunk, or in "
                 "earlier calls. Write it for every chunk or for none (for example x = x + 1 instead of x += 1)."
+                + changed
             )
         self.is_first = False
 

@@ -545,6 +545,21 @@ def test_a_backward_within_a_forward_is_refused_in_every_call(checkpoint: str) -
             pipe(torch.randn(4, 3)).sum().backward()
 
 
+def test_after_the_first_stage_began_to_write_its_input_x_is_copied_again() -> None:
+    writes = [False]
+    first = Apply(lambda x: x.mul_(2) if writes[0] else x * 2)
+    pipe, x = Pipe(nn.Sequential(first, linear(3)), [1, 1], 2), torch.randn(4, 3)
+    for call in range(7):
+        before = x.clone()
+        writes[0] = call > 1
+        if call == 2:
+            with pytest.raises(CheckpointError, match="The x of this call was changed: make it anew"):
+                pipe.step(x, loss_fn=lambda output, _: output.square().mean())
+        else:
+            pipe.step(x, loss_fn=lambda output, _: output.square().mean())
+            assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("does", [
     lambda x: x.mul_(2), lambda x: x.view(-1).mul_(2), lambda x: x.detach().mul_(2)
 ])
