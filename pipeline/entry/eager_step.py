@@ -235,5 +235,6 @@ class EagerRun:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's values. 0: it has none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """The address of a tensor's values. 0: it has none, as the zeros of forward-mode AD."""
+    has_values = tensor.layout is torch.strided and not torch._is_zerotensor(tensor)
+    return tensor.untyped_storage().data_ptr() if has_values else 0

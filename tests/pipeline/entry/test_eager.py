@@ -1202,3 +1202,19 @@ def test_a_stage_that_reads_an_earlier_weight_or_a_copy_gives_the_ordinary_step(
             pipe.step(x, x.sin(), loss_fn=nn.functional.mse_loss, optimizer=optimizer)
         found.append([param.detach() for param in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_zeros_of_forward_mode_within_a_layer_have_no_memory_to_compare():
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            return torch.func.jvp(lambda point: (point * self.weight).sin(), (x,), (torch.ones_like(x),))[1]
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 2)), [1, 1, 1], 2, checkpoint="never")
+    update = EagerUpdate(torch.optim.SGD(pipe.parameters(), 0.1))
+    for _ in range(3):
+        pipe.step(torch.randn(6, 4), loss_fn=lambda output, _: output.square().mean(), optimizer=update)
+    assert not update.is_torn
