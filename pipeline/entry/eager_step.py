@@ -15,11 +15,12 @@ A schedule's order (looped-bfs) makes the gradients of some stages whole early; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
@@ -52,6 +53,7 @@ class EagerSink(Sink):
         update.get_ready()
         refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]
+        _refuse_shared_memory(run.execution.setup.stages, update)
         check_free([*((f"'{name}'", param) for name, param in named.items() if update.holds(param)), *others])
         norm: Tensor | None = None
         if update.needs_two_runs:
@@ -232,6 +234,25 @@ class EagerRun:
         if averager is not None:
             return averager.average(pairs, own, waits=True), divisor
         return [(owner, divide_(grad, divisor)) for owner, grad in pairs], divisor
+
+
+def _refuse_shared_memory(stages: Sequence[Sequence[nn.Module]], update: EagerUpdate) -> None:
+    """Raise if parameters of different stages lie in the same memory: one is updated before the other's backward."""
+    spans: list[tuple[int, int, int, Tensor]] = []
+    for stage, layers in enumerate(stages):
+        for param in [param for layer in layers for param in layer.parameters() if update.holds(param)]:
+            if _memory(param) and param.numel():
+                last = sum([(size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)])
+                start = param.data_ptr()
+                spans.append((start, start + (last + 1) * param.element_size(), stage, param))
+    spans.sort(key=lambda span: span[:3])
+    for before, after in pairwise(spans):
+        if after[0] < before[1] and before[2] != after[2] and before[3] is not after[3]:
+            raise RuntimeError(
+                f"parameters of shapes {list(before[3].shape)} (stage {before[2]}) and {list(after[3].shape)} (stage "
+                f"{after[2]}) lie in the same memory. An EagerUpdate updates one before the other's stage has gone "
+                "backward. Tie them as one Parameter (a.weight = b.weight), or step with the optimizer itself."
+            )
 
 
 def _memory(tensor: Tensor) -> int:

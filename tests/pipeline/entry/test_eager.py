@@ -1218,3 +1218,19 @@ def test_zeros_of_forward_mode_within_a_layer_have_no_memory_to_compare():
     for _ in range(3):
         pipe.step(torch.randn(6, 4), loss_fn=lambda output, _: output.square().mean(), optimizer=update)
     assert not update.is_torn
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_parameters_of_two_stages_in_the_same_memory_are_refused_before_the_step(is_part):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    module[2].weight.data = module[0].weight.data
+    if is_part:
+        module[2].bias.data = module[0].weight.data[1]
+        module[2].weight.data = torch.randn(4, 4)
+    pipe, before = Pipe(module, [1, 1, 1], 2), [param.detach().clone() for param in module.parameters()]
+    update = EagerUpdate(torch.optim.SGD(pipe.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match=r"\(stage 0\) and .* \(stage 2\) lie in the same memory.*Tie them as one"):
+        pipe.step(torch.randn(6, 4), loss_fn=lambda output, _: output.square().mean(), optimizer=update)
+    assert not update.is_torn and all(map(torch.equal, module.parameters(), before))
+    two = Pipe(nn.Sequential(module[0], module[2]), [2], 2)
+    two.step(torch.randn(6, 4), loss_fn=lambda output, _: output.square().mean(), optimizer=update)
