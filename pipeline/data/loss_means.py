@@ -107,6 +107,7 @@ class Seeing(TorchFunctionMode):
         self._rows = rows
         self._sums = sums
         self._depth = 0
+        self._is_over = False
         self.is_blind = False
         self._origins: dict[int, tuple[Callable[[], Tensor | None], Origin]] = {}
         for tensor in target:
@@ -116,13 +117,21 @@ class Seeing(TorchFunctionMode):
                 self._note(tensor, Origin((), None, True))
 
     def __enter__(self) -> Seeing:
+        while _is_left_behind():
+            torch._C._pop_torch_function_stack()
         self._depth = torch._C._len_torch_function_stack()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._is_over = True  # an interrupt may leave it on the stack: it lets calls through then
         if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have popped it
             super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the evaluation has ended."""
+        return self._is_over
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
@@ -136,6 +145,8 @@ class Seeing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_over:
+            return func(*args, **kwargs)
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)
         made = func(*args, **kwargs)
@@ -256,6 +267,13 @@ class Seeing(TorchFunctionMode):
         divisors = (*origin.divisors, Divisor(count, True))
         self._note(mean, Origin(divisors, total, origin.of_output, count if later else None))
         return mean
+
+
+def _is_left_behind() -> bool:
+    """Whether the innermost mode is a trace that an interrupt left on the stack."""
+    depth = torch._C._len_torch_function_stack()
+    mode = torch._C._get_function_stack_at(depth - 1) if depth else None
+    return isinstance(mode, Seeing) and mode.is_over
 
 
 def _mean_and_total(

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline import EagerUpdate, Pipe
 from pipeline.curvature import GaussNewton, Hessian
 from pipeline.data.loss_key import LossCount, LossCounts, key_of
+from pipeline.data.loss_means import Seeing
 
 CLASSES, LENGTH = 5, 3
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
@@ -330,6 +331,22 @@ def test_a_mode_of_the_users_sees_its_calls_and_nothing_of_ours():
         loss = pipe.step(x, target, loss_fn=EXACT["flattened"]).loss
     torch.testing.assert_close(loss, whole(module, x, target, EXACT["flattened"])[0], rtol=1e-12, atol=0)
     assert names.count("cross_entropy") == 3 and "where" not in names and "ne" not in names
+
+
+def test_a_trace_that_an_interrupt_left_behind_lets_calls_through_and_is_removed():
+    logits, target = torch.randn(6, 5), torch.randint(5, (6,))
+    seeing = Seeing(6, [logits], [target], True)
+    with seeing:
+        pass
+    torch._C._push_on_torch_function_stack(seeing)  # as an interrupt in its end leaves it
+    try:
+        loss = F.cross_entropy(logits, target)
+        assert seeing.origin(loss) is None
+        with Seeing(6, [logits], [target], True):
+            assert torch._C._len_torch_function_stack() == 1
+    finally:
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
 
 
 @pytest.mark.parametrize("operator", [Hessian, GaussNewton])
