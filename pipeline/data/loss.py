@@ -80,7 +80,6 @@ class Loss:
         self.loss_fn = loss_fn
         self._rows = rows
         self._shown = shown
-        self._scale = scale_of(self.all_rows)
         self._found: dict[int, Tensor] = {}  # by chunk: its loss, or its sum
         self._counts: dict[int, Tensor] = {}
         self._divisors: dict[int, tuple[Divisor, ...] | None] = {}  # None: unknown
@@ -97,6 +96,11 @@ class Loss:
     def all_rows(self) -> int:
         """The rows of the mini-batch."""
         return sum(self._rows)
+
+    @property
+    def _scale(self) -> float:
+        """The factor of sums until the count is known."""
+        return scale_of(self.all_rows)
 
     def chunk(self, chunk: int, output: Any, target: Any) -> tuple[Tensor, float]:
         """Compute the loss of a chunk.
