@@ -88,9 +88,12 @@ class Probe:
         modules = [module for layers in own for top in layers for module in top.modules()]
         self._modules = list({id(module): module for module in modules}.values())
         self._in_eval_mode = False
-        self._has_last = setup.communicator.topology.has(len(setup.stages) - 1)
         lanes = Counter(setup.plan.schedule.placement.lane_of)
         self._shares = len(own) == len(setup.stages) > 1 or max(lanes.values()) > 1  # in some process
+
+    @property
+    def _has_last(self) -> bool:
+        return self._communicator.topology.has(len(self._setup.stages) - 1)
 
     def check(self) -> None:
         """Raise if the mini-batch cannot be cut.
