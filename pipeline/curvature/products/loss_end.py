@@ -141,7 +141,7 @@ class LossProduct(ChunkLosses):
 
     def check(self) -> None:
         """Check the losses of all chunks, and their weights beside other mini-batches."""
-        if self.loss.is_single and self._first is not self.loss and not self.loss.is_proven_beside(self._first):
+        if self._first is not self.loss and not self.loss.is_proven_beside(self._first):
             raise self.loss.unproven()
         if not self.compares or float(self.loss.weight[1]):
             self.check_all()
