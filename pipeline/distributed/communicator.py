@@ -56,7 +56,6 @@ class DistributedCommunicator(Communicator):
     ) -> None:
         ranks = topology.ranks
         self._entry = entry if of is None else f"{entry} of {of}"
-        self._kind = (topology.number, entry)  # of calls that validate by their own number
         self._is_backward = of is not None
         self._name = ranks.next_call
         self._call = f"{self._entry} (call {ranks.calls + 1} of the script)"
@@ -102,7 +101,8 @@ class DistributedCommunicator(Communicator):
 
     def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""
-        values = self._ranks.opened.next(self._kind)
+        kind, _, _ = self._entry.partition(" of ")  # each counts by itself, backwards too
+        values = self.topology.opened.next((kind, self._ranks.generation))
         seed, of = self._comparison.open(words, draw_seed() if draws else 0, tensors, values)
         if values:
             self.gradients.check_copies()

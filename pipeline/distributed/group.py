@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from pipeline.common.accelerators import device_of_rank, identity, is_accelerator
 from pipeline.common.arguments import check_group
-from pipeline.common.cadence import Cadence
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.connections import Connections, Pairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
@@ -60,7 +59,6 @@ class RankGroup:
         self.device = _device(group)
         self.calls = 0
         self.calls_since = 0  # calls since the last failure, after which ranks may differ in `calls`
-        self.opened = Cadence()  # these, by Pipe and entry point
         self.pipes = 0
         self.is_in_call = False
         self.heartbeat = heartbeat
@@ -249,7 +247,7 @@ class RankGroup:
     def close(self) -> None:
         """Drop the connections; the next call builds the next generation."""
         self.connections.close()
-        self.calls_since, self.opened = 0, Cadence()
+        self.calls_since = 0
 
     def farewell(self) -> None:
         """End the monitor and drop the connections: the script ends."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import sequential
+from pipeline.common.cadence import Cadence
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import StageAssignment, assign
 from pipeline.distributed.group import RankGroup
@@ -36,6 +37,7 @@ class PipeTopology(Topology):
         first_names: for every name of a parameter of the whole module its first one, in the order of the module.
         own_names: of the parameters that this rank alone has.
         nothing: an empty one, for a rank without any.
+        opened: the calls of the Pipe, by entry point and failures before.
         known: the names of the whole module's parameters, by id, and what gives them, while there are such.
     """
 
@@ -48,6 +50,7 @@ class PipeTopology(Topology):
     known: Mapping[int, tuple[str, Callable[[], Tensor | None]]]
     own_names: frozenset[str]
     nothing: nn.Parameter
+    opened: Cadence = field(default_factory=Cadence)
 
     def __deepcopy__(self, memo: Any) -> PipeTopology:
         """A copy of a Pipe runs on the same ranks."""
