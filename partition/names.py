@@ -25,6 +25,7 @@ from partition.errors import PartitionError
 from partition.modes import Modes
 
 T = TypeVar("T")
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes: tables, hooks, the mode
 
 
 class InModel(NamedTuple):

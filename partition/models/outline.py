@@ -33,7 +33,7 @@ from partition.models.returns import caught, check_noted
 from partition.models.runs import Call, Chain, Reached, Run, Switches, around, chain_of, names_of, numbers_of, this_run
 from partition.models.shapes import MadeUp, Shape, is_without_memory
 from partition.models.stand_ins import Absent, Shadow, StandIn, Volatile, autocast_of, forget_oldest, rebuilt, shallow
-from partition.names import behaviour_of, places_of
+from partition.names import OF_EVERY_MODULE, behaviour_of, places_of
 
 
 class _Made(NamedTuple):
@@ -348,12 +348,9 @@ def _copy(name: str, copies: dict[str, nn.Module], made: dict[int, nn.Module]) -
 
 def _lasting(module: nn.Module, volatile: Volatile) -> dict[str, Any]:
     """The attributes of a module that no forward sets."""
-    others = _EVERY_MODULE | references_of(module).keys()
+    others = OF_EVERY_MODULE | references_of(module).keys()
     own = {key: value for key, value in vars(module).items() if key not in others}
     return {key: value for key, value in own.items() if (id(module), key) not in volatile} | behaviour_of(module)
-
-
-_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _stream(device: torch.device) -> int:

@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from partition.names import OF_EVERY_MODULE
 from pipeline.distributed.agreement import digest, values_in_words
 
 _DEPTH = 4
@@ -82,8 +83,5 @@ def _printed(module: nn.Module) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
 
 
-_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, tables
-
-
 def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE}
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from partition.names import OF_EVERY_MODULE
 from pipeline.common.errors import CheckpointError
 from pipeline.recompute.containers import CONTAINERS, length, reader_of, shorten, write
 from pipeline.recompute.randomness import is_torchs_own
@@ -39,7 +40,6 @@ from pipeline.recompute.randomness import is_torchs_own
 _DEPTH = 4
 _LONG = 1000  # entries
 _MOST = 1000  # containers of one stage
-_EVERY_MODULE = frozenset(vars(nn.Module()))  # the names that each module's dict has: tables, hooks, training
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module, Tensor, Enum, BaseException)
 _OTHER_PACKAGES = {"torch", "pipeline", "numpy", *sys.stdlib_module_names}
 Held: TypeAlias = Callable[[Iterable[Any]], list[Any]]  # what is kept of some values
@@ -76,7 +76,7 @@ class Attributes:
             if is_torchs_own(module) or isinstance(module, torch.jit.ScriptModule):  # which has them in C++
                 continue
             table = vars(module)
-            names = list(filterfalse(_EVERY_MODULE.__contains__, table))
+            names = list(filterfalse(OF_EVERY_MODULE.__contains__, table))
             get = itemgetter("_modules", *names) if names else _no_names
             values = get(table)
             self._modules.append(_OfModule(table, names, get, held(values)))
@@ -139,7 +139,7 @@ class Attributes:
             key: copy.clone() for key, (_, _, copy) in self._tensors.items() if copy is not None and key in copies
         }
         for table, names, _, values in self._modules:
-            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], _EVERY_MODULE)
+            _become(table, names, [stand_ins.get(id(value), value) for value in values[1:]], OF_EVERY_MODULE)
         for holder, copy in self._tables:
             write(holder, [*copy, *copy.values()])
         for kind, holder, content in self._places:
