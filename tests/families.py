@@ -1,14 +1,23 @@
-"""Families of Hugging Face's transformers: tiny models, built from configs, and what they are called with."""
+"""Families of Hugging Face's transformers: tiny models, built from configs, what they are called with, and trained."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from partition.models.parts import Block
+from pipeline import layer_seed
+
+CHUNKS = 3
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
@@ -118,3 +127,53 @@ def of_family(
         return words
 
     return model, text
+
+
+class Plain:
+    """A copy of a model, run over the same chunks, with the generators seeded as in the layers that it was cut into.
+
+    Args:
+        model: the one that was cut.
+        layers: what it was cut into.
+    """
+
+    def __init__(self, model: nn.Module, layers: nn.Sequential) -> None:
+        names = {id(module): name for name, module in model.named_modules()}
+        self.model = copy.deepcopy(model)
+        self.seed = self.chunk = 0
+        for number, layer in enumerate(layers):
+            if isinstance(layer, Block):
+                (block,) = [self.model.get_submodule(names[id(module)]) for module in layer.own().values()]
+                block.register_forward_pre_hook(lambda *_, layer=number: self.begin(layer))
+                block.register_forward_hook(lambda *_, layer=number + 1: self.begin(layer))
+
+    def begin(self, layer: int) -> None:
+        """What follows is this layer's: its dropout masks by the public rule."""
+        seed = layer_seed(self.seed, self.chunk, layer)
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
+
+    def step(
+        self, x: Any, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Tensor:
+        """The loss; gradients are added up."""
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())
+        total = torch.zeros((), device=target.device)
+        for self.chunk, rows in enumerate(torch.arange(len(target)).tensor_split(CHUNKS)):
+            self.begin(0)
+            with context():
+                loss = loss_fn(self.model(**tree_map(lambda leaf, rows=rows: leaf[rows], x)), target[rows])
+            (loss * (len(rows) / len(target))).backward()
+            total += loss.detach() * (len(rows) / len(target))
+        return total
+
+
+def near(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], share: float = 1e-5) -> None:
+    """To a part of the largest number of each tensor; of one that is all but 0, as that of a key's bias, of all."""
+    largest = max(float(other.abs().max()) for other in theirs if other is not None)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            bound = share * max(float(other.abs().max()), 0.01 * largest)
+            torch.testing.assert_close(mine, other, rtol=0, atol=bound)

@@ -5,55 +5,13 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 
-import numpy
 import pytest
 import torch
 from cover import either, pairwise
-from families import FAMILIES, LAYERS, OUTPUTS, of_family
-from torch.utils._pytree import tree_map
+from families import CHUNKS, FAMILIES, LAYERS, OUTPUTS, Plain, near, of_family
 
 from partition import to_sequential
-from partition.models.parts import Block
-from pipeline import Pipe, layer_seed
-
-CHUNKS = 3
-
-
-class Plain:
-    """A copy of a model, run over the same chunks, with the generators seeded as in the layers that it was cut into.
-
-    Args:
-        model: the one that was cut.
-        layers: what it was cut into.
-    """
-
-    def __init__(self, model, layers):
-        names = {id(module): name for name, module in model.named_modules()}
-        self.model = copy.deepcopy(model)
-        self.seed = self.chunk = 0
-        for number, layer in enumerate(layers):
-            if isinstance(layer, Block):
-                (block,) = [self.model.get_submodule(names[id(module)]) for module in layer.own().values()]
-                block.register_forward_pre_hook(lambda *_, layer=number: self.begin(layer))
-                block.register_forward_hook(lambda *_, layer=number + 1: self.begin(layer))
-
-    def begin(self, layer):
-        """What follows is this layer's: its dropout masks by the public rule."""
-        seed = layer_seed(self.seed, self.chunk, layer)
-        torch.manual_seed(seed)
-        numpy.random.seed(seed % 2**32)
-
-    def step(self, x, target, loss_fn, context):
-        """The loss; gradients are added up."""
-        self.seed = int(torch.empty((), dtype=torch.int64).random_())
-        total = torch.zeros(())
-        for self.chunk, rows in enumerate(torch.arange(len(target)).tensor_split(CHUNKS)):
-            self.begin(0)
-            with context():
-                loss = loss_fn(self.model(**tree_map(lambda leaf, rows=rows: leaf[rows], x)), target[rows])
-            (loss * (len(rows) / len(target))).backward()
-            total += loss.detach() * (len(rows) / len(target))
-        return total
+from pipeline import Pipe
 
 
 def cut(family, sample, **settings):
@@ -67,16 +25,6 @@ def cut(family, sample, **settings):
 def piped(layers, balance, **settings):
     pipe = Pipe(layers, balance, CHUNKS, devices=["cpu"] * len(balance), **settings)
     return pipe, torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.9)
-
-
-def near(ours, theirs, share=1e-5):
-    """To a part of the largest number of each tensor; of one that is all but 0, as that of a key's bias, of all."""
-    largest = max(float(other.abs().max()) for other in theirs if other is not None)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        if mine is not None:
-            bound = share * max(float(other.abs().max()), 0.01 * largest)
-            torch.testing.assert_close(mine, other, rtol=0, atol=bound)
 
 
 ROWS = pairwise({

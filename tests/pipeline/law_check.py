@@ -65,10 +65,10 @@ def balance_of(kind: str | list[int], layers: int) -> list[int]:
     return kinds[kind]
 
 
-def ready(case: Case, train: bool, input_grad: bool, rows: int) -> Any:
-    """Put the model in its mode; return the input."""
-    case.model.train(train)
-    x = case.make_input(rows)
+def ready(case: Case, train: bool, input_grad: bool, rows: int, device: str = "cpu") -> Any:
+    """Put the model in its mode, and on a device; return the input, which is there too."""
+    case.model.train(train).to(device)
+    x = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), case.make_input(rows))
     leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
     for leaf in leaves:
         leaf.requires_grad_(input_grad and leaf.is_floating_point())
@@ -90,15 +90,17 @@ def target_of(rows: int) -> Tensor:
     return normal(rows, seed=9)
 
 
-def expect(config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] = MODELS) -> Result:
-    """What the plain module gives, chunk by chunk."""
+def expect(
+    config: Mapping[str, Any], models: Mapping[str, Callable[[], Case]] = MODELS, device: str = "cpu"
+) -> Result:
+    """What the plain module gives on a device, chunk by chunk."""
     case = models[config["model"]]()
-    x = ready(case, config["train"], config["input_grad"], config["rows"])
+    x = ready(case, config["train"], config["input_grad"], config["rows"], device)
     seed = call_seed(SEED)
     if config["entry"] == "forward":
         return reference(case.model, x, config["chunks"], seed, case.loss, case.extras)
     reduction = config["entry"].split()[1]
-    target = target_of(config["rows"])
+    target = target_of(config["rows"]).to(device)
     return reference_step(
         case.model, x, target, config["chunks"], seed, row_loss(reduction), reduction, extras=case.extras
     )
@@ -154,13 +156,14 @@ def observed(case: Case, x: Any, outputs: Any, loss: Tensor | None) -> Result:
     )
 
 
-def differences(ours: Result, theirs: Result) -> list[str]:
-    """What is not the same bits (or the same None), in words."""
+def differences(ours: Result, theirs: Result, alike: Callable[[Any, Any], bool] | None = None) -> list[str]:
+    """What is not the same bits (or the same None), in words. `alike`: another judge of two values."""
+    alike = alike or same
     return [
         f"{field}{pytree.keystr(path)}: {_short(mine)} instead of {_short(other)}"
         for field in ("outputs", "loss", "input_grads", "grads", "buffers", "extra_grads")
         for path, mine, other in _paired(getattr(ours, field), getattr(theirs, field))
-        if not same(mine, other)
+        if not alike(mine, other)
     ]
 
 

@@ -101,7 +101,7 @@ def reference_step(
     with torch.random.fork_rng(devices=()):
         outs = [_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)]
         for chunk, out in enumerate(outs):
-            torch.default_generator.manual_seed(layer_seed(seed, chunk, len(model)))
+            torch.manual_seed(layer_seed(seed, chunk, len(model)))
             part = loss_fn(out, targets[chunk])
             part = part * (parts.rows[chunk] / sum(parts.rows)) if reduction == "mean" else part
             if part.requires_grad:
@@ -126,7 +126,7 @@ def forward_only(model: nn.Sequential, x: Any, chunks: int, seed: int) -> Any:
 
 def _forward(model: nn.Sequential, value: Any, chunk: int, seed: int) -> Any:
     for index, layer in enumerate(model):
-        torch.default_generator.manual_seed(layer_seed(seed, chunk, index))
+        torch.manual_seed(layer_seed(seed, chunk, index))
         value = layer(value)
     return value
 
