@@ -49,6 +49,7 @@ class Classifier(lightning.LightningModule):
 def fitted(module: Classifier, data: Dataset[Any], folder: Path, **settings: Any) -> lightning.Trainer:
     if module.automatic_optimization:
         settings["gradient_clip_val"] = 0.5
-    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=folder, **QUIET, **settings)
+    settings = {"accelerator": "cpu", **settings}
+    trainer = lightning.Trainer(max_epochs=2, default_root_dir=folder, **QUIET, **settings)
     trainer.fit(module, DataLoader(data, batch_size=7))
     return trainer

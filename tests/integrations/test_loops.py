@@ -55,7 +55,7 @@ def accelerated(model: nn.Module, backward: Callable[..., Any], **settings: Any)
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)  # one for each process
-    accelerator = Accelerator(cpu=True, **settings)
+    accelerator = Accelerator(**{"cpu": True, **settings})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=7))
     for inputs, target in loader:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,8 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**given, **others})
 
 
-def piped(model: nn.Module) -> Pipe:
-    return Pipe(model, [2, 3], chunks=4, sample={"input_ids": data(1)[0]["input_ids"][None]}, devices=["cpu", "cpu"])
+def piped(model: nn.Module, devices: Sequence[Any] = ("cpu", "cpu")) -> Pipe:
+    return Pipe(model, [2, 3], chunks=4, sample={"input_ids": data(1)[0]["input_ids"][None]}, devices=devices)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
