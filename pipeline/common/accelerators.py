@@ -4,6 +4,7 @@
     identity(device)                     its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
+    bind(streams)                        their devices are ready in this thread
     beside(streams)                      the same; they wait for those that were current, and these for them
     use_here(tensors)                    tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
@@ -89,6 +90,12 @@ def entered_streams(*streams: torch.Stream) -> Iterator[None]:
         for stream in found:
             torch.accelerator.set_stream(stream)
         torch.accelerator.set_device_index(device)
+
+
+def bind(streams: Iterable[torch.Stream]) -> None:
+    """Bind the devices of streams to this thread. CUDA does so at a thread's first kernel, and cuBLAS warns before."""
+    for stream in streams:
+        stream.query()
 
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:

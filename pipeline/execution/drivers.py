@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import nn
 
-from pipeline.common.accelerators import current_streams, entered, entered_streams, is_accelerator
+from pipeline.common.accelerators import bind, current_streams, entered, entered_streams, is_accelerator
 from pipeline.common.places import Place
 from pipeline.common.torch_modes import Ambient
 from pipeline.execution.engine import Perform
@@ -182,6 +182,7 @@ def _thread_like_this(
                 stack.enter_context(torch.set_grad_enabled(grad))
                 if streams:
                     stack.enter_context(entered_streams(*streams))
+                    bind(streams)
                 if any([enabled for _, enabled, _ in ambient.autocast]):
                     torch.autocast_increment_nesting()  # as in the caller: autocast's cache is emptied by the last exit
                     stack.callback(torch.autocast_decrement_nesting)

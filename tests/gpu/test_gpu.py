@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from synchronisation import no_synchronisation
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -132,17 +132,6 @@ def test_masks_repeat_whatever_the_checkpoint_mode_and_generators_are_left_as_fo
         assert all(torch.equal(one, other) for one, other in zip(states, after, strict=True))
         found.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Within: where the host would wait for a GPU, torch raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["batch on the host", "batch on the GPU"])

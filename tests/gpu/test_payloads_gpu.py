@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from synchronisation import no_synchronisation
 from torch import Tensor
 
 from pipeline.transports.distributed import Channels
@@ -103,18 +104,6 @@ def test_one_byte_goes_from_gpu_to_gpu() -> None:
 @two_gpus
 def test_channels_with_nccl_pass_every_check() -> None:
     check_transport(nccl_pair, seconds=60.0)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Within: where the host would wait for a GPU, torch raises."""
-    for device in gpus():
-        torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @two_gpus
@@ -219,15 +208,11 @@ def test_the_host_does_not_wait_while_tensors_are_packed() -> None:
     tensors = [torch.arange(5, device=device), torch.arange(3.0)]
     packing = Packing.of(tensors)
     packing.pack_apart(tensors, device)  # pinned memory is allocated
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         torch.cuda._sleep(CYCLES)
         begin = time.monotonic()
         packed = packing.pack_apart(tensors, device)
         waited = time.monotonic() - begin
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert waited < 0.05
     assert torch.equal(packed[64:76].cpu().view(torch.float32), torch.arange(3.0))
 
