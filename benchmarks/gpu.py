@@ -1,24 +1,44 @@
-"""What does a Pipe cost on a GPU? Overhead, launching inline against threads, memory, a GPT-2-small-size step.
+"""The cost of a Pipe on a GPU: each section is a comparison of its own, and prints a table.
 
-    python benchmarks/gpu.py            on the GPUs that are there; one is enough
-    python benchmarks/gpu.py --tiny     the same code with sizes for a try (also without a GPU: then on the CPU)
+    python benchmarks/gpu.py                         all sections, on the GPU that is there
+    python benchmarks/gpu.py --only blocks memory    some of them
+    python benchmarks/gpu.py --tiny                  the same code with sizes for a try, also without a GPU: on the CPU
+
+    overhead          a step of layers of one kind against the hand-written loop, large and small
+    launching         one thread for all stages against one for each
+    memory            the allocator's peak
+    language_model    a step of GPT-2 small's size
+    blocks            a step of models as users write them against the loop, and torchgpipe where it is installed
+    compiled          compiled.py on the GPU
+    curvature         curvature_size.py on the GPU
 
 Times are wall-clock medians over rounds in which the contenders take turns, each round in another order, with a
-synchronisation at both ends; ratios within the run. Bytes are the allocator's peak over what was there before.
+synchronisation at both ends; ratios within the run. Bytes are the allocator's peak over what was there before. A
+section that fails prints its error, and the others run; the exit status is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
+import importlib.util
 import platform
 import random
 import statistics
+import subprocess
+import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from models import hugging_face
+from models.blocks import FAMILIES, build
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,10 +61,11 @@ class Sizes(NamedTuple):
     vocabulary: int
     batch: int
     rounds: int
+    large: int  # rows of a chunk of large blocks
 
 
-FULL = Sizes(4096, 2048, 4, 12, 768, 1024, 50257, 16, 15)
-TINY = Sizes(64, 8, 2, 4, 32, 16, 101, 8, 3)
+FULL = Sizes(4096, 2048, 4, 12, 768, 1024, 50257, 16, 15, 256)
+TINY = Sizes(64, 8, 2, 4, 32, 16, 101, 8, 3, 1)
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -246,20 +267,152 @@ def language_model(sizes: Sizes) -> None:
         print(f"| {name} | {seconds * 1e3:.1f} | {rate:.0f} | {seconds / medians['hand-written loop']:.3f} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="sizes for a try")
-    sizes = TINY if parser.parse_args().tiny else FULL
-    if sizes is FULL and DEVICE.type != "cuda":
-        parser.error("needs a GPU (with --tiny it runs without)")
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
-    print(f"{datetime.date.today()}: {name}, torch {torch.__version__}, Python {platform.python_version()}")
+HALVES = 2  # stages of blocks
+BLOCK_MODES = ("never", "always")
+
+
+def blocks(sizes: Sizes) -> bool:
+    """Models as users write them, launch-bound and compute-bound. Whether all could be measured."""
+    shapes = {"small": (2, 4), "large": (sizes.large, 1)}  # rows of a chunk, blocks of a stage
+    each = [f"{size}: {rows} rows a chunk, {depth} blocks a stage" for size, (rows, depth) in shapes.items()]
+    print(f"\nblocks: {HALVES} stages, {CHUNKS} chunks, step, 1F1B; {'; '.join(each)}\n")
+    print("| model | size | checkpoint | ms | over the loop | us/action | torchgpipe's time over ours |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    models = [*FAMILIES, *(["hf-llama", "hf-gpt2"] if importlib.util.find_spec("transformers") else [])]
+    rows, rounds = [(name, size) for size in shapes for name in models], max(3, 2 * sizes.rounds // 3)
+    return all([guarded(partial(block_rows, name, size, *shapes[size], rounds)) for name, size in rows])
+
+
+def block_rows(name: str, size: str, rows: int, depth: int, rounds: int) -> None:
+    """The rows of one model."""
+    torch.manual_seed(0)
+    if name in FAMILIES:
+        layers, x, y = build(name, size, HALVES * depth, rows * CHUNKS, DEVICE)
+        plain: nn.Module = layers
+        balance = [depth] * HALVES
+    else:
+        plain, layers, x, y = hugging_face.build(name, size, HALVES * depth, rows * CHUNKS, device=DEVICE)
+        balance = [1 + depth, depth + 1]  # with a beginning and an end
+    parts = list(zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True))
+
+    def by_hand(twice: bool) -> None:
+        for part, target in parts:
+            if twice:
+                with torch.no_grad():
+                    plain(part)
+            (mean_square(plain(part), target) / CHUNKS).backward()
+
+    runs: dict[str, Callable[[], object]] = {"loop": lambda: by_hand(False), "loop, twice": lambda: by_hand(True)}
+    for mode in BLOCK_MODES:
+        pipe = Pipe(layers, balance, CHUNKS, devices=[DEVICE] * HALVES, checkpoint=mode)
+        runs[mode] = partial(pipe.step, x, y, loss_fn=mean_square)
+        if plain is layers and importlib.util.find_spec("torchgpipe"):  # which takes tensors between its layers
+            runs |= torchgpipe(layers, balance, mode, x, y)
+
+    def fresh(run: Callable[[], object]) -> None:
+        layers.zero_grad(set_to_none=True)
+        run()
+
+    medians = measure({contender: partial(fresh, run) for contender, run in runs.items()}, rounds)
+    for mode in BLOCK_MODES:
+        ours, hand = medians[mode], medians["loop" if mode == "never" else "loop, twice"]
+        cost = (ours - hand) / (2 * HALVES * CHUNKS) * 1e6
+        peer = medians.get(f"torchgpipe, {mode}")
+        ratio = "-" if peer is None else f"{peer / ours:.2f}"
+        times = f"{ours * 1e3:.2f} | {ours / hand:.3f} | {cost:.0f}"
+        print(f"| {name} | {size} | {mode} | {times} | {ratio} |", flush=True)
+
+
+def torchgpipe(
+    layers: nn.Sequential, balance: list[int], mode: str, x: Tensor, y: Tensor
+) -> dict[str, Callable[[], object]]:
+    """Forward, loss and backward through torchgpipe; nothing if it cannot run them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchgpipe import GPipe
+
+            pipe = GPipe(layers, balance, devices=[DEVICE] * HALVES, chunks=CHUNKS, checkpoint=mode)
+
+        def run() -> None:
+            mean_square(pipe(x), y).backward()
+
+        run()
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        return {}
+    return {f"torchgpipe, {mode}": run}
+
+
+def compiled(sizes: Sizes) -> None:
+    """Steps of compiled blocks, in a process of its own."""
+    print("\ncompiled: 2 stages, 4 chunks, 4 blocks\n", flush=True)
+    rows = 4 * sizes.large
+    beside("compiled.py", f"--device={DEVICE}", "--blocks=4", f"--large-rows={rows}", "--models", "gpt", "hf-llama")
+
+
+def curvature(sizes: Sizes) -> None:
+    """Products and estimates with GPT-2's Hessian, in processes of their own."""
+    print("\ncurvature: the Hessian of a model of GPT-2's shape\n", flush=True)
+    beside("curvature_size.py", "--gpu", *(["--tiny"] if sizes is TINY else []))
+
+
+def beside(script: str, *arguments: str) -> None:
+    """Run another benchmark, which prints what it finds."""
+    subprocess.run([sys.executable, str(Path(__file__).with_name(script)), *arguments], check=True, timeout=400)
+
+
+def guarded(run: Callable[[], object]) -> bool:
+    """Whether it ran to its end, and did not return False; an error is printed. The device's memory is free then."""
+    try:
+        return run() is not False
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        return False
+    finally:
+        sys.stdout.flush()
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def both_overheads(sizes: Sizes) -> None:
     overhead(sizes, sizes.width, sizes.rows)
     overhead(sizes, min(64, sizes.width), min(16, sizes.rows))
-    launching(sizes)
-    memory(sizes)
-    language_model(sizes)
+
+
+SECTIONS: dict[str, Callable[[Sizes], object]] = {
+    "overhead": both_overheads,
+    "launching": launching,
+    "memory": memory,
+    "language_model": language_model,
+    "blocks": blocks,
+    "compiled": compiled,
+    "curvature": curvature,
+}
+
+
+def main() -> int:
+    sys.path.append(sys.path.pop(0))  # behind the packages: the torchgpipe.py beside this file is not the one meant
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="sizes for a try")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="these sections")
+    options = parser.parse_args()
+    sizes = TINY if options.tiny else FULL
+    if sizes is FULL and DEVICE.type != "cuda":
+        parser.error("needs a GPU (with --tiny it runs without)")
+    if DEVICE.type == "cpu":
+        torch.set_num_threads(1)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "no GPU"
+    version = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{datetime.date.today()}: {name}, {version}", flush=True)
+    ended = True
+    for section in options.only:
+        begun = time.perf_counter()
+        ended = guarded(partial(SECTIONS[section], sizes)) and ended
+        print(f"\n({section}: {time.perf_counter() - begun:.0f} s)", flush=True)
+    return 0 if ended else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

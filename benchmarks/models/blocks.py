@@ -169,9 +169,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def build(name: str, size: str, blocks: int, rows: int) -> tuple[nn.Sequential, Tensor, Tensor]:
+def build(
+    name: str, size: str, blocks: int, rows: int, device: torch.device | str = "cpu"
+) -> tuple[nn.Sequential, Tensor, Tensor]:
     """The model of a family, an input and a target of `rows` rows. `size`: "small" or "large"."""
     family = FAMILIES[name]
     shape = family.small if size == "small" else family.large
     model = nn.Sequential(*[family.block(shape[family.width_at]) for _ in range(blocks)])
-    return model, torch.randn(rows, *shape), torch.randn(rows, *shape)
+    return model.to(device), torch.randn(rows, *shape).to(device), torch.randn(rows, *shape).to(device)

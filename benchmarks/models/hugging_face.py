@@ -17,7 +17,7 @@ HUGGING_FACE = {"hf-llama": "LlamaForCausalLM", "hf-gpt2": "GPT2LMHeadModel", "h
 
 
 def build(
-    name: str, size: str, blocks: int, rows: int, attention: str | None = None
+    name: str, size: str, blocks: int, rows: int, attention: str | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, nn.Sequential, Tensor, Tensor]:
     """A model whose output is its logits, its layers, token ids of `rows` rows and a target like the logits.
 
@@ -39,9 +39,9 @@ def build(
     for key in vars(config):
         if key.endswith(("dropout", "pdrop", "dropout_prob")):
             setattr(config, key, 0.0)
-    model = kind(config)
-    ids = torch.randint(WORDS, (rows, length))
-    return Logits(model), to_sequential(model, ids, output=_logits), ids, torch.randn(rows, length, WORDS)
+    model = kind(config).to(device)
+    ids, target = torch.randint(WORDS, (rows, length)).to(device), torch.randn(rows, length, WORDS).to(device)
+    return Logits(model), to_sequential(model, ids, output=_logits), ids, target
 
 
 class Logits(nn.Module):
