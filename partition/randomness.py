@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 
 def seed_host(seed: int) -> None:
@@ -22,6 +23,13 @@ def host_state() -> tuple[object, bytes, int]:
     """The state of Python's and numpy's generators, to be compared."""
     of_numpy: Any = numpy.random.get_state(legacy=False)
     return random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
+
+
+def states_of_torch() -> list[Tensor]:
+    """The states of torch's default generators, on the host and on accelerators in use, to be compared."""
+    kind = torch.accelerator.current_accelerator()
+    there = () if kind is None else getattr(torch.get_device_module(kind), "default_generators", ())
+    return [generator.get_state() for generator in (torch.default_generator, *there)]
 
 
 @contextmanager

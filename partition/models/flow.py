@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from partition.contents import storage_of, written_by
+from partition.randomness import states_of_torch
 
 
 class Node(NamedTuple):
@@ -125,7 +126,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        state = torch.get_rng_state() if may_draw else None
+        states = states_of_torch() if may_draw else []
         written = written_by(func, args, kwargs)
         for tensor in written:
             self._flow.before_write(tensor)
@@ -137,8 +138,7 @@ class _Operations(TorchDispatchMode):
             self._flow.tell(told)
         name = func.overloadpacket.__name__
         read = [] if name.startswith("new_") or name.endswith("_like") else given  # these read shapes alone
-        is_elsewhere = any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
-        drawn = state is not None and (is_elsewhere or not torch.equal(state, torch.get_rng_state()))
+        drawn = may_draw and not all(map(torch.equal, states, states_of_torch()))
         self._flow.computed(read, leaves, written, drawn)
         return made
 

@@ -1,0 +1,70 @@
+"""Models that are cut where they stand, on a simulated accelerator, as they are on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_models import MODELS, Chain, doubled, ids
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partition import PartitionError, to_sequential
+
+WITH_LSTMS = {"lstm", "levels"}  # of which the simulated accelerator has no kernel
+
+
+def moved(x: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("sim:0"), x)
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True))
+
+
+def called(model: nn.Module, x: Any) -> Any:
+    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITH_LSTMS])
+def test_layers_compute_and_draw_what_the_model_does(name: str, training: bool) -> None:
+    kind, inputs = MODELS[name]
+    model = kind().double().to("sim:0").train(training)
+    layers = to_sequential(model, moved(doubled(inputs(4)))).train(training)
+    x = moved(doubled(inputs(5)))
+    start, found = [buffer.clone() for buffer in model.buffers()], []
+    for compute in (layers, lambda x: called(model, x)):
+        for buffer, value in zip(model.buffers(), start, strict=True):
+            buffer.copy_(value)
+        torch.manual_seed(5)
+        found.append([*pytree.tree_leaves(compute(x)), *[each.clone() for each in model.buffers()]])
+    assert same(*found)
+
+
+class Passing(Chain):
+    """What may draw is made of the beginning's values and used at the end, as fused attention with p = 0 is."""
+
+    draws = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        passing = torch.native_dropout(x, 0.5, self.draws)[0]
+        for block in self.blocks:
+            x = block(F.dropout(x, 0.1, self.training))
+        return x + passing
+
+
+def test_what_may_draw_and_does_not_is_used_in_another_part() -> None:
+    model, x = Passing().to("sim:0"), ids(4).to("sim:0")
+    layers, found = to_sequential(model, x), []
+    for compute in (layers, model):
+        torch.manual_seed(5)
+        found.append(compute(x))
+    assert same(*found)
+    model.draws = True
+    with pytest.raises(PartitionError, match="what is drawn at random is used behind block"):
+        to_sequential(model, x)
