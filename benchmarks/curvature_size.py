@@ -209,11 +209,11 @@ def spectrum(task: Task) -> str:
     """The top eigenvalues and the density, printed, of a basis of at most `task.basis` vectors."""
     H = hessian(case(task), task.device)
     start = time.perf_counter()
-    top = H.top_eigenpairs(2, tol=1e-2, max_products=48, max_basis=task.basis, miss=1.0, show=False)
+    top = H.top_eigenpairs(2, tol=1e-2, max_products=32, max_basis=task.basis, miss=1.0, show=False)
     between = time.perf_counter()
     print(f"{top}\n  {between - start:.1f} s, {peak(task.device)}", flush=True)
     gc.collect()
-    density = H.density(steps=min(16, task.basis), runs=3, show=False)
+    density = H.density(steps=min(12, task.basis), runs=2, show=False)
     print(f"{density}\n  {time.perf_counter() - between:.1f} s", flush=True)
     return f"{time.perf_counter() - start:.1f} s, {top.products + density.products} products"
 
