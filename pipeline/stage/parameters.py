@@ -36,6 +36,8 @@ from pipeline.common.module_tables import Table, tables_of
 from pipeline.data.pytrees import checksums, same_checksums, versions
 
 HALF = (torch.float16, torch.bfloat16)
+_FLATTEN = "flatten_parameters"
+_OF_RNNS = (_FLATTEN, "_flat_weights", "_flat_weight_refs")
 
 
 class _Parameters(NamedTuple):
@@ -110,9 +112,10 @@ class Aliases:
             (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
         ]
         self._modules = [module for module, _ in tables]
+        rnns = [vars(module) for module in modules if isinstance(module, nn.RNNBase)]
         self._places = Places.of([  # of these modules
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
-        ])
+        ], rnns)
         self._used: set[int] = set()
         self.ends: set[Any] = set()
         self._guard = guard
@@ -174,7 +177,7 @@ class Aliases:
             (table, {name: stand_ins.get(id(alias), alias) for name, alias in within.items()})
             for table, within in zip(self._places.tables, self._places.within)
         ]
-        return Swap(Places.of(places), self._changed)
+        return Swap(Places.of(places, self._places.rnns), self._changed)
 
     # -------------------------------------------------------------------------------------------------------- sums
 
@@ -224,7 +227,7 @@ class Aliases:
         self._guard_aliases(self._held)
         self._all = _Parameters((), (), (), ())
         self._copies.clear()
-        self._places = Places.of(())
+        self._places = Places.of((), ())
         self._trained.clear()
 
     # ------------------------------------------------------------------------------------------------------ checks
@@ -323,39 +326,51 @@ class Places(NamedTuple):
     tables: Sequence[Table]
     within: Sequence[Table]
     values: Sequence[Tensor | None]  # of all `within`
+    rnns: Sequence[dict[str, Any]]  # the attributes of modules of the stage that are torch's RNNs
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Table, Table]]) -> Places:
+    def of(cls, pairs: Sequence[tuple[Table, Table]], rnns: Sequence[dict[str, Any]]) -> Places:
         within = [stand_ins for _, stand_ins in pairs]
-        return cls([table for table, _ in pairs], within, [value for table in within for value in table.values()])
+        values = [value for table in within for value in table.values()]
+        return cls([table for table, _ in pairs], within, values, rnns)
 
 
 class Swap:
     """Within: other tensors stand in the modules' tables. At the end: those from before, and those that were added.
+
+    Torch's RNNs list their parameters a second time. For cuDNN a forward that finds others moves them into one piece of
+    memory, in which no stand-in would be one. The parameters themselves lie in one piece since they came to the device.
 
     Args:
         places: the tables, and the tensors that each holds within.
         changed: makes the error of a table in which one of these was replaced.
     """
 
-    __slots__ = ("_places", "_changed", "_found")
+    __slots__ = ("_places", "_changed", "_found", "_of_rnns")
 
     def __init__(self, places: Places, changed: Callable[[Table, Table], RuntimeError]) -> None:
         self._places = places
         self._changed = changed
         self._found: list[Table] = []
+        self._of_rnns: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
         self._found = [table.copy() for table in self._places.tables]
+        self._of_rnns = [{name: own[name] for name in _OF_RNNS if name in own} for own in self._places.rnns]
         for table, stand_ins in zip(self._places.tables, self._places.within):
             table.update(stand_ins)
+        for own in self._places.rnns:
+            own[_FLATTEN] = _nothing
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        tables, _, values = self._places
+        tables, _, values, rnns = self._places
         now = [*chain.from_iterable([table.values() for table in tables])]
         error = None if len(now) == len(values) and all(map(is_, now, values)) else self._error()
         for table, found in zip(tables, self._found):
             table.update(found)
+        for own, attributes in zip(rnns, self._of_rnns):
+            own.pop(_FLATTEN, None)
+            own.update(attributes)
         if error is not None and kind is None:
             raise error
 
@@ -387,3 +402,7 @@ def _alias(real: Tensor, here: Tensor, trains: bool, what: str) -> Tensor:
     if noted:
         vars(alias).update(noted)  # attributes that layers have set on their parameter
     return mark(alias, what)
+
+
+def _nothing() -> None:
+    pass

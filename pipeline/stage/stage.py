@@ -178,7 +178,7 @@ class StageRun:
         self, chunk: int, read: Bundle, needs_grad: Sequence[bool], around: AbstractContextManager[None]
     ) -> tuple[StageInputs, tuple[Tensor, ...], Bundle]:
         """Cut, and run the layers on aliases. Returns the cut, what the layers got, and what they made."""
-        with self.aliases.stand_in(), around:
+        with around, self.aliases.stand_in():  # what is as at F has no stand-ins
             inputs, given = self._cut.enter(read, needs_grad)
             made = self.layers.run(chunk, read.build(given), self.seeder.seed)
         refuse_tangents(made.tensors)

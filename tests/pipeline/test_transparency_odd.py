@@ -165,6 +165,25 @@ def an_lstm() -> Odd:
     return nn.Sequential(layers[0], linear(), layers[1], nn.Dropout(0.2)), normal(ROWS, 5, 4)
 
 
+class OfCudnn(nn.GRU):
+    """On the host what an RNN does for cuDNN: a forward that finds other parameters moves them into one memory."""
+
+    def flatten_parameters(self) -> None:
+        with torch.no_grad():
+            weights = [weight for weight in self._flat_weights if isinstance(weight, Tensor)]
+            pieces = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
+            for weight, piece in zip(weights, pieces, strict=True):
+                with torch.autograd._unsafe_preserve_version_counter(weight):
+                    weight.set_(piece.view_as(weight))
+
+
+@exact
+def rnns_of_cudnn() -> Odd:
+    rnns = [OfCudnn(4, 4, batch_first=True).double() for _ in range(2)]
+    last = With(lambda self, x: (self.rnn.flatten_parameters(), self.rnn(x)[0])[1], rnn=rnns[1])
+    return nn.Sequential(With(lambda self, x: self.rnn(x)[0], rnn=rnns[0]), linear(), last), normal(ROWS, 5, 4)
+
+
 @exact
 def channels_last() -> Odd:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
@@ -611,3 +630,17 @@ def test_an_output_that_does_not_grow_with_the_rows_is_refused():
     model = nn.Sequential(linear(), Apply(lambda h: h.mean(0, keepdim=True)))
     with pytest.raises(ValueError, match="rows"):
         Pipe(model, [1, 1], 3)(x4())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_the_parameters_of_rnns_stay_where_cudnn_wants_them(checkpoint: str) -> None:
+    """In one memory, in which they were when the Pipe was built: in training, in evaluation, and in the plain module."""
+    rnn = OfCudnn(4, 4, batch_first=True).double()
+    pipe = Pipe(nn.Sequential(linear(), With(lambda self, x: self.rnn(x)[0], rnn=rnn)), [1, 1], 2, checkpoint=checkpoint)
+    addresses, x = [weight.data_ptr() for weight in rnn.parameters()], normal(ROWS, 5, 4)
+    attributes = set(vars(rnn))
+    for _ in range(3):
+        pipe(x).sum().backward()
+        with torch.no_grad():
+            pipe(x), pipe.to_sequential()(x)
+        assert addresses == [weight.data_ptr() for weight in rnn.parameters()] and attributes == set(vars(rnn))
