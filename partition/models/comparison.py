@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from partition.errors import PartitionError
 from partition.models.as_found import as_found
-from partition.models.calls import Watched, equal, run_model, same, training
+from partition.models.calls import Watched, equal, near, run_model, same, training
 from partition.models.inputs import Leaves
 from partition.randomness import generators_left, seed_host
 
@@ -145,7 +145,7 @@ def _compare_grads(
     for key, name in [(id(parameter), names[id(parameter)]) for parameter in parameters]:
         mine, its = found.get(key), expected.get(key)
         scale = largest.get(name.rpartition(".")[0], 0.0)
-        if (mine is None) != (its is None) or mine is not None and its is not None and not _near(mine, its, scale):
+        if (mine is None) != (its is None) or mine is not None and its is not None and not near(mine, its, scale):
             if its is not None and not its.isfinite().all():
                 raise PartitionError(f"{kind}: the gradient of {name} is not finite on the sample. {_ANOTHER}")
             raise PartitionError(
@@ -182,11 +182,6 @@ def _shrunk(gradient: Tensor) -> Tensor:
     whole = len(flat) // _PIECE * _PIECE
     weights = torch.randn(_PIECE, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(gradient)
     return torch.cat([flat[:whole].view(-1, _PIECE) @ weights, flat[whole:]])
-
-
-def _near(one: Tensor, other: Tensor, largest: float) -> bool:
-    """But for the order of sums, where that is the largest number in them."""
-    return not other.numel() or float((one - other).abs().max()) <= 1e3 * torch.finfo(other.dtype).eps * largest
 
 
 def _furthest(ours: Leaves, theirs: Leaves) -> str:

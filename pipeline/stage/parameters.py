@@ -92,6 +92,7 @@ class Aliases:
             if table and (own := [real for real in table.values() if real is not None]):
                 tables.append((module, table))
                 found.update(zip(map(id, own), own))
+        rnns = [vars(module) for module, _ in tables if isinstance(module, nn.RNNBase)]
         here = dict(zip(found, bring(list(found.values()))))
         if not grad:  # parameters of this place stay where they are
             found = {key: real for key, real in found.items() if here[key] is not real}
@@ -112,7 +113,6 @@ class Aliases:
             (*row, versions(row[2:])) for row in zip(*self._all[:3]) if row[1] is not row[0]
         ]
         self._modules = [module for module, _ in tables]
-        rnns = [vars(module) for module in modules if isinstance(module, nn.RNNBase)]
         self._places = Places.of([  # of these modules
             (table, {name: aliases.get(id(real), real) for name, real in table.items()}) for _, table in tables
         ], rnns)

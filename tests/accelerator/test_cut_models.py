@@ -68,3 +68,28 @@ def test_what_may_draw_and_does_not_is_used_in_another_part() -> None:
     model.draws = True
     with pytest.raises(PartitionError, match="what is drawn at random is used behind block"):
         to_sequential(model, x)
+
+
+class Restless(nn.Linear):
+    """Its last bits are others in each call, as are those of kernels that add by atomics; or more than these."""
+
+    turns, share = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Restless.turns += 1
+        return super().forward(x) * (1 + Restless.turns % 7 * self.share)
+
+
+def restless(share: float, device: str) -> tuple[nn.Module, Tensor]:
+    model = Chain()
+    model.blocks = nn.ModuleList(Restless(4, 4) for _ in range(3))
+    for block in model.blocks:
+        block.share = share
+    return model.double().to(device), ids(4).to(device)
+
+
+def test_last_bits_that_kernels_leave_to_chance_are_no_difference() -> None:
+    assert len(to_sequential(*restless(2.0**-50, "sim:0"))) == 5
+    for share, device in ((2.0**-50, "cpu"), (2.0**-30, "sim:0")):
+        with pytest.raises(PartitionError, match="does not return"):
+            to_sequential(*restless(share, device))

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -44,6 +45,18 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class Settled(SingleDeviceStrategy):
+    """It leaves the model where it is, which Lightning moves to a device, and to the host at the end."""
+
+    def model_to_device(self) -> None:
+        pass
+
+    def teardown(self) -> None:
+        model, self._lightning_module = self._lightning_module, None
+        super().teardown()
+        self._lightning_module = model
 
 
 def fitted(module: Classifier, data: Dataset[Any], folder: Path, **settings: Any) -> lightning.Trainer:

@@ -91,30 +91,31 @@ def test_accelerate_saves_and_loads_a_pipe_with_tied_weights(where: str, tmp_pat
     assert all(torch.equal(value, expected[name]) for name, value in pipe.state_dict().items())
 
 
-@pytest.mark.parametrize("settled", [False, True], ids=["Lightning's strategy", "one that moves nothing"])
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_lightning_trains_a_pipe(by_hand: bool, where: str, settled: bool, tmp_path: Path) -> None:
-    """A strategy that moves nothing leaves metrics on the host, too: whoever uses it moves them."""
+def test_lightning_trains_a_pipe(by_hand: bool, where: str, tmp_path: Path) -> None:
+    """With a strategy that moves nothing, metrics neither."""
     pytest.importorskip("lightning")
-    from classifier import Classifier, fitted
-    from lightning.pytorch.strategies import SingleDeviceStrategy
-
-    class Settled(SingleDeviceStrategy):
-        def model_to_device(self) -> None:
-            pass
+    from classifier import Classifier, Settled, fitted
 
     plain, pipe = Classifier(tied()), Classifier(piped(devices=PLACES[where]()), by_hand)
-    settings = dict(ON_GPU["Lightning"])
-    expected = fitted(plain, data(), tmp_path, **settings).callback_metrics
-    if settled:
-        pipe.accuracy.to(device())
-        settings["strategy"] = Settled(device=device())
-    found = fitted(pipe, data(), tmp_path, **settings).callback_metrics
+    expected = fitted(plain, data(), tmp_path, **ON_GPU["Lightning"]).callback_metrics
+    pipe.accuracy.to(device())
+    found = fitted(pipe, data(), tmp_path, **ON_GPU["Lightning"], strategy=Settled(device=device())).callback_metrics
     assert_is_there(pipe.net)
     assert_same(pipe, plain, 1e-11)
     assert found["accuracy"] == expected["accuracy"]
     torch.testing.assert_close(found["loss"].cpu(), expected["loss"].cpu())
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_lightning_s_own_strategy_is_told_where_it_moves_the_pipe_to_the_host(where: str, tmp_path: Path) -> None:
+    """At the end of a fit."""
+    pytest.importorskip("lightning")
+    from classifier import Classifier, fitted
+
+    with pytest.raises(TypeError, match="a Pipe places its stages itself, so what it has on cuda:0 does not move to "):
+        fitted(Classifier(piped(devices=PLACES[where]())), data(), tmp_path, **ON_GPU["Lightning"])
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -634,13 +634,14 @@ def test_an_output_that_does_not_grow_with_the_rows_is_refused():
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_the_parameters_of_rnns_stay_where_cudnn_wants_them(checkpoint: str) -> None:
-    """In one memory, in which they were when the Pipe was built: in training, in evaluation, and in the plain module."""
+    """In one memory, where they were when the Pipe was built: in training, evaluation and the plain module."""
     rnn = OfCudnn(4, 4, batch_first=True).double()
-    pipe = Pipe(nn.Sequential(linear(), With(lambda self, x: self.rnn(x)[0], rnn=rnn)), [1, 1], 2, checkpoint=checkpoint)
-    addresses, x = [weight.data_ptr() for weight in rnn.parameters()], normal(ROWS, 5, 4)
-    attributes = set(vars(rnn))
+    layer = With(lambda self, x: self.rnn(x)[0], rnn=rnn)
+    pipe = Pipe(nn.Sequential(linear(), layer), [1, 1], 2, checkpoint=checkpoint)
+    x, addresses = normal(ROWS, 5, 4), [weight.data_ptr() for weight in rnn.parameters()]
+    names = set(vars(rnn))
     for _ in range(3):
         pipe(x).sum().backward()
         with torch.no_grad():
             pipe(x), pipe.to_sequential()(x)
-        assert addresses == [weight.data_ptr() for weight in rnn.parameters()] and attributes == set(vars(rnn))
+        assert addresses == [weight.data_ptr() for weight in rnn.parameters()] and names == set(vars(rnn))
