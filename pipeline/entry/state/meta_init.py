@@ -96,6 +96,10 @@ def materialize(
                 _fill(meta, saved)
         _set_extra_state([layers[position] for position in {meta.at for meta in empty.values()}], saved)
     _check_filled([meta for meta in empty.values() if saved is None or not _has(saved, meta)])
+    for _, _, layer in layers:
+        for module in layer.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # as when it is moved: into one memory, for cuDNN
 
 
 def reset_parameters(layer: nn.Module) -> None:

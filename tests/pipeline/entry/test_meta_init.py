@@ -711,3 +711,16 @@ def test_a_module_that_stands_twice_is_reset_once():
     count.clear()
     reset_parameters(layer)
     assert count == [inner]
+
+
+class OfCudnn(nn.GRU):
+    """It notes what it would move into one memory for cuDNN."""
+
+    def flatten_parameters(self):
+        vars(self)["moved"] = [weight.device.type for weight in self._flat_weights]
+
+
+def test_the_parameters_of_rnns_come_into_one_memory_when_they_have_some():
+    rnn = on_meta(lambda: OfCudnn(2, 2))
+    materialize([(0, "0", rnn)], reset_parameters, [torch.device("cpu")], seed=7)
+    assert rnn.moved == ["cpu"] * 4
