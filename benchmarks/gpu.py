@@ -377,7 +377,7 @@ def guarded(run: Callable[[], object]) -> bool:
 
 
 def both_overheads(sizes: Sizes) -> None:
-    overhead(sizes, sizes.width, sizes.rows)
+    overhead(sizes._replace(rounds=min(5, sizes.rounds)), sizes.width, sizes.rows)  # seconds a round, of kernels alone
     overhead(sizes, min(64, sizes.width), min(16, sizes.rows))
 
 
