@@ -432,7 +432,12 @@ def doubled(x: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, x)
 
 
-# By name: the model, and inputs of so many rows.
+def called(model: nn.Module, x: Any) -> Any:
+    """What a model returns for inputs, without what is None."""
+    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
+
+
 class Conditioned(nn.Module):
     """A block that embeds what it is conditioned by, as those of a diffusion transformer do."""
 
@@ -717,6 +722,7 @@ def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
 
+# By name: the model, and inputs of so many rows.
 MODELS = {
     "diffusion": (
         DiffusionTransformer, lambda rows: (torch.randn(rows, 3, 8, 8), torch.rand(rows), torch.randint(0, 10, (rows,)))

@@ -177,3 +177,12 @@ def near(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None], share: 
         if mine is not None and other is not None:
             bound = share * max(float(other.abs().max()), 0.01 * largest)
             torch.testing.assert_close(mine, other, rtol=0, atol=bound)
+
+
+def second_order(output: Callable[[], Tensor], params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradient of the squared gradient of the mean square of an output."""
+    grads = torch.autograd.grad(
+        (output() ** 2).mean(), params, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    square = torch.stack([(grad**2).sum() for grad in grads]).sum()
+    return torch.autograd.grad(square, params, allow_unused=True)

@@ -4,8 +4,8 @@
     identity(device)                     its name in all processes of a host
     entered(device)                      within: it is the current device
     entered_streams(stream, ...)         within: streams are current
-    bind(streams)                        their devices are ready in this thread
     beside(streams)                      the same; they wait for those that were current, and these for them
+    bind(streams)                        their devices are ready in this thread
     use_here(tensors)                    tells the allocator which streams use tensors of others
     moved_in_place(device)               within: parameters that move there stay the same objects
     default_generators(devices)          what layers there draw from

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from block_models import MODELS, Chain, doubled, ids
+from block_models import MODELS, Chain, called, doubled, ids
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -22,11 +24,6 @@ def moved(x: Any) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True))
-
-
-def called(model: nn.Module, x: Any) -> Any:
-    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -93,3 +90,18 @@ def test_last_bits_that_kernels_leave_to_chance_are_no_difference() -> None:
     for share, device in ((2.0**-50, "cpu"), (2.0**-30, "sim:0")):
         with pytest.raises(PartitionError, match="does not return"):
             to_sequential(*restless(share, device))
+
+
+class Covered(Chain):
+    """A mask of the lowest number beside what counts."""
+
+    def finish(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.masked_fill(torch.eye(6, 4, dtype=torch.bool, device=x.device), torch.finfo(x.dtype).min)
+
+
+def test_beside_a_mask_the_rest_is_compared_as_well() -> None:
+    for share, is_near in ((2.0**-50, True), (2.0**-30, False)):
+        model, x = restless(share, "sim:0")
+        model.finish = partial(Covered.finish, model)
+        with nullcontext() if is_near else pytest.raises(PartitionError, match="does not return"):
+            to_sequential(model, x)

@@ -20,12 +20,11 @@ import law_check
 import pytest
 import torch
 from cover import pairwise
-from device_programs import BALANCE, PROGRAMS, batch, left, network, pipe_of, training
+from device_programs import BALANCE, PROGRAMS, batch, left, name_of, network, on_host, pipe_of, training
 from law_check import AXES, Result, differences, expect, observe
 from law_models import MODELS, Apply
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeline import Pipe
@@ -75,14 +74,6 @@ def side_streams() -> Iterator[None]:
 
 
 STREAMS: dict[str, Callable[[], AbstractContextManager[None]]] = {"default": nullcontext, "others": side_streams}
-
-
-def on_host(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
-
-
-def name_of(config: dict[str, Any]) -> str:
-    return ", ".join(str(value) for value in config.values())
 
 
 # --------------------------------------------------------------------------------------- what the plain module computes

@@ -17,11 +17,10 @@ import law_check
 import pytest
 import torch
 from cover import pairwise
-from device_programs import PROGRAMS
+from device_programs import PROGRAMS, name_of, on_host
 from law_check import AXES, Result, differences, expect, observe
 from law_models import MODELS
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipeline import Pipe
 from pipeline.common.places import Place
@@ -67,14 +66,6 @@ LAWS: dict[str, Sequence[Any]] = {
     "workers": WORKERS,
     "streams": tuple(STREAMS),
 }
-
-
-def on_host(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
-
-
-def name_of(config: dict[str, Any]) -> str:
-    return ", ".join(str(value) for value in config.values())
 
 
 def near(one: Any, other: Any) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import MIXING, MODELS, doubled
+from block_models import MIXING, MODELS, called, doubled
 from cover import pairwise
-from families import CHUNKS, FAMILIES, LAYERS, OUTPUTS, Plain, near, of_family
-from torch import Tensor, nn
+from families import CHUNKS, FAMILIES, LAYERS, OUTPUTS, Plain, near, of_family, second_order
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from partition import to_sequential
@@ -110,14 +110,7 @@ def test_second_derivatives_are_those_of_the_plain_model(family: str) -> None:
     pipe = Pipe(layers, stages, CHUNKS, devices=[GPU] * 2, checkpoint="always")
     first = next(iter(pipe(x)))
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    products = []
-    for call in (pipe, lambda x: model(**x)):
-        grads = torch.autograd.grad(
-            (call(x)[first] ** 2).mean(), params, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        square: Any = sum((grad**2).sum() for grad in grads)
-        products.append(torch.autograd.grad(square, params, allow_unused=True))
-    near(*products, 1e-3)
+    near(*[second_order(lambda: call(x)[first], params) for call in (pipe, lambda x: model(**x))], share=1e-3)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -154,11 +147,6 @@ def test_a_model_trains_as_the_plain_one(name: str, mode: str, place: str) -> No
                 torch.testing.assert_close(mine.grad.to(GPU), other.grad, rtol=1e-7, atol=1e-9)
         for optimizer in optimizers:
             optimizer.step()
-
-
-def called(model: nn.Module, x: Any) -> Any:
-    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
 
 
 def hidden(out: Any) -> Tensor:

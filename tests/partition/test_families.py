@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cover import either, pairwise
-from families import CHUNKS, FAMILIES, LAYERS, OUTPUTS, Plain, near, of_family
+from families import CHUNKS, FAMILIES, LAYERS, OUTPUTS, Plain, near, of_family, second_order
 
 from partition import to_sequential
 from pipeline import Pipe
@@ -94,11 +94,4 @@ def test_second_derivatives_are_those_of_the_plain_model(family):
     pipe, _ = piped(layers, [2, LAYERS.get(family, 5) - 2], checkpoint="always")
     first = next(iter(pipe(x)))
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    products = []
-    for call in (pipe, lambda x: model(**x)):
-        grads = torch.autograd.grad(
-            (call(x)[first] ** 2).mean(), params, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        square = sum((grad**2).sum() for grad in grads)
-        products.append(torch.autograd.grad(square, params, allow_unused=True))
-    near(*products)
+    near(*[second_order(lambda: call(x)[first], params) for call in (pipe, lambda x: model(**x))])

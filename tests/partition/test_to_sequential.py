@@ -25,6 +25,7 @@ from block_models import (
     Skips,
     Tells,
     UNet,
+    called,
     doubled,
     ids,
     padded,
@@ -50,11 +51,6 @@ def seeded():
 def made(name, rows=4):
     kind, inputs = MODELS[name]
     return kind().double(), doubled(inputs(rows)), lambda count: doubled(inputs(count))
-
-
-def called(model, x):
-    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    return {name: value for name, value in out.items() if value is not None} if isinstance(out, dict) else out
 
 
 def rows_of(x, rows):

@@ -141,3 +141,11 @@ PROGRAMS: dict[str, Callable[[Callable[..., Pipe]], list[Tensor]]] = {
     "two in one loss": two_in_one_loss,
     "one within another": within_another,
 }
+
+
+def on_host(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+
+
+def name_of(config: dict[str, Any]) -> str:
+    return ", ".join(str(value) for value in config.values())

@@ -145,7 +145,7 @@ def _once_more(stage: StageRule, chunk: int, inbox: Inbox) -> ProductGraph:
 
 
 class ConstantsWithoutGrad(TorchFunctionMode):
-    """Within: what is computed under no_grad has no tangent, as it has no gradient.
+    """Within: what is computed under no_grad has no tangent, as it has no gradient, nor have Python's numbers.
 
     Attributes:
         differentiates: whether something within took a gradient, or will change one.
