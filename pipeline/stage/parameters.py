@@ -37,7 +37,6 @@ from pipeline.data.pytrees import checksums, same_checksums, versions
 
 HALF = (torch.float16, torch.bfloat16)
 _FLATTEN = "flatten_parameters"
-_OF_RNNS = (_FLATTEN, "_flat_weights", "_flat_weight_refs")
 
 
 class _Parameters(NamedTuple):
@@ -346,17 +345,17 @@ class Swap:
         changed: makes the error of a table in which one of these was replaced.
     """
 
-    __slots__ = ("_places", "_changed", "_found", "_of_rnns")
+    __slots__ = ("_places", "_changed", "_found", "_flattens")
 
     def __init__(self, places: Places, changed: Callable[[Table, Table], RuntimeError]) -> None:
         self._places = places
         self._changed = changed
         self._found: list[Table] = []
-        self._of_rnns: list[dict[str, Any]] = []
+        self._flattens: list[Any] = []
 
     def __enter__(self) -> None:
         self._found = [table.copy() for table in self._places.tables]
-        self._of_rnns = [{name: own[name] for name in _OF_RNNS if name in own} for own in self._places.rnns]
+        self._flattens = [own.get(_FLATTEN) for own in self._places.rnns]
         for table, stand_ins in zip(self._places.tables, self._places.within):
             table.update(stand_ins)
         for own in self._places.rnns:
@@ -368,9 +367,10 @@ class Swap:
         error = None if len(now) == len(values) and all(map(is_, now, values)) else self._error()
         for table, found in zip(tables, self._found):
             table.update(found)
-        for own, attributes in zip(rnns, self._of_rnns):
-            own.pop(_FLATTEN, None)
-            own.update(attributes)
+        for own, flatten in zip(rnns, self._flattens):
+            del own[_FLATTEN]
+            if flatten is not None:
+                own[_FLATTEN] = flatten
         if error is not None and kind is None:
             raise error
 

@@ -634,7 +634,7 @@ def test_an_output_that_does_not_grow_with_the_rows_is_refused():
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_the_parameters_of_rnns_stay_where_cudnn_wants_them(checkpoint: str) -> None:
-    """In one memory, where they were when the Pipe was built: in training, evaluation and the plain module."""
+    """In one memory, where they were when the Pipe was built: in training and in evaluation."""
     rnn = OfCudnn(4, 4, batch_first=True).double()
     layer = With(lambda self, x: self.rnn(x)[0], rnn=rnn)
     pipe = Pipe(nn.Sequential(linear(), layer), [1, 1], 2, checkpoint=checkpoint)
@@ -643,5 +643,32 @@ def test_the_parameters_of_rnns_stay_where_cudnn_wants_them(checkpoint: str) -> 
     for _ in range(3):
         pipe(x).sum().backward()
         with torch.no_grad():
-            pipe(x), pipe.to_sequential()(x)
+            pipe(x)
         assert addresses == [weight.data_ptr() for weight in rnn.parameters()] and names == set(vars(rnn))
+
+
+def doubled(rnn: nn.GRU) -> nn.GRU:
+    """A hook makes one of its weights of a parameter, as torch.nn.utils.weight_norm does."""
+    rnn.part = nn.Parameter(rnn.weight_hh_l0.detach() / 2)
+    del rnn._parameters["weight_hh_l0"]
+    hook: Callable[..., None] = lambda module, _: setattr(module, "weight_hh_l0", 2 * module.part)
+    hook(rnn, None)
+    rnn.register_forward_pre_hook(hook)
+    return rnn
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_a_shared_rnn_has_a_weight_that_a_hook_sets(checkpoint: str) -> None:
+    """It sets it in the list of parameters, too. Two stages add to one gradient."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        rnn = doubled(nn.GRU(4, 4, batch_first=True).double())
+        first, last = (With(lambda self, x: self.rnn(x)[0], rnn=rnn) for _ in range(2))
+        return nn.Sequential(first, linear(), last)
+
+    plain, model, x = made(), made(), normal(ROWS, 5, 4)
+    square_sum(plain(x)).backward()
+    pipe = Pipe(model, [1, 1, 1], 3, checkpoint=checkpoint)
+    pipe.step(x, None, loss_fn=lambda out, _: square_sum(out), loss_reduction="sum")
+    assert_near([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
