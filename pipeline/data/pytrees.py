@@ -191,6 +191,22 @@ def storage_of(tensor: Tensor) -> int:
     return place or id(tensor)
 
 
+def share_memory(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether another tensor has the memory of each. Of sparse ones and of subclasses that is not known.
+
+    Example:
+        >>> one, other = torch.zeros(4), torch.zeros(4)
+        >>> half = one[:2]
+        >>> share_memory([one, other])
+        [True, False]
+    """
+    holders = torch._C._storage_Use_Count  # tensors, and the object that Python has of the storage meanwhile
+    return [
+        tensor.layout is torch.strided and type(tensor) is Tensor and holders(tensor.untyped_storage()._cdata) > 2
+        for tensor in tensors
+    ]
+
+
 def computable(tensor: Tensor) -> Tensor:
     """A tensor with the same values, of a dtype in which torch computes: it does not in 8 bits."""
     return tensor.float() if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor

@@ -33,7 +33,7 @@ from partition.names import sequential
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, leaf_nodes, leaves_at, mark, owned
 from pipeline.common.module_tables import Table, tables_of
-from pipeline.data.pytrees import checksums, same_checksums, versions
+from pipeline.data.pytrees import checksums, same_checksums, share_memory, versions
 
 HALF = (torch.float16, torch.bfloat16)
 _FLATTEN = "flatten_parameters"
@@ -118,7 +118,7 @@ class Aliases:
         self._used: set[int] = set()
         self.ends: set[Any] = set()
         self._guard = guard
-        self._is_summing = False
+        self._apart: int | None = None  # the number of sums that have memory of their own, while there are any
         if compares:
             self._guard_aliases([alias for _, alias in self._trained.values()])
         self._sums = checksums(self._all.aliases) if compares else []
@@ -186,17 +186,30 @@ class Aliases:
         Raises:
             RuntimeError: another backward has brought a gradient.
         """
-        if not self._is_summing:
-            self._is_summing = True
+        if self._apart is None:
+            self._apart = -1
             if any([alias.grad is not None for _, alias in self._trained.values()]):
                 self._guard()
+
+    def end_sums(self) -> None:
+        """End a backward of the stage: sums get memory of their own, before others are added to them in place.
+
+        Autograd takes a first gradient as it is, whoever else has its memory (github.com/pytorch/pytorch/issues/34082):
+        another parameter has that of torch.stack([u, w]).sum(0), the stage before that of x + u.view(1, -1).
+        """
+        if self._apart is not None and len(self._used) > self._apart:
+            sums = [(alias, grad) for _, alias in self._trained.values() if (grad := alias.grad) is not None]
+            self._apart = len(sums)
+            for (alias, grad), shares in zip(sums, share_memory([grad for _, grad in sums])):
+                if shares:
+                    alias.grad = grad.clone()
 
     def take_sums(self) -> list[tuple[Tensor, Tensor]]:
         """(Parameter, this stage's sum over chunks) of all that have one; forgets the sums.
 
         An alias that some graph still holds is guarded from now on.
         """
-        self._is_summing = False
+        self._apart = None
         self.ends.clear()  # each holds its alias
         sums = [(real, grad) for real, alias in self._trained.values() if (grad := alias.grad) is not None]
         for _, alias in self._trained.values():

@@ -287,6 +287,7 @@ class StageRun:
                     self._differentiate_first(chunk, roots, inputs, sites, retain)
                 else:
                     self._differentiate(roots, inputs, (), retain)
+            self.aliases.end_sums()
         self.seeder.settle()
         if not retain:
             self.snapshot.forget(chunk)
@@ -298,6 +299,7 @@ class StageRun:
             self._seed_backward(chunk)
             with self._cut.guard, self._modes_of_backward():
                 self._split.second_half(chunk, retain)
+            self.aliases.end_sums()
             self.seeder.settle()
 
     def _sites(self, graph: ChunkGraph) -> Sequence[Site]:

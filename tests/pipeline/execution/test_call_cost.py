@@ -96,7 +96,7 @@ def calls_of(make: Callable[[int], nn.Module], count: int, chunks: int, mode: st
 @pytest.mark.parametrize("entry", ["step", "forward"])
 @pytest.mark.parametrize("mode", ["never", "always"])
 @pytest.mark.parametrize(
-    ("make", "limit"), [(Parameters, 21), (Buffers, 40), (Modules, 13)], ids=["parameter", "buffer", "module"]
+    ("make", "limit"), [(Parameters, 24), (Buffers, 40), (Modules, 13)], ids=["parameter", "buffer", "module"]
 )
 def test_one_more_costs_few_calls_of_functions(
     make: Callable[[int], nn.Module], limit: float, mode: str, entry: str
