@@ -68,20 +68,6 @@ class TiedGradients(Gradients):
                 with torch.no_grad():
                     copy.copy_(values)
 
-    def owners(self, used: list[Tensor]) -> list[Tensor]:
-        """A parameter in use on any rank is in use on all that have it."""
-        if not self._assignment.tied_parameters:
-            return used
-        keys = {id(owner) for owner in used}
-        rows = self._ranks.exchange([id(copy) in keys for copy in self.copies])
-        used_anywhere = [any(column) for column in zip(*rows, strict=True)]
-        more = [
-            copy
-            for copy, is_used in zip(self.copies, used_anywhere, strict=True)
-            if copy is not None and is_used and id(copy) not in keys
-        ]
-        return [*used, *more]
-
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         self._ranks.carry(self._assignment.tied_pairs)
         index_of = {id(copy): index for index, copy in enumerate(self.copies) if copy is not None}

@@ -366,10 +366,14 @@ class Call:
         return self.execution.placement.to_owners(stage.take_sums(), place)
 
     def owners(self) -> list[Tensor]:
-        """The parameters and external leaves that an output depends on, each once."""
-        used = {id(owner): owner for stage in self.stages for owner in stage.aliases.used_parameters}
-        used.update({key: leaf for stage in self.stages for key, leaf in stage.external.leaves.items()})
-        return self.communicator.gradients.owners(list(used.values()))
+        """The parameters whose gradients are wanted, and the external leaves that an output depends on, each once.
+
+        Over ranks gradients by parameters that no output depends on (None) have autograd run this process's part of
+        the backward too, for which the others wait.
+        """
+        owners = {id(owner): owner for stage in self.stages for owner, _ in stage.aliases.trained}
+        owners.update({key: leaf for stage in self.stages for key, leaf in stage.external.leaves.items()})
+        return list(owners.values())
 
     def differentiate(
         self, grads: Sequence[Grads], owners: Sequence[Tensor], create_graph: bool

@@ -168,14 +168,6 @@ class Gradients(ABC):
     """Whole gradients of parameters that several stages read."""
 
     @abstractmethod
-    def owners(self, used: list[Tensor]) -> list[Tensor]:
-        """Those of this process's parameters that any process uses.
-
-        Args:
-            used: those that this process uses.
-        """
-
-    @abstractmethod
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         """Whole gradients by the id of their owner: (owner, its stages' sums, added in the order of the stages)."""
 

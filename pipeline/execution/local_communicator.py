@@ -76,9 +76,6 @@ class LocalExchange(Exchange):
 class LocalGradients(Gradients):
     """All parts are here."""
 
-    def owners(self, used: list[Tensor]) -> list[Tensor]:
-        return used
-
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         return joined(parts)
 

@@ -133,10 +133,20 @@ def asked(make: Make, stages: int, what: str) -> Found:
     return dict(zip(names, grads, strict=True))
 
 
-def asked_of_all(make: Make, stages: int) -> Found:
-    """The same of `pipe.parameters()`, where one rank has none of its own; a second backward by autograd.backward."""
+class Detached(nn.Linear):
+    """It computes, and no gradient goes to it or through it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).detach()
+
+
+MIDDLE = {"has none": nn.Tanh, "uses none": lambda: Detached(4, 4)}
+
+
+def asked_of_all(make: Make, stages: int, middle: str) -> Found:
+    """The same of `pipe.parameters()`, where a rank has or uses none of its own; a second backward by autograd.backward."""
     torch.manual_seed(3)
-    layers = [nn.Linear(4, 4) if stage != 1 else nn.Tanh() for stage in range(stages)]
+    layers = [nn.Linear(4, 4) if stage != 1 else MIDDLE[middle]() for stage in range(stages)]
     pipe = make(nn.Sequential(*layers).double(), [1] * stages, 2, timeout=15.0)
     name_of = {id(parameter): name for name, parameter in pipe.named_parameters()}
     loss = square(pipe(rows(6)), rows(6, seed=2))

@@ -51,8 +51,9 @@ def test_autograd_grad_gives_each_rank_what_it_asks_for(crew3: Crew) -> None:
     agree_all(crew3, "rank_entry_points:asked", product((3, 6), ("x", "parameters", "both")))
 
 
-def test_a_rank_without_parameters_takes_part_where_all_ask_for_those_of_the_pipe(crew3: Crew) -> None:
-    agree(crew3, "rank_entry_points:asked_of_all", 3)
+@pytest.mark.parametrize("middle", ["has none", "uses none"])
+def test_a_rank_without_gradients_takes_part_where_all_ask_for_those_of_the_pipe(crew3: Crew, middle: str) -> None:
+    agree(crew3, "rank_entry_points:asked_of_all", 3, middle)
 
 
 def test_frozen_stages_pass_gradients_on_or_have_no_backward(crew3: Crew) -> None:
