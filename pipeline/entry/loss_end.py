@@ -15,7 +15,7 @@ from pipeline.common.graph import Roots, edge, gradients, owned, refuse_marked, 
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss
 from pipeline.data.microbatch import Batch
-from pipeline.data.pytrees import Tree, same_values, versions
+from pipeline.data.pytrees import Tree, copied, same_values, versions
 from pipeline.entry.chunk_losses import ChunkLosses
 from pipeline.execution.communicator import Pair
 from pipeline.execution.execution import Execution
@@ -57,7 +57,7 @@ class LossEnd(ChunkLosses):
         if apart:
             tensors = given = tuple([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
             if chunk == 0 or self._writes:  # chunk 0 shows whether loss_fn writes its output
-                given = tuple([tensor.clone() for tensor in tensors])
+                given = tuple([copied(tensor) for tensor in tensors])
         own = [tensor for tensor in tensors if tensor.requires_grad]
         ends = [edge(tensor) for tensor in own]
         loss, weight, external = self.computed(self.loss, chunk, tree, given, ends)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.common.errors import CheckpointError
 from pipeline.common.graph import StrayGradientGuard, enter, mark
-from pipeline.data.pytrees import Bundle, Grads, same_values, versions
+from pipeline.data.pytrees import Bundle, Grads, copied, same_values, versions
 from pipeline.recompute.snapshot import StageTraits
 
 
@@ -94,7 +94,7 @@ class InputCut:
         """Cut: the leaves of this chunk, and the tensors that the layers get."""
         tensors = read.tensors
         if self.writes or self._is_of_caller:
-            tensors = tuple([tensor.clone() for tensor in tensors])
+            tensors = tuple([copied(tensor) for tensor in tensors])
         sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
         if True not in needs_grad:
             return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])

@@ -37,7 +37,7 @@ from pipeline.common.graph import (
 )
 from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
-from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, copied, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
@@ -402,7 +402,7 @@ class StageRun:
 
     def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         with self._around_recomputation(chunk), self.on_views(views):
-            tensors = [tensor.clone() for tensor in read.tensors] if self.writes_input else read.tensors
+            tensors = [copied(tensor) for tensor in read.tensors] if self.writes_input else read.tensors
             made = self.layers.run(chunk, read.build(tensors), self.seeder.seed)
         refuse_tangents(made.tensors)
         self.snapshot.check_same(chunk, made.tensors)

@@ -309,6 +309,21 @@ def mixed_outputs() -> Case:
     return _case(nn.Linear(4, 4), nn.Tanh(), MixedOutputs())
 
 
+def gaps() -> Case:
+    """Between stages there are tensors with gaps in memory, and expanded ones."""
+
+    def part(x: Tensor) -> Tensor:
+        return torch.cat([x, x.sin()], 1)[:, 2:7]
+
+    def spread(x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True).expand(-1, 5)
+
+    return _case(
+        nn.Linear(4, 5), Apply(part), nn.Linear(5, 5), Apply(lambda x: x.t().contiguous().t()), nn.Linear(5, 5),
+        Apply(spread), nn.Linear(5, 2),
+    )
+
+
 def embedding() -> Case:
     def make_input(rows: int) -> Tensor:
         return torch.randint(0, 7, (rows, 3), generator=torch.Generator().manual_seed(5))
@@ -427,6 +442,7 @@ _BUILDERS = (
     checkpoint_nonreentrant,
     returns_input,
     mixed_outputs,
+    gaps,
     embedding,
     private_generator,
     closure,
