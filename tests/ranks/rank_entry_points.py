@@ -144,7 +144,7 @@ MIDDLE = {"has none": nn.Tanh, "uses none": lambda: Detached(4, 4)}
 
 
 def asked_of_all(make: Make, stages: int, middle: str) -> Found:
-    """The same of `pipe.parameters()`, where a rank has or uses none of its own; a second backward by autograd.backward."""
+    """The same of `pipe.parameters()`, where a rank has or uses none of its own; then a second backward."""
     torch.manual_seed(3)
     layers = [nn.Linear(4, 4) if stage != 1 else MIDDLE[middle]() for stage in range(stages)]
     pipe = make(nn.Sequential(*layers).double(), [1] * stages, 2, timeout=15.0)
