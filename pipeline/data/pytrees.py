@@ -192,7 +192,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as the original does, also where that has gaps or is expanded.
+    """A copy that lies in memory as the original does, also where that has gaps; of one that is expanded a dense copy.
 
     In another layout kernels add in another order, and numbers differ in their last bits.
 
@@ -202,7 +202,7 @@ def copied(tensor: Tensor) -> Tensor:
         ((4, 1), (8, 1))
     """
     copy = tensor.clone()
-    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
+    if copy.layout is not torch.strided or copy.stride() == tensor.stride() or 0 in (*tensor.shape, *tensor.stride()):
         return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     whole = tensor.as_strided((span,), (1,), tensor.storage_offset())

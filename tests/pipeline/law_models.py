@@ -324,6 +324,21 @@ def gaps() -> Case:
     )
 
 
+class Shares(nn.Module):
+    """Autograd gives one memory to the gradients of several parameters, and, with chunks of one row, of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.w, self.row = (nn.Parameter(normal(4, seed=seed)) for seed in (6, 7, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + torch.stack([self.u, self.w]).sum(0) + self.row.view(1, 4)
+
+
+def one_memory() -> Case:
+    return _case(nn.Linear(4, 4), Shares(), nn.Linear(4, 4), Shares(), nn.Linear(4, 2))
+
+
 def embedding() -> Case:
     def make_input(rows: int) -> Tensor:
         return torch.randint(0, 7, (rows, 3), generator=torch.Generator().manual_seed(5))
@@ -443,6 +458,7 @@ _BUILDERS = (
     returns_input,
     mixed_outputs,
     gaps,
+    one_memory,
     embedding,
     private_generator,
     closure,

@@ -4,13 +4,17 @@
     out_i.backward(g_i), i ascending, into empty `.grad`, of float32 for halves     reference(...): as by `pipe(x)`
     part_i = loss_fn(out_i, target_i) * weight;  part_i.backward(), i ascending     reference_step(...): pipe.step
 
-Nothing is imported from pipeline but `layer_seed`, the public rule for random numbers.
+Each chunk's gradients are added here: autograd adds in place, to memory that another parameter may have too. Nothing is
+imported from pipeline but `layer_seed`, the public rule for random numbers.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -60,7 +64,7 @@ def reference(
     """The forward entry point: a loss of the joined output. Writes the model's `.grad` and buffers, never x."""
     sum_in_float32(model)
     parts = _Parts(x, chunks)
-    with torch.random.fork_rng(devices=()):
+    with generators_kept():
         outs = [_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)]
         joined = join(outs)
         value = loss(joined)
@@ -79,7 +83,8 @@ def reference(
                     root_grads.append(grad[offsets[place] : offsets[place] + len(piece)])
                 offsets[place] += len(piece)
             if roots:
-                torch.autograd.backward(roots, root_grads)
+                with adding([*model.parameters(), *extras]):
+                    torch.autograd.backward(roots, root_grads)
     return _result(model, joined, value, parts, extras)
 
 
@@ -98,16 +103,50 @@ def reference_step(
     parts = _Parts(x, chunks)
     targets = torch.tensor_split(target, parts.count) if isinstance(target, Tensor) else [target] * parts.count
     total: Any = None
-    with torch.random.fork_rng(devices=()):
+    with generators_kept():
         outs = [_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)]
         for chunk, out in enumerate(outs):
-            torch.manual_seed(layer_seed(seed, chunk, len(model)))
+            seed_all(layer_seed(seed, chunk, len(model)))
             part = loss_fn(out, targets[chunk])
             part = part * (parts.rows[chunk] / sum(parts.rows)) if reduction == "mean" else part
             if part.requires_grad:
-                part.backward()
+                with adding([*model.parameters(), *extras]):
+                    part.backward()
             total = part.detach() if total is None else total + part.detach()
     return _result(model, join(outs), total, parts, extras)
+
+
+def seed_all(number: int) -> None:
+    """Seed the default generators of torch, Python and numpy."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number & 0xFFFFFFFF)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Within: the default generators may be used; afterwards they are as before."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+@contextmanager
+def adding(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Within: a backward runs. Its gradients are added to those that there are, in new tensors."""
+    before = {leaf: leaf.grad for leaf in leaves}
+    for leaf in before:
+        leaf.grad = None
+    yield
+    for leaf, earlier in before.items():
+        if leaf.grad is None:
+            leaf.grad = earlier
+        else:
+            leaf.grad = leaf.grad.clone() if earlier is None else earlier + leaf.grad
 
 
 def sum_in_float32(model: nn.Module) -> None:
@@ -120,13 +159,13 @@ def sum_in_float32(model: nn.Module) -> None:
 def forward_only(model: nn.Sequential, x: Any, chunks: int, seed: int) -> Any:
     """The joined output, in the mode and the grad mode that are found."""
     parts = _Parts(x, chunks)
-    with torch.random.fork_rng(devices=()):
+    with generators_kept():
         return join([_forward(model, parts.given(chunk), chunk, seed) for chunk in range(parts.count)])
 
 
 def _forward(model: nn.Sequential, value: Any, chunk: int, seed: int) -> Any:
     for index, layer in enumerate(model):
-        torch.manual_seed(layer_seed(seed, chunk, index))
+        seed_all(layer_seed(seed, chunk, index))
         value = layer(value)
     return value
 
