@@ -166,6 +166,7 @@ class StageRun:
         self._cut.end(read, before, given)
         buffers = self.snapshot.buffers
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
+        self.snapshot.outputs.hand_over(chunk, (*made.tensors, *tensors))
         if keep or buffers:
             self.snapshot.after_forward(chunk, keep, tensors)
         grad = self._settings.grad
