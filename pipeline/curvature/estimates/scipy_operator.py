@@ -1,6 +1,6 @@
 """The scipy LinearOperator of a matrix that is known by its products.
 
-    numpy [n] --cut by the parameters' shapes--> by name --space.vec--> A times it --space.named--> in a row, numpy [n]
+    numpy [n, k] --> torch [n, k] --A @, a block of columns at a time--> torch [n, k] --> numpy [n, k]
 
 For one process: scipy holds whole vectors, in the memory of the CPU.
 """
@@ -8,14 +8,11 @@ For one process: scipy holds whole vectors, in the memory of the CPU.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import Vec
 
 
 def to_scipy(A: LinearMap, dtype: Any = None) -> Any:
@@ -56,44 +53,16 @@ def to_scipy(A: LinearMap, dtype: Any = None) -> Any:
     except ImportError as error:
         raise ImportError("to_scipy needs scipy, which is not installed: pip install scipy") from error
     numpy = importlib.import_module("numpy")
-    flat = _Flat(A)
     kind = numpy.dtype(str(A.space.dtype).removeprefix("torch.") if dtype is None else dtype)
 
     def matmat(columns: Any) -> Any:
         if numpy.iscomplexobj(columns):
             raise TypeError(f"{A.name} takes real vectors: multiply the real and the imaginary part on their own")
-        return flat.products(torch.from_numpy(numpy.array(columns, numpy.float64))).numpy().astype(kind)
+        given = torch.from_numpy(numpy.array(columns, numpy.float64))
+        return torch.cat([A @ some for some in given.split(A.block, 1)], 1).numpy().astype(kind)
 
     def matvec(column: Any) -> Any:
         return matmat(column.reshape(-1, 1))[:, 0]
 
     shape = (A.space.size, A.space.size)
     return linalg.LinearOperator(shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=kind)
-
-
-class _Flat:
-    """Products with vectors whose entries stand in a row."""
-
-    def __init__(self, A: LinearMap) -> None:
-        self._map = A
-        self._shapes = {name: part.shape for name, part in A.space.named(A.space.zeros()).items()}
-
-    def products(self, columns: Tensor) -> Tensor:
-        """A times [n, columns]."""
-        block = self._map.block
-        rows = [row for some in columns.T.split(block) for row in self._rows(some)]
-        return torch.stack(rows, dim=1) if rows else columns.clone()
-
-    def _rows(self, rows: Tensor) -> Sequence[Tensor]:
-        return [self._row(image) for image in self._map.products([self._vec(row) for row in rows])]
-
-    def _vec(self, row: Tensor) -> Vec:
-        space = self._map.space
-        parts = row.to(space.dtype).split([shape.numel() for shape in self._shapes.values()])
-        return space.vec(
-            {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
-        )
-
-    def _row(self, vec: Vec) -> Tensor:
-        named = self._map.space.named(vec)
-        return torch.cat([named[name].detach().reshape(-1).to("cpu", torch.float64) for name in self._shapes])
