@@ -51,24 +51,24 @@ def answer(request: Request) -> int:
     if request.check and not answers.give("check", A.check(seed=request.seed)).ok:
         answers.wait()
         return 1
-    wanted, seed, show = request.estimates, request.seed, False if request.quiet else None
-    if wanted.top is not None:
+    seed, show = request.seed, False if request.quiet else None
+    if request.top is not None:
         pairs = A.top_eigenpairs(
-            wanted.top, which=wanted.which, tol=wanted.tol, max_products=wanted.max_products, seed=seed,
+            request.top, which=request.which, tol=request.tol, max_products=request.max_products, seed=seed,
             resume=request.resume, show=show,
         )
         answers.give("top", pairs, _show_eigenvalues)
-    if wanted.trace is not None:
-        answers.give("trace", A.trace(wanted.trace, rel=wanted.rel, seed=seed, show=show))
-    if wanted.layers is not None:
+    if request.trace is not None:
+        answers.give("trace", A.trace(request.trace, rel=request.rel, seed=seed, show=show))
+    if request.layers is not None:
         blocks = A.per_layer(
-            wanted.layers, samples=wanted.samples, which=wanted.which, tol=wanted.tol, seed=seed, show=show
+            request.layers, samples=request.samples, which=request.which, tol=request.tol, seed=seed, show=show
         )
         answers.give("layers", blocks, _show_layers)
-    if wanted.density is not None:
-        spectrum = A.density(steps=wanted.steps, runs=wanted.runs, seed=seed, show=show)
+    if request.density is not None:
+        spectrum = A.density(steps=request.steps, runs=request.runs, seed=seed, show=show)
         answers.give("density", spectrum)
-        answers.picture(spectrum, wanted.density)
+        answers.picture(spectrum, request.density)
     answers.wait()
     return 0
 
@@ -115,7 +115,7 @@ class _Answers:
 
 def _check_files(request: Request) -> None:
     """Raise now for files that could not be written after hours."""
-    picture = request.estimates.density
+    picture = request.density
     if picture:
         if Path(picture).suffix.lower() not in (".png", ".svg", ".pdf"):
             raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {picture}).")

@@ -109,4 +109,4 @@ def curvature(**given: Any) -> int:
             raise CommandError(f"--{option.replace('_', '-')} is for --top. Add --top K, or leave it out.")
     if given["rel"] is not None and given["trace"] is None:
         raise CommandError("--rel is for --trace. Add --trace, or leave it out.")
-    return answer(Request.given(given))
+    return answer(Request(**given))

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
 
 __all__ = ["MATRICES", "Request"]
 
 MATRICES = ("hessian", "gauss-newton", "fisher")
 
 
-class _Options:
-    """Some of the options of a command."""
-
-    @classmethod
-    def among(cls, given: Mapping[str, Any], **more: Any) -> Self:
-        """Those of this class, by name."""
-        names = [field.name for field in fields(cls) if field.name not in more]  # type: ignore[arg-type]
-        return cls(**{name: given[name] for name in names}, **more)
-
-
 @dataclass(frozen=True)
-class Target(_Options):
-    """The matrix that is analysed. None: as the script says."""
+class Request:
+    """All options. None: of the matrix, as the script says; of an estimate, not asked for."""
 
     target: str
     matrix: str | None
     params: list[str] | None
     train_mode: bool
-
-
-@dataclass(frozen=True)
-class Estimates(_Options):
-    """The estimates that are computed, and how. None: not asked for."""
-
+    check: bool
     top: int | None
     trace: int | None
     layers: int | None
@@ -49,21 +30,7 @@ class Estimates(_Options):
     rel: float | None
     steps: int
     runs: int
-
-
-@dataclass(frozen=True)
-class Request(_Options):
-    """All options."""
-
-    of: Target
-    estimates: Estimates
-    check: bool
     seed: int
     save: Path | None
     resume: Path | None
     quiet: bool
-
-    @classmethod
-    def given(cls, options: Mapping[str, Any]) -> Request:
-        """The request of a command with these options."""
-        return cls.among(options, of=Target.among(options), estimates=Estimates.among(options))

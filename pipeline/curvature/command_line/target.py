@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.curvature.command_line.request import MATRICES, Request, Target
+from pipeline.curvature.command_line.request import MATRICES, Request
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian, Operator
 from pipeline.pipe import Pipe
 from scheduler.command_line.running import CommandError
@@ -29,35 +29,34 @@ def operator_of(request: Request) -> Operator:
     Raises:
         CommandError: there is no such file, module or name; or it is nothing to make an operator from.
     """
-    of = request.of
-    given = value_at(of.target, (Operator,))
+    given = value_at(request.target, (Operator,))
     if isinstance(given, Operator):
-        return _as_it_is(of, given)
-    words: dict[str, Any] = _words(of.target, given)
-    if of.params is not None:
-        words["params"] = of.params
-    if of.train_mode:
+        return _as_it_is(request, given)
+    words: dict[str, Any] = _words(request.target, given)
+    if request.params is not None:
+        words["params"] = request.params
+    if request.train_mode:
         words["training"] = True
     words.setdefault("seed", request.seed)
-    _refuse_whole_on_each(of.target, words.get("model"))
+    _refuse_whole_on_each(request.target, words.get("model"))
     try:
-        return _CLASSES[of.matrix or "hessian"](**words)
+        return _CLASSES[request.matrix or "hessian"](**words)
     except TypeError as error:
         if "argument" not in str(error):  # of the call itself
             raise
-        raise CommandError(f"{of.target} gives a dict that does not fit: {error}. Its keys are arguments of "
+        raise CommandError(f"{request.target} gives a dict that does not fit: {error}. Its keys are arguments of "
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
 
 
-def _as_it_is(of: Target, operator: Operator) -> Operator:
-    others = {"--matrix": of.matrix, "--params": of.params, "--train-mode": of.train_mode or None}
+def _as_it_is(request: Request, operator: Operator) -> Operator:
+    others = {"--matrix": request.matrix, "--params": request.params, "--train-mode": request.train_mode or None}
     given = [option for option, value in others.items() if value is not None]
     if given:
         raise CommandError(
-            f"{of.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. Drop "
-            "them, or return (model, data, loss_fn)."
+            f"{request.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. "
+            "Drop them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(of.target, operator.pipe)
+    _refuse_whole_on_each(request.target, operator.pipe)
     return operator
 
 
