@@ -14,24 +14,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
-
-from torch import Tensor
+from typing import Any, Self
 
 from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
+from pipeline.curvature.results.measured import Pairs
 from pipeline.curvature.results.progress import Progress
-
-
-class Pairs(NamedTuple):
-    """One layer's eigenvalues, as a table of layers needs them."""
-
-    values: Tensor
-    residuals: Tensor
-    scale: float
 
 
 class ByLayers(Analysis):

@@ -15,40 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline.curvature.products.finite_differences import least, limit
-from pipeline.curvature.products.task import OnResult
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import HOST, Space, Vec, add_, combined, copy, scale_
 
+if TYPE_CHECKING:
+    from pipeline.curvature.operators import Operator
+
 EXACT = {torch.float64: 1e-10}  # of what differs by rounding only
 NEARLY = 1e-3
-
-
-class Checkable(Protocol):
-    """The interface of an operator that can be checked; see `pipeline.curvature.operators.Operator`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def space(self) -> Space: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def has_gradient(self) -> bool: ...
-    @property
-    def captures(self) -> bool: ...
-    def products(self, vectors: Sequence[Vec]) -> list[Vec]: ...
-    def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None: ...
-    def stage_name(self, index: int) -> str: ...
-    def point(self) -> Vec: ...
-    def gradient_at(self, shift: Vec) -> Vec: ...
-    def in_one_stage(self) -> Checkable | None: ...
-    @property
-    def workarounds(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +62,7 @@ class Report(Result):
         yield from (f"  {note}" for note in self.notes)
 
 
-def check(op: Checkable, seed: int = 0) -> Report:
+def check(op: Operator, seed: int = 0) -> Report:
     """Try the laws on random vectors; costs about ten products, and two gradients.
 
     Args:
@@ -141,7 +120,7 @@ def _apart(space: Space, one: Vec, other: Vec) -> float:
     return distance / max(space.norm(other), 1e-300) if distance else 0.0
 
 
-def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
+def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
     """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
     largest: dict[int, tuple[float, float]] = {}  # by stage, -1 for the loss: (relative error, limit)
 
@@ -160,7 +139,7 @@ def _stages(op: Checkable, v: Vec) -> list[tuple[str, float, float]]:
     ]
 
 
-def _differences(op: Checkable, v: Vec, Hv: Vec) -> float:
+def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
     """H v against central differences of the gradient, along v."""
     space = op.space
     precision = torch.finfo(space.dtype).eps

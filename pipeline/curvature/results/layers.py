@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.results.measured import Eigenvalues, LayerEstimates, error_bounds, rows
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs
+from pipeline.curvature.estimates.layer_traces import LayerTraces
+from pipeline.curvature.results.measured import Pairs, error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
@@ -75,8 +77,8 @@ class LayerSpectra(Result):
         cls,
         matrix: str,
         sizes: Mapping[str, int],
-        eigenpairs: Mapping[str, Eigenvalues],
-        traces: LayerEstimates | None = None,
+        eigenpairs: Mapping[str, Eigenpairs] | Mapping[str, Pairs],
+        traces: LayerTraces | None = None,
     ) -> LayerSpectra:
         """Gathered from what was found of each layer.
 

@@ -8,49 +8,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.space import HOST
 
 
-class Eigenvalues(Protocol):
-    """Eigenvalues, [k], whose residuals, [k], are relative to a scale, as those of `Eigenpairs`."""
+class Pairs(NamedTuple):
+    """The eigenvalues alone, as a saved run of a layer keeps them."""
 
-    @property
-    def values(self) -> Tensor: ...
-
-    @property
-    def residuals(self) -> Tensor: ...
-
-    @property
-    def scale(self) -> float: ...
+    values: Tensor
+    residuals: Tensor
+    scale: float
 
 
-class Estimate(Protocol):
-    """A number with its standard error, as `Trace`."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def stderr(self) -> float: ...
-
-
-class LayerEstimates(Protocol):
-    """A number with its standard error for each layer, as `LayerTraces`."""
-
-    @property
-    def values(self) -> Mapping[str, float]: ...
-
-    @property
-    def stderr(self) -> Mapping[str, float]: ...
-
-
-def error_bounds(eigenvalues: Eigenvalues) -> Tensor:
+def error_bounds(eigenvalues: Eigenpairs | Pairs) -> Tensor:
     """[k], in units of eigenvalue: some eigenvalue of the matrix is no further from each value."""
     return eigenvalues.residuals.double() * eigenvalues.scale
 

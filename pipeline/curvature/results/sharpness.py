@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.curvature.results.measured import Eigenvalues, Estimate, error_bounds, rows
+from pipeline.curvature.estimates.eigenpairs import Eigenpairs
+from pipeline.curvature.estimates.trace import Trace
+from pipeline.curvature.results.measured import error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import table, with_error
@@ -68,8 +70,8 @@ class SharpnessHistory(Result):
     def with_entry(
         self,
         step: int,
-        eigenpairs: Eigenvalues | None = None,
-        trace: Estimate | None = None,
+        eigenpairs: Eigenpairs | None = None,
+        trace: Trace | None = None,
         loss: float | None = None,
         lr: float | None = None,
     ) -> SharpnessHistory:
