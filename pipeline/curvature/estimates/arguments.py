@@ -1,7 +1,7 @@
 """The arguments that estimators share, checked in one place.
 
-    samples, rel, abs, min_samples, kind, seed, show  --Sampling.checked-->  Sampling      a mean over random vectors
-    tol                                               --check_tol                          what ends at a residual
+    samples, rel, abs, min_samples, kind, seed, show  --> Sampling   a mean over random vectors
+    tol                                               --> check_tol  what ends at a residual
 """
 
 from __future__ import annotations
@@ -60,52 +60,44 @@ class Sampling:
     Attributes:
         A: the matrix.
         samples: the most products to spend.
-        goal: when to end before.
-        kind: of random vectors, "rademacher" or "normal".
+        rel, abs, min_samples: when to end before; see `Goal`.
         seed: of the random vectors.
         show: whether to show a progress bar, on one process. None: where it goes to a terminal.
         resume: the file of a run that may be interrupted, or None.
         save_every: seconds between two saves.
+        kind: of random vectors, "rademacher" or "normal".
+
+    Raises:
+        ValueError: no product may be spent, a bound means nothing, or there is no such kind.
     """
 
     A: LinearMap
     samples: int
-    goal: Goal
-    kind: str
+    rel: float | None
+    abs: float | None
+    min_samples: int
     seed: int
     show: bool | None
-    resume: str | os.PathLike[str] | None = None
-    save_every: float = 300.0
+    resume: str | os.PathLike[str] | None
+    save_every: float
+    kind: str = "rademacher"
 
-    @classmethod
-    def checked(
-        cls,
-        A: LinearMap,
-        samples: int,
-        rel: float | None,
-        abs: float | None,
-        min_samples: int,
-        seed: int,
-        show: bool | None,
-        resume: str | os.PathLike[str] | None,
-        save_every: float,
-        kind: str = "rademacher",
-    ) -> Sampling:
-        """Of a call's arguments.
-
-        Raises:
-            ValueError: no product may be spent, a bound means nothing, or there is no such kind.
-        """
-        if samples < 1:
-            raise ValueError(f"samples is {samples}: an estimate spends at least one product; use samples=100")
-        if min_samples < 2:
-            raise ValueError(f"min_samples is {min_samples}: a standard error needs two draws; use min_samples=10")
-        for name, bound in {"rel": rel, "abs": abs}.items():
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples is {self.samples}: an estimate spends at least one product; use samples=100")
+        if self.min_samples < 2:
+            raise ValueError(
+                f"min_samples is {self.min_samples}: a standard error needs two draws; use min_samples=10"
+            )
+        for name, bound in {"rel": self.rel, "abs": self.abs}.items():
             if bound is not None and not 0.0 <= bound < math.inf:
                 raise ValueError(f"{name} is {bound}: a bound on the standard error is finite and not negative")
-        if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
-        return cls(A, samples, Goal(rel, abs, min_samples), kind, seed, show, resume, save_every)
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.rel, self.abs, self.min_samples)
 
     @property
     def is_exact(self) -> bool:

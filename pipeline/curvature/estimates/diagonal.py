@@ -114,7 +114,7 @@ def diagonal(
         >>> found.values["0.weight"].round(decimals=9).tolist(), found.rms_stderr < 1e-9
         ([[2.0, 8.0, 18.0]], True)
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
+    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     running = _Running(A)
     with sampling.resumable("diagonal") as run, sampling.bar("diagonal") as bar:
         if run.kept is not None:

@@ -102,7 +102,7 @@ def frobenius_squared(
         squared Frobenius norm of Hessian  392 +- 0  (norm 19.799)
           3 products, stopped by: exact
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
+    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every, kind)
 
     def squares(vectors: list[Vec], products: list[Vec]) -> Tensor:
         return paired_dots(A.space, products, products)

@@ -111,7 +111,7 @@ def layer_traces(
           layer   trace  entries  mean eigenvalue
           front  4 +- 0        2                2
     """
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
+    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     here = _counted_entries(A.space)
     names = agreed_names(A.space, list(here))
     names_of = by_module(names) if groups is None else _checked_groups(A.space, groups, names)

@@ -125,7 +125,7 @@ def trace(
         ('exact', True)
     """
     chosen = _chosen_kind(method, kind, sketch)
-    sampling = Sampling.checked(A, samples, rel, abs, min_samples, seed, show, resume, save_every, chosen)
+    sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every, chosen)
     if sampling.is_exact or samples < 4:
         method = "hutchinson"
     if method == "hutchinson":
