@@ -1,6 +1,6 @@
 """The answers of `penstock curvature`.
 
-    Request --target.py--> operator --> check, top, trace, layers, density, in this order
+    options --target.py--> operator --> check, top, trace, layers, density, in this order
                                                   each: words on rank 0's stdout, and a file in --save
     status: 0; 1 where --check finds something wrong
 
@@ -14,11 +14,11 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
 
-from pipeline.curvature.command_line.request import Request
 from pipeline.curvature.command_line.target import operator_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.ritz import WHICH
@@ -35,8 +35,11 @@ __all__ = ["answer"]
 Found = TypeVar("Found", bound=Result)
 
 
-def answer(request: Request) -> int:
+def answer(options: SimpleNamespace) -> int:
     """Answers all that a command asks.
+
+    Args:
+        options: the command's, by the names that it has in command.py; None: not asked for.
 
     Returns:
         The exit status.
@@ -44,31 +47,31 @@ def answer(request: Request) -> int:
     Raises:
         CommandError: what is asked cannot be.
     """
-    _check_files(request)
-    A = operator_of(request)
-    answers = _Answers(A, request)
+    _check_files(options)
+    A = operator_of(options)
+    answers = _Answers(A, options)
     answers.say(_about(A))
-    if request.check and not answers.give("check", A.check(seed=request.seed)).ok:
+    if options.check and not answers.give("check", A.check(seed=options.seed)).ok:
         answers.wait()
         return 1
-    seed, show = request.seed, False if request.quiet else None
-    if request.top is not None:
+    seed, show = options.seed, False if options.quiet else None
+    if options.top is not None:
         pairs = A.top_eigenpairs(
-            request.top, which=request.which, tol=request.tol, max_products=request.max_products, seed=seed,
-            resume=request.resume, show=show,
+            options.top, which=options.which, tol=options.tol, max_products=options.max_products, seed=seed,
+            resume=options.resume, show=show,
         )
         answers.give("top", pairs, _show_eigenvalues)
-    if request.trace is not None:
-        answers.give("trace", A.trace(request.trace, rel=request.rel, seed=seed, show=show))
-    if request.layers is not None:
+    if options.trace is not None:
+        answers.give("trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show))
+    if options.layers is not None:
         blocks = A.per_layer(
-            request.layers, samples=request.samples, which=request.which, tol=request.tol, seed=seed, show=show
+            options.layers, samples=options.samples, which=options.which, tol=options.tol, seed=seed, show=show
         )
         answers.give("layers", blocks, _show_layers)
-    if request.density is not None:
-        spectrum = A.density(steps=request.steps, runs=request.runs, seed=seed, show=show)
+    if options.density is not None:
+        spectrum = A.density(steps=options.steps, runs=options.runs, seed=seed, show=show)
         answers.give("density", spectrum)
-        answers.picture(spectrum, request.density)
+        answers.picture(spectrum, options.density)
     answers.wait()
     return 0
 
@@ -76,8 +79,8 @@ def answer(request: Request) -> int:
 class _Answers:
     """The output of a command: text on rank 0's stdout, results in a folder."""
 
-    def __init__(self, A: Operator, request: Request) -> None:
-        self._space, self._folder = A.space, request.save
+    def __init__(self, A: Operator, options: SimpleNamespace) -> None:
+        self._space, self._folder = A.space, options.save
         self._speaks = A.space.rank == 0
 
     def say(self, words: str) -> None:
@@ -113,9 +116,9 @@ class _Answers:
             result.save(folder / f"{name}.npz")
 
 
-def _check_files(request: Request) -> None:
+def _check_files(options: SimpleNamespace) -> None:
     """Raise now for files that could not be written after hours."""
-    picture = request.density
+    picture = options.density
     if picture:
         if Path(picture).suffix.lower() not in (".png", ".svg", ".pdf"):
             raise CommandError(f"a picture goes to a file named *.png, *.svg or *.pdf (--density {picture}).")
@@ -125,11 +128,11 @@ def _check_files(request: Request) -> None:
             )
         if not Path(picture).resolve().parent.is_dir():
             raise CommandError(f"cannot write {picture}: its folder is not there. Make it first.")
-    if request.save is not None:
+    if options.save is not None:
         try:
-            request.save.mkdir(parents=True, exist_ok=True)
+            options.save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CommandError(f"cannot make the folder {request.save}: {error.strerror}. Give another.") from None
+            raise CommandError(f"cannot make the folder {options.save}: {error.strerror}. Give another.") from None
 
 
 def _about(A: Operator) -> str:

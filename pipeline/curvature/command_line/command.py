@@ -1,18 +1,19 @@
 """The options of `penstock curvature`, and what a command leaves out.
 
-    penstock curvature train.py:build --top 5  --click-->  Request  --answers.py-->  stdout and files
+    penstock curvature train.py:build --top 5  --click-->  options  --answers.py-->  stdout and files
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import click
 
 from pipeline.curvature.command_line.answers import answer
-from pipeline.curvature.command_line.request import MATRICES, Request
+from pipeline.curvature.command_line.target import MATRICES
 from scheduler.command_line.running import CommandError
 
 __all__ = ["curvature"]
@@ -54,7 +55,7 @@ def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Eigenvalues, trace, density of a Hessian.")
 @click.argument("target")
-@click.option("--matrix", type=click.Choice(MATRICES), help="Default: hessian.")
+@click.option("--matrix", type=click.Choice(list(MATRICES)), help="Default: hessian.")
 @click.option("--params", type=_Names(), metavar="NAMES", help="Of layers or parameters: 0,3.weight; default: all that "
               "require a gradient.")
 @click.option("--train-mode", is_flag=True, help="With dropout and the like; default: eval mode.")
@@ -109,4 +110,4 @@ def curvature(**given: Any) -> int:
             raise CommandError(f"--{option.replace('_', '-')} is for --top. Add --top K, or leave it out.")
     if given["rel"] is not None and given["trace"] is None:
         raise CommandError("--rel is for --trace. Add --trace, or leave it out.")
-    return answer(Request(**given))
+    return answer(SimpleNamespace(**given))

@@ -8,55 +8,57 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from pipeline.curvature.command_line.request import MATRICES, Request
 from pipeline.curvature.operators import EmpiricalFisher, GaussNewton, Hessian, Operator
 from pipeline.pipe import Pipe
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 
-__all__ = ["operator_of"]
+__all__ = ["MATRICES", "operator_of"]
 
-_CLASSES: dict[str, type[Operator]] = dict(zip(MATRICES, (Hessian, GaussNewton, EmpiricalFisher), strict=True))
+MATRICES: dict[str, type[Operator]] = {
+    "hessian": Hessian, "gauss-newton": GaussNewton, "fisher": EmpiricalFisher
+}  # fmt: skip
 
 
-def operator_of(request: Request) -> Operator:
+def operator_of(options: SimpleNamespace) -> Operator:
     """The operator that a command names.
 
     Raises:
         CommandError: there is no such file, module or name; or it is nothing to make an operator from.
     """
-    given = value_at(request.target, (Operator,))
+    given = value_at(options.target, (Operator,))
     if isinstance(given, Operator):
-        return _as_it_is(request, given)
-    words: dict[str, Any] = _words(request.target, given)
-    if request.params is not None:
-        words["params"] = request.params
-    if request.train_mode:
+        return _as_it_is(options, given)
+    words: dict[str, Any] = _words(options.target, given)
+    if options.params is not None:
+        words["params"] = options.params
+    if options.train_mode:
         words["training"] = True
-    words.setdefault("seed", request.seed)
-    _refuse_whole_on_each(request.target, words.get("model"))
+    words.setdefault("seed", options.seed)
+    _refuse_whole_on_each(options.target, words.get("model"))
     try:
-        return _CLASSES[request.matrix or "hessian"](**words)
+        return MATRICES[options.matrix or "hessian"](**words)
     except TypeError as error:
         if "argument" not in str(error):  # of the call itself
             raise
-        raise CommandError(f"{request.target} gives a dict that does not fit: {error}. Its keys are arguments of "
+        raise CommandError(f"{options.target} gives a dict that does not fit: {error}. Its keys are arguments of "
                            "pipeline.curvature.Hessian: model, data, loss_fn, params, training, ...") from error
 
 
-def _as_it_is(request: Request, operator: Operator) -> Operator:
-    others = {"--matrix": request.matrix, "--params": request.params, "--train-mode": request.train_mode or None}
+def _as_it_is(options: SimpleNamespace, operator: Operator) -> Operator:
+    others = {"--matrix": options.matrix, "--params": options.params, "--train-mode": options.train_mode or None}
     given = [option for option, value in others.items() if value is not None]
     if given:
         raise CommandError(
-            f"{request.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. "
+            f"{options.target} gives an operator, {operator!r}, which leaves nothing to say for {', '.join(given)}. "
             "Drop them, or return (model, data, loss_fn)."
         )
-    _refuse_whole_on_each(request.target, operator.pipe)
+    _refuse_whole_on_each(options.target, operator.pipe)
     return operator
 
 
