@@ -122,7 +122,7 @@ def _dtype_name(value: Tensor, where: str) -> str:
 def _tensor(value: Mapping[str, Any], arrays: Mapping[str, Any]) -> Tensor:
     dtype = _DTYPES[value["tensor"]]
     if "array" in value:
-        stored = torch.from_numpy(arrays[value["array"]])
+        stored = torch.from_numpy(arrays[f"{value['array']}.npy"])  # the whole name: numpy takes "x.npy" for "x", too
         if stored.dtype is not (torch.int16 if dtype is torch.bfloat16 else dtype):
             raise ValueError(f"array {value['array']} has {stored.dtype} where {dtype} is told")
         return stored.view(dtype)

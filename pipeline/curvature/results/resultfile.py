@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -60,8 +60,7 @@ def read(path: str | PathLike[str]) -> Stored:
     try:
         if _is_json(path):
             return _stored(path.read_text(encoding="utf-8"), {}, path)
-        with zipfile.ZipFile(path) as file:
-            arrays = _Members(file)
+        with np.load(path, allow_pickle=False) as arrays:
             return _stored(str(arrays[_TEXT]), arrays, path)
     except (ResultError, FileNotFoundError, PermissionError, IsADirectoryError):
         raise
@@ -112,20 +111,3 @@ def _write_zip(file: IO[bytes], arrays: Mapping[str, Any]) -> None:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-class _Members(Mapping[str, Any]):
-    """The arrays in a zip file, each read when it is asked for."""
-
-    def __init__(self, file: zipfile.ZipFile) -> None:
-        self._file = file
-
-    def __getitem__(self, name: str) -> Any:
-        with self._file.open(f"{name}.npy") as member:
-            return np.lib.format.read_array(member, allow_pickle=False)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removesuffix(".npy") for name in self._file.namelist())
-
-    def __len__(self) -> int:
-        return len(self._file.namelist())
