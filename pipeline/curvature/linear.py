@@ -19,22 +19,17 @@ T = TypeVar("T")
 
 
 class LinearMap(ABC):
-    """A symmetric matrix A, as its products with vectors. Over ranks every process makes the same calls."""
+    """A symmetric matrix A, as its products with vectors. Over ranks every process makes the same calls.
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """For progress bars and messages: "Hessian"."""
+    Attributes:
+        name: for progress bars and messages: "Hessian".
+        space: the space of the vectors.
+        block: the best number of products at a time: together they cost less, and hold their vectors meanwhile.
+    """
 
-    @property
-    @abstractmethod
-    def space(self) -> Space:
-        """The space of the vectors."""
-
-    @property
-    @abstractmethod
-    def block(self) -> int:
-        """The best number of products at a time: together they cost less, and hold their vectors meanwhile."""
+    name: str
+    space: Space
+    block: int
 
     @abstractmethod
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:

@@ -38,9 +38,16 @@ Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
 class Operator(ByLayers):
-    """A matrix of second derivatives as its products with vectors. Use one of the classes below."""
+    """A matrix of second derivatives as its products with vectors. Use one of the classes below.
+
+    Attributes:
+        rule: the matrix, of those below.
+        pipe: the model; a module that was given, as one stage.
+        seed: of random numbers, see `__init__`.
+    """
 
     rule: Rule
+    space: ParameterSpace
 
     def __init__(
         self,
@@ -78,16 +85,16 @@ class Operator(ByLayers):
         """
         if block < 1:
             raise ValueError(f"block is {block}. At least 1 product is computed at a time.")
-        self._pipe, self._prefix = as_pipe(model)
+        self.pipe, self._prefix = as_pipe(model)
         refuse_parts(
-            self._pipe.named_parameters(), "an operator of curvature",
+            self.pipe.named_parameters(), "an operator of curvature",
             "Its vectors hold whole parameters: give the model as it was before parallelize_module."
         )
-        self._block = block
-        self._space = space_of(self._pipe, self._prefix, params)
+        self.name, self.block = self.rule.value, block
+        self.space = space_of(self.pipe, self._prefix, params)
         self.seed = self._shared_seed(seed)
         self._passes = Passes(
-            self._pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self._space,
+            self.pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self.space,
             verify
         )
 
@@ -95,65 +102,48 @@ class Operator(ByLayers):
         """Rank 0's, on all ranks; all draw, so that their generators stay alike. In halves, which float64 can hold."""
         own = draw_seed() if seed is None else seed
         halves = torch.tensor(divmod(own, 1 << 32), **HOST)
-        high, low = self._space.sum_over(halves if self._space.rank == 0 else torch.zeros_like(halves)).tolist()
+        high, low = self.space.sum_over(halves if self.space.rank == 0 else torch.zeros_like(halves)).tolist()
         return (int(high) << 32) + int(low)
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
     @property
-    def name(self) -> str:
-        return self.rule.value
-
-    @property
-    def pipe(self) -> Pipe:
-        """The model; a module that was given, as one stage."""
-        return self._pipe
-
-    @property
-    def space(self) -> ParameterSpace:
-        return self._space
-
-    @property
-    def block(self) -> int:
-        return self._block
-
-    @property
     def shape(self) -> tuple[int, int]:
         """(n, n): n entries in all parameters, over all ranks."""
-        return (self._space.size, self._space.size)
+        return (self.space.size, self.space.size)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of vectors and products."""
-        return self._space.dtype
+        return self.space.dtype
 
     def __repr__(self) -> str:
-        size = self._space.size
+        size = self.space.size
         return f"{type(self).__name__}({size} x {size}, {str(self.dtype).removeprefix('torch.')})"
 
     # ----------------------------------------------------------------------------------------------------- products
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         found: list[Vec] = []
-        for start in range(0, len(vectors), self._block):
-            part = vectors[start : start + self._block]
+        for start in range(0, len(vectors), self.block):
+            part = vectors[start : start + self.block]
             found.extend(self._passes.run(self.rule, part, False, first=start).vectors)
         return found
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
         """The product with one vector, in its form, and the gradient by name, which costs nothing more."""
-        given, give = taken(self._space, vector)
+        given, give = taken(self.space, vector)
         if len(given) != 1:
             raise ValueError(f"hvp takes one vector, not {len(given)}. Use {type(self).__name__} @ vectors.")
         found = self._passes.run(self.rule, given, True)
         assert found.gradient is not None  # asked for
-        return give(found.vectors), self._space.named(found.gradient)
+        return give(found.vectors), self.space.named(found.gradient)
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradient of the loss over all data, by name."""
         found = self._passes.run(self.rule, [], True).gradient
         assert found is not None  # asked for
-        return self._space.named(found)
+        return self.space.named(found)
 
     def loss(self) -> Tensor:
         """The loss over all data."""
@@ -162,12 +152,12 @@ class Operator(ByLayers):
     # ---------------------------------------------------------------------------------------------------- by layers
 
     def restricted(self, names: Collection[str]) -> Self:
-        space = space_of(self._pipe, self._prefix, lambda name, _: name in names)
-        return self._twin(_space=space, _passes=self._passes.of(space=space))
+        space = space_of(self.pipe, self._prefix, lambda name, _: name in names)
+        return self._twin(space=space, _passes=self._passes.of(space=space))
 
     @property
     def counted_names(self) -> list[str]:
-        return [member.name for member in self._space.members if member.counts]
+        return [member.name for member in self.space.members if member.counts]
 
     def _twin(self, **others: Any) -> Self:
         """One like this, but for some attributes."""
@@ -191,7 +181,7 @@ class Operator(ByLayers):
 
         Functional attention is not among them: within a product all of it runs on torch's math kernel.
         """
-        return worked_round(self._pipe.named_modules())
+        return worked_round(self.pipe.named_modules())
 
     @property
     def has_gradient(self) -> bool:
@@ -202,21 +192,21 @@ class Operator(ByLayers):
     def captures(self) -> bool:
         """Whether a layer of any rank has captured a parameter of another module, as products so far have shown."""
         own = torch.tensor([float(self._passes.captures)], **HOST)
-        return bool(self._space.sum_over(own).item())
+        return bool(self.space.sum_over(own).item())
 
     @property
     def stages(self) -> int:
         """The number of stages of the model."""
-        return len(self._pipe.balance)
+        return len(self.pipe.balance)
 
     def stage_name(self, index: int) -> str:
         """A stage with its layers, in words."""
-        return names_of(self._pipe.balance)[index]
+        return names_of(self.pipe.balance)[index]
 
     def point(self) -> Vec:
         """The parameters as a vector."""
         named = {name: parameter.detach() for name, parameter in self._passes.parameters().items()}
-        return self._space.vec(named)
+        return self.space.vec(named)
 
     def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None:
         """Compute products, and compare the rule of each stage of this process with finite differences."""
@@ -230,22 +220,22 @@ class Operator(ByLayers):
 
     def in_one_stage(self) -> Self | None:
         """The same matrix of the whole model as one stage. None: its stages are on several devices or ranks."""
-        pipe = self._pipe
+        pipe = self.pipe
         if pipe.runtime.topology is not None or len(set(pipe.devices)) > 1:
             return None
         whole = Pipe(pipe.to_sequential(), [len(pipe)], pipe.chunks, devices=pipe.devices[:1])
-        return self._twin(_pipe=whole, _passes=self._passes.of(pipe=whole))
+        return self._twin(pipe=whole, _passes=self._passes.of(pipe=whole))
 
     def fingerprint(self) -> str:
         """A digest of the model with all its tensors, data, loss and settings; the same text on all ranks."""
-        self._pipe.runtime.follow_model()
-        tensors = [*self._pipe.parameters(), *self._pipe.buffers()]
-        flags = "" if self._passes.training is not None else str([m.training for m in self._pipe.modules()])
-        model = f"{architecture(self._pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
+        self.pipe.runtime.follow_model()
+        tensors = [*self.pipe.parameters(), *self.pipe.buffers()]
+        flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
+        model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
         text = f"{self.rule} {model} {self._passes.settings} {flags}"
-        own = torch.zeros(self._space.ranks, **HOST)
-        own[self._space.rank] = digest(text) % (1 << 48)
-        return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self._space.sum_over(own))
+        own = torch.zeros(self.space.ranks, **HOST)
+        own[self.space.rank] = digest(text) % (1 << 48)
+        return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self.space.sum_over(own))
 
 
 class Hessian(Operator):

@@ -22,32 +22,21 @@ HOST: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # numbers abou
 
 
 class Space(ABC):
-    """The vectors that a linear map takes and gives."""
+    """The vectors that a linear map takes and gives.
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """The number of entries of a vector, those of other processes too."""
+    Attributes:
+        size: the number of entries of a vector, those of other processes too.
+        dtype: of the entries: float32 or float64.
+        counted: for each shard whether it counts in sums; if not, another process has the same entries.
+        rank: of this process among those that share the vectors; 0 is the one that prints.
+        ranks: the number of processes that share the vectors.
+    """
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of the entries: float32 or float64."""
-
-    @property
-    @abstractmethod
-    def counted(self) -> Sequence[bool]:
-        """For each shard whether it counts in sums; if not, another process has the same entries."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Of this process among those that share the vectors; 0 is the one that prints."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> int:
-        """The number of processes that share the vectors."""
+    size: int
+    dtype: torch.dtype
+    counted: Sequence[bool]
+    rank: int
+    ranks: int
 
     @abstractmethod
     def zeros(self) -> Vec:

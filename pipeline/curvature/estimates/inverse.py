@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pipeline.curvature.estimates.systems import Given, planned, solved
 from pipeline.curvature.linear import LinearMap
-from pipeline.curvature.space import Space, Vec
+from pipeline.curvature.space import Vec
 
 
 class ConvergenceError(RuntimeError):
@@ -50,18 +50,8 @@ class Inverse(LinearMap):
     ) -> None:
         self._map = A
         self._plan = planned(A, damping, tol, max_products, preconditioner, method)
-
-    @property
-    def name(self) -> str:
-        return f"inverse of ({self._map.name} + {self._plan.system.damping:g} I)"
-
-    @property
-    def space(self) -> Space:
-        return self._map.space
-
-    @property
-    def block(self) -> int:
-        return self._map.block
+        self.name = f"inverse of ({A.name} + {self._plan.system.damping:g} I)"
+        self.space, self.block = A.space, A.block
 
     def products(self, vectors: Sequence[Vec]) -> list[Vec]:
         """The solution for each of some right-hand sides.

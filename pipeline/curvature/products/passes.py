@@ -128,40 +128,29 @@ class Passes:
             RuntimeError: the loss depends on none of the parameters.
         """
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
-            return self._run(rule, vectors, gradient, on_result, shift, first)
-
-    def _run(
-        self,
-        rule: Rule,
-        vectors: Sequence[Vec],
-        gradient: bool,
-        on_result: OnResult | None,
-        shift: Vec | None,
-        first: int,
-    ) -> Outcome:
-        slots = self._slots()
-        shared = self._shared()
-        sums = Sums(self._space, slots, len(vectors), gradient, shared)
-        wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-        along = partial(_along, vectors, slots)
-        moved = None if shift is None else partial(_part, shift, slots)
-        task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
-        total, loss, reached = self._all(task, sums, first)
-        if not reached:
-            raise RuntimeError(
-                "the loss does not depend on any of the parameters: the output is detached, or params= leaves out all "
-                "that are used."
-            )
-        if self.pipe.runtime.tied():
-            with self.pipe.runtime.communicator("curvature") as communicator:
-                communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
-                sums.join(communicator)
-        elif shared:  # by stages of this process
-            sums.join(LocalCommunicator())
-        if total:
-            sums.divide_(total)
-        whole = torch.tensor(loss / (total or 1.0), **HOST)
-        return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
+            slots = self._slots()
+            shared = self._shared()
+            sums = Sums(self._space, slots, len(vectors), gradient, shared)
+            wanted = {id(parameter): parameter for parameter in self.parameters().values()}
+            along = partial(_along, vectors, slots)
+            moved = None if shift is None else partial(_part, shift, slots)
+            task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
+            total, loss, reached = self._all(task, sums, first)
+            if not reached:
+                raise RuntimeError(
+                    "the loss does not depend on any of the parameters: the output is detached, or params= leaves out "
+                    "all that are used."
+                )
+            if self.pipe.runtime.tied():
+                with self.pipe.runtime.communicator("curvature") as communicator:
+                    communicator.open(lambda values: {"the part of the product": "tied parameters"}, draws=False)
+                    sums.join(communicator)
+            elif shared:  # by stages of this process
+                sums.join(LocalCommunicator())
+            if total:
+                sums.divide_(total)
+            whole = torch.tensor(loss / (total or 1.0), **HOST)
+            return Outcome(sums.vectors[: len(vectors)], sums.vectors[-1] if gradient else None, whole)
 
     def _all(self, task: Task, sums: Sums, vector: int) -> list[float]:
         """All mini-batches: the divisor of the sums, the sum of the losses, and whether there is any gradient."""

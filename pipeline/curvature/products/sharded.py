@@ -73,7 +73,7 @@ class ParameterSpace(Space):
     ) -> None:
         self._together = together
         self._agree = agree
-        self._dtype, self._rank, self._ranks, self._sum_over = dtype, rank, ranks, sum_over
+        self.dtype, self.rank, self.ranks, self._sum_over = dtype, rank, ranks, sum_over
         self.members = tuple(members)
         sizes: dict[tuple[torch.device, bool], int] = {}
         shards: dict[tuple[torch.device, bool], int] = {}
@@ -85,27 +85,8 @@ class ParameterSpace(Space):
             sizes[key] = sizes.get(key, 0) + member.shape.numel()
         self._shards = [(device, counts, sizes[device, counts]) for device, counts in shards]
         own = sum(size for _, counts, size in self._shards if counts)
-        self._size = int(sum_over(torch.tensor([own], **HOST)).item())
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def counted(self) -> Sequence[bool]:
-        return [counts for _, counts, _ in self._shards]
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        return self._ranks
+        self.counted = [counts for _, counts, _ in self._shards]
+        self.size = int(sum_over(torch.tensor([own], **HOST)).item())
 
     def zeros(self) -> Vec:
         return [torch.zeros(size, dtype=self.dtype, device=device) for device, _, size in self._shards]

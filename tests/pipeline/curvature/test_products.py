@@ -363,7 +363,7 @@ def test_spectral_norm_in_eval_mode_is_that_of_its_buffers(chunks):
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_spectral_norm_in_train_mode_is_refused_in_words(matrix, chunks):
     op = MATRICES[matrix](piped(spectral(), chunks), rows_of(), CE.whole, training=True)
-    with untouched(op._pipe), pytest.raises(ValueError, match=r"has spectral_norm, which .* \(training=False\)"):
+    with untouched(op.pipe), pytest.raises(ValueError, match=r"has spectral_norm, which .* \(training=False\)"):
         op @ columns(op.shape[0])
 
 
@@ -383,7 +383,7 @@ def test_batch_norm_by_running_statistics_or_by_those_of_one_chunk(train, chunks
 def test_batch_norm_in_train_mode_over_chunks_is_refused_in_words(matrix):
     op = MATRICES[matrix](piped(normed()), rows_of(), CE.whole, training=True)
     with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) normalises with .* Analyse in eval mode \(training=Fal"):
-        op @ columns(entries(op._pipe))
+        op @ columns(entries(op.pipe))
 
 
 def test_training_none_takes_each_module_in_its_own_mode():
