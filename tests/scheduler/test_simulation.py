@@ -83,7 +83,7 @@ def test_whole_numbers_stay_whole():
     assert isinstance(simulate(by_name("1f1b", 3, 4)).makespan, int)
 
 
-def test_floats_that_round_pass_the_lower_bounds():
+def test_floats_give_the_closed_form_but_for_rounding():
     assert simulate(by_name("1f1b", 3, 7), Costs(0.1, 0.2, 0.7)).makespan == pytest.approx(9 * 1.0)
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_exist_is_not_simulated():
 @settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(schedules(), st.integers(0, 2**32))
 def test_no_lane_ends_before_the_way_to_it_its_work_and_the_way_back(schedule, seed):
-    """The bound that simulate asserts on itself is tight for one chunk: the way there and back is all there is."""
+    """For one chunk the way there and back is all there is."""
     costs = any_costs(schedule, random.Random(seed))
     one = Schedule("one", schedule.placement, 1, tuple(
         tuple(action for action in order if action.chunk == 0) for order in schedule.orders
