@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from partition.contents import storage_of
 from partition.models.parts import Block
 
 __all__ = ["Likeness", "Memory"]
@@ -209,13 +210,13 @@ def _form_of(value: Any, beside: Any = None) -> Hashable:
     """
     leaves, tree = pytree.tree_flatten(value)
     known = [tensor for tensor in pytree.tree_leaves(beside) if isinstance(tensor, Tensor)]
-    storages = {_storage(tensor): number for number, tensor in reversed(list(enumerate(known)))}
+    storages = {storage_of(tensor): number for number, tensor in reversed(list(enumerate(known)))}
     forms: list[Hashable] = [tree]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided:
                 return None
-            storage = storages.setdefault(_storage(leaf), len(storages))
+            storage = storages.setdefault(storage_of(leaf), len(storages))
             forms.append((type(leaf), leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
                           leaf.requires_grad, storage, leaf.untyped_storage().nbytes()))  # fmt: skip
         elif leaf is None or isinstance(leaf, _PLAIN):
@@ -247,14 +248,14 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, x: Any, y: Any) -> Form | None:
         """None: there are leaves that cannot be made anew."""
-        given = {_storage(leaf): number for number, leaf in reversed(list(enumerate(pytree.tree_leaves(x))))
+        given = {storage_of(leaf): number for number, leaf in reversed(list(enumerate(pytree.tree_leaves(x))))
                  if isinstance(leaf, Tensor)}  # fmt: skip
         leaves, tree = pytree.tree_flatten(y)
         new: dict[int, tuple[int, torch.dtype]] = {}
         made: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = _storage(leaf)
+                storage = storage_of(leaf)
                 source = given.get(storage)
                 if source is None:
                     number, dtype = new.setdefault(storage, (-1 - len(new), leaf.dtype))
@@ -288,8 +289,3 @@ class Form(NamedTuple):
                 leaf = made.requires_grad_(leaf.needs_grad)
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self.tree)
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from partition.contents import storage_of
 from partition.halves import held_by
 from partition.profiles.amounts import Bytes
 from partition.profiles.backwards import first_half
@@ -75,7 +76,7 @@ class Storages:
 
     def __init__(self, aside: Iterable[Tensor]) -> None:
         self.entry: tuple[tuple[int, int], ...] = ()
-        self._aside = {_storage(tensor) for tensor in aside if not is_lazy(tensor)}
+        self._aside = {storage_of(tensor) for tensor in aside if not is_lazy(tensor)}
         self._skips: dict[Hashable, tuple[int, int]] = {}
         self._numbers: dict[int, int] = {}  # of the storages that stand between two layers now
         self._alive: list[Tensor] = []  # a tensor of each: its address stays its own
@@ -89,7 +90,7 @@ class Storages:
         run = _Run(layer, x, here)
         y = run.output
         self._leave(y, here)
-        own = {_storage(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
+        own = {storage_of(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
         constants = (run.saved.keys() & first.keys()) - own - self._numbers.keys()
         own |= constants
         inner, outer = self._sorted({key: size for key, size in run.saved.items() if key not in own})
@@ -127,32 +128,32 @@ class Storages:
         return before._replace(outer=renumbered(before.outer), waits=waits, leaves=leaves)
 
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
-        return tuple([self._numbers[_storage(tensor)] for tensor in tensors_of([x, y])])
+        return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
 
     def _enter(self, x: Any, first: bool) -> None:
         self._number(x)
         if first:
-            self.entry = tuple([(self._numbers[_storage(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
+            self.entry = tuple([(self._numbers[storage_of(tensor)], tensor.nbytes) for tensor in tensors_of(x)])
 
     def _leave(self, y: Any, here: Layer) -> None:
         self._number(y)
         for key, value in zip(here.stashes, values_of(here.stashes), strict=True):
             self._number(value)
             tensors = tensors_of(value)
-            number = self._numbers[_storage(tensors[0])] if tensors else next(self._count)
+            number = self._numbers[storage_of(tensors[0])] if tensors else next(self._count)
             self._skips[key] = number, _message(value)
 
     def _number(self, value: Any) -> None:
         for tensor in tensors_of(value):
-            if _storage(tensor) not in self._numbers:
-                self._numbers[_storage(tensor)] = next(self._count)
+            if storage_of(tensor) not in self._numbers:
+                self._numbers[storage_of(tensor)] = next(self._count)
                 self._alive.append(tensor.detach())
 
     def _forget(self, y: Any) -> None:
         """Forget storages that no later layer reads."""
-        between = {_storage(tensor) for tensor in tensors_of([y, values_of(self._skips)])}
+        between = {storage_of(tensor) for tensor in tensors_of([y, values_of(self._skips)])}
         self._numbers = {storage: number for storage, number in self._numbers.items() if storage in between}
-        self._alive = [tensor for tensor in self._alive if _storage(tensor) in between]
+        self._alive = [tensor for tensor in self._alive if storage_of(tensor) in between]
 
 
 class _Run:
@@ -174,7 +175,7 @@ class _Run:
 
     def _hold(self, tensor: Tensor) -> tuple["_Token", Tensor]:
         kept = tensor.detach()  # the graph holds this; an output that its own graph holds would never be freed
-        storage, size = _storage(kept), _nbytes(kept)
+        storage, size = storage_of(kept), _nbytes(kept)
         token = self._tokens.get(storage)
         if token is None:
             token = self._tokens[storage] = _Token()
@@ -191,10 +192,10 @@ class _Run:
         gradients = [tensor.detach().clone() for tensor in outputs]
         parts = first_half(outputs, gradients, self._given.targets(layer), list(layer.parameters()), self._wait)
         self._alive += held_by(parts)
-        return {_storage(tensor): _nbytes(tensor) for tensor in held_by(parts)}
+        return {storage_of(tensor): _nbytes(tensor) for tensor in held_by(parts)}
 
     def _wait(self, gradient: Tensor) -> None:
-        self._changes.append((_storage(gradient), _nbytes(gradient)))
+        self._changes.append((storage_of(gradient), _nbytes(gradient)))
 
     def rise(self, stays: Container[int]) -> int:
         """By how much more was held in I than before it, at the most.
@@ -225,11 +226,6 @@ def _message(value: Any) -> int:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata  # data_ptr() is 0 for fakes and for empty tensors
-    return address
 
 
 def _cloned(tensor: Tensor) -> Tensor:
