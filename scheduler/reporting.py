@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from scheduler.action import COMPUTE
 from scheduler.advice import Change, Job, advice, known_name
+from scheduler.aligning import aligned
 from scheduler.costs import Costs
 from scheduler.drawing import duration, take_turns
 from scheduler.errors import ScheduleError, refuse_unless_whole
@@ -115,7 +116,7 @@ class Report(Shown):
         if self.outside:
             lines.append(f"and outside its actions {self._said(self.outside)}, before the first and after the last")
         lines.append("")
-        lines += _aligned(list(self._rows()))
+        lines += aligned(self._rows(), left=0)
         worst = self.stages[self.bottleneck]
         share = self._share(worst.busy)
         lines += ["", f"bottleneck: stage {worst.stage} on lane {worst.lane}, busy {share} of the step"]
@@ -311,8 +312,3 @@ _MORE: dict[str, Callable[[float], str]] = {  # columns for what is not known of
     "held": _spelt, "planned_held": _spelt, "peak_bytes": _spelt,
     "joules": lambda joules: f"{joules:.4g} J", "utilisation": lambda share: f"{share:.0%}",
 }  # fmt: skip
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]

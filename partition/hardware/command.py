@@ -71,12 +71,13 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
 
 
 def _show_devices(found: Devices) -> None:
-    head, rows = device_table(found.visible, found.hidden)
+    head, *rows = device_table(found.visible, found.hidden)
     if rows:
         show(head, rows, [""] * len(found) + ["dim"] * len(found.hidden))
         print()
     if found.links:
-        show(*link_table([*found.visible, *found.hidden], found.links))
+        head, *rows = link_table([*found.visible, *found.hidden], found.links)
+        show(head, rows)
         print("\n".join(bandwidths(found.links)) + "\n")
     for note in found.notes:
         print(note)

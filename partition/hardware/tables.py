@@ -14,27 +14,28 @@ from typing import Any
 
 from partition.hardware.gpus import Device
 from partition.hardware.links import Links
+from scheduler.aligning import aligned
 
 __all__ = ["as_json", "as_text", "bandwidths", "device_table", "link_table"]
 
-Table = tuple[list[str], list[list[str]]]
+Table = list[list[str]]
 
 
 def device_table(devices: Sequence[Device], hidden: Sequence[Device]) -> Table:
-    """The head and the rows of a table of devices."""
+    """The rows of a table of devices, the head first."""
     rows = [_row(device, device.label) for device in devices]
-    return _HEAD, rows + [_row(device, f"{device.label} (hidden)") for device in hidden]
+    return [_HEAD, *rows, *(_row(device, f"{device.label} (hidden)") for device in hidden)]
 
 
 def link_table(devices: Sequence[Device], links: Links) -> Table:
-    """The head and the rows of the matrix of links."""
+    """The rows of the matrix of links, the head first."""
     labels = [device.label for device in devices]
     places = range(len(devices))
     rows = [
         [labels[one], *("-" if one == other else str(links[frozenset((one, other))]) for other in places)]
         for one in places
     ]
-    return ["", *labels], rows
+    return [["", *labels], *rows]
 
 
 def bandwidths(links: Links) -> list[str]:
@@ -51,9 +52,9 @@ def as_text(visible: Sequence[Device], hidden: Sequence[Device], links: Links, n
     """Both tables and the notes, as plain text."""
     parts = ["\n".join(notes)]
     if visible or hidden:
-        parts.insert(0, "\n".join(_aligned(*device_table(visible, hidden))))
+        parts.insert(0, "\n".join(aligned(device_table(visible, hidden))))
     if links:
-        matrix = _aligned(*link_table([*visible, *hidden], links))
+        matrix = aligned(link_table([*visible, *hidden], links))
         parts.insert(1, "\n".join([*matrix, *bandwidths(links)]))
     return "\n\n".join(part for part in parts if part)
 
@@ -98,16 +99,6 @@ def _row(device: Device, label: str) -> list[str]:
 def _processes(device: Device) -> Iterator[str]:
     for pid, used in device.others:
         yield f"{pid}" if used is None else f"{pid} ({used / 2**30:.1f} GiB)"
-
-
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column flush left, the others flush right, two spaces between."""
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:]))]).rstrip()
-        for row in table
-    ]
 
 
 _HEAD = ["device", "name", "uuid", "free", "total", "utilised", "power", "limit", "other processes"]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from partition.errors import PartitionError
 from partition.plans.memory import DevicePeak
 from partition.profiles.amounts import spelt_bytes, spelt_count, spelt_seconds
-from partition.profiles.profile import aligned
 from scheduler import Costs, Link, Schedule
+from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
 __all__ = ["Expected", "Plan", "RecomputedStages", "spelt"]
@@ -168,7 +168,7 @@ class Plan(Shown):
             f"recomputed: {recomputed}",
             f"a step: {spelt(expected.step, expected.unit)}, bubble {expected.bubble:.1%}; no order of these stages "
             f"takes less than {spelt(expected.bound, expected.unit)}{gap}",
-            *aligned(rows, left=1),
+            *aligned(rows),
             *([f"the layers go through devices {order}, in this order"] if order != sorted(order) else ()),
             *self.notes,
         ])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from partition.errors import PartitionError
 from partition.profiles.amounts import Bytes, Measured, joined, spelt_bytes, spelt_count, spelt_seconds
+from scheduler.aligning import aligned
 from scheduler.notebook import Shown
 
 __all__ = ["LayerProfile", "Profile", "Skips", "StageProfile", "Waits", "Work"]
@@ -242,7 +243,7 @@ class Profile(Shown):
             spelt_bytes(joined(layer.optimizer for layer in self.layers)), spelt_bytes(whole.saved), "",
         ))  # fmt: skip
         head = f"a chunk of {self.rows} rows, on {self.device}"
-        return "\n".join([head, *aligned(rows)])
+        return "\n".join([head, *aligned(rows, left=2)])
 
     def _row(self, layer: LayerProfile) -> tuple[str, ...]:
         works = [self._measured(each) for each in layer.work]
@@ -273,19 +274,6 @@ def _split(layers: Sequence[LayerProfile], aside: Container[int]) -> tuple[int, 
                 times[number] -= 1
                 held -= size * (not times[number])
     return most, held
-
-
-def aligned(rows: Iterable[Iterable[str]], left: int = 2) -> list[str]:
-    """Lines of a table: the first `left` columns to the left, the others to the right."""
-    cells = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
 
 
 _COLUMNS = ("layer", "kind", "F", "I", "W", "B", "parameters", "gradients", "optimizer", "saved", "output")

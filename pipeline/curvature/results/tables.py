@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from scheduler.aligning import aligned
+
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """The rows, set in by two spaces: the first column flush left, the others flush right, two spaces between.
@@ -17,10 +19,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
       layer         trace
       0.weight  638 +- 12
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(others, widths[1:], strict=True))]
-        yield ("  " + "  ".join(cells)).rstrip()
+    return (f"  {line}" for line in aligned(rows))
 
 
 def plus_minus(value: float, error: float, digits: int = 6) -> str:
