@@ -12,14 +12,12 @@ from itertools import combinations, repeat
 from math import factorial, prod
 from typing import NamedTuple
 
-from partition.plans.trials import Machine, Trial, enumerated, polished, tried
-from partition.profiles.profile import Profile
+from partition.plans.trials import Base, Machine, Trial, enumerated, polished, tried
 from scheduler import Placement, Schedule
 
-__all__ = ["Base", "fitting", "reordered", "tried_in_orders"]
+__all__ = ["fitting", "reordered", "tried_in_orders"]
 
 Order = tuple[int, ...]
-Base = tuple[Profile, Machine, str, str | Schedule, Schedule]  # arguments of `tried`, with devices as given
 
 
 class Tried(NamedTuple):
@@ -42,16 +40,17 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> Tried:
     All orders that differ, where there are few enough for so many schedules. Else the given one, and those by memory
     and by speed; and for the best of all these, two devices exchanged at a time, for as long as that is better.
     """
-    machine = bases[0][1]
+    machine = bases[0].machine
     orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given(machine)]
     if orders:
-        return Tried([trial for base in bases for order in orders for trial in _tried(base, order)], orders, True)
+        found = [trial for base in bases for order in orders for trial in tried(_placed(base, order))]
+        return Tried(found, orders, True)
     orders = _likely_orders(machine)
-    trials = [(trial, base, order) for base in bases for order in orders for trial in _tried(base, order)]
+    trials = [(trial, base, order) for base in bases for order in orders for trial in tried(_placed(base, order))]
     best, base, order = min(trials, key=lambda each: each[0].rank)
     found = [trial for trial, _, _ in trials]
     while True:
-        changed = [(trial, other) for other in _exchanges(order, machine) for trial in _tried(base, other)]
+        changed = [(trial, other) for other in _exchanges(order, machine) for trial in tried(_placed(base, other))]
         found += [trial for trial, _ in changed]
         better, other = min(changed, key=lambda each: each[0].rank)
         if better.rank >= best.rank:
@@ -68,9 +67,9 @@ def fitting(best: Trial, bases: Sequence[Base], orders: Sequence[Order]) -> tupl
     budget = _BUDGET
     for base in bases:
         for order in orders:
-            trial, budget = enumerated(*_placed(base, order), budget)
+            trial, budget = enumerated(_placed(base, order), budget)
             if trial is not None or budget < 0:
-                return best if trial is None else polished(trial, base[1]), False
+                return best if trial is None else polished(trial), False
     return best, True
 
 
@@ -87,16 +86,11 @@ def reordered(schedule: Schedule, order: Sequence[int]) -> Schedule:
     return Schedule(schedule.name, placement, schedule.chunks, tuple([schedule.orders[lane] for lane in lane_at]))
 
 
-def _tried(base: Base, order: Order) -> list[Trial]:
-    return tried(*_placed(base, order))
-
-
 def _placed(base: Base, order: Order) -> Base:
-    profile, machine, label, given, schedule = base
-    if order == _given(machine):
+    if order == _given(base.machine):
         return base
-    schedule = reordered(schedule, order)
-    return profile, machine, label, schedule, schedule
+    schedule = reordered(base.schedule, order)
+    return base._replace(given=schedule, schedule=schedule)
 
 
 def _given(machine: Machine) -> Order:

@@ -19,7 +19,7 @@ from partition.hardware.selection import Choice
 from partition.plans.device_orders import fitting, tried_in_orders
 from partition.plans.memory import DevicePeak
 from partition.plans.plan import Expected, Plan, spelt
-from partition.plans.trials import Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
+from partition.plans.trials import Base, Links, Machine, Trial, costs_of, polished, recomputed, stages_of, tried
 from partition.profiles.amounts import spelt_bytes
 from partition.profiles.optimizer_state import StateOf
 from partition.profiles.profile import Profile
@@ -120,8 +120,8 @@ def plan(
         machine = machine._replace(link=0.0)  # a Choice's are in seconds
     machine = _with_unit(machine, unit, flops, overhead)
     bases = [
-        (profiles[number], machine, *schedule)
-        for number in profiles for schedule in _schedules(known, len(machine.speeds), number, len(module))
+        Base(profiles[number], machine, *named)
+        for number in profiles for named in _schedules(known, len(machine.speeds), number, len(module))
     ]  # fmt: skip
     if not bases:
         raise PartitionError(
@@ -130,19 +130,20 @@ def plan(
         )
     may = not isinstance(devices, Choice) and not isinstance(machine.link, Mapping) if reorder is None else reorder
     trials, orders, is_all = tried_in_orders(bases, may)
-    best = polished(min(trials, key=lambda trial: trial.rank), machine)
+    best = polished(min(trials, key=lambda trial: trial.rank))
     if not best.fits:
         best, is_each = fitting(best, bases, orders)
         is_all = is_all and is_each
     if best.fits and effort > 0:
-        best = _searched(best, machine, effort)
+        best = _searched(best, effort)
     if not best.fits:
-        raise PartitionError(_nearest(best, labels, machine, is_all))
+        raise PartitionError(_nearest(best, labels, is_all))
     free = [_FREE] if link is None and not machine.link and isinstance(devices, Choice) else []
-    notes = [*_notes(best, trials, machine), *free, *(_failure(number, error) for number, error in failed.items())]
+    notes = [*_notes(best, trials), *free, *(_failure(number, error) for number, error in failed.items())]
+    schedule = best.base.schedule
     return Plan(
-        best.balance, best.schedule.chunks, best.given, best.schedule.placement.lane_of, best.checkpoint, count, labels,
-        machine.caps if max(machine.caps) < math.inf else (), _expected(best, machine), _costs(best, machine),
+        best.balance, schedule.chunks, best.base.given, schedule.placement.lane_of, best.checkpoint, count, labels,
+        machine.caps if max(machine.caps) < math.inf else (), _expected(best), _costs(best),
         tuple(notes),
     )  # fmt: skip
 
@@ -234,12 +235,12 @@ _APART = 1.4
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
-def _costs(best: Trial, machine: Machine) -> Costs:
+def _costs(best: Trial) -> Costs:
     """The costs of a trial in numbers for each stage, also what a chunk holds."""
-    stages = stages_of(best.profile, best.balance)
-    again = recomputed(best.checkpoint, best.schedule)
-    costs = costs_of(best.profile, stages, machine, best.balance, frozenset())
-    shares = [sum(s == stage for s, _ in again) / best.schedule.chunks for stage in range(len(stages))]
+    stages = stages_of(best.base.profile, best.balance)
+    again = recomputed(best.checkpoint, best.base.schedule)
+    costs = costs_of(best.base, stages, best.balance, frozenset())
+    shares = [sum(s == stage for s, _ in again) / best.base.schedule.chunks for stage in range(len(stages))]
     assert isinstance(costs.forward, tuple)  # a number for each stage
     return replace(
         costs,
@@ -252,36 +253,36 @@ def _costs(best: Trial, machine: Machine) -> Costs:
     )  # fmt: skip
 
 
-def _expected(best: Trial, machine: Machine) -> Expected:
+def _expected(best: Trial) -> Expected:
     timeline = best.timeline
-    stages = stages_of(best.profile, best.balance)
-    costs = costs_of(best.profile, stages, machine, best.balance, frozenset())
-    bound = LowerBound(pose(costs, best.schedule.placement, best.schedule.chunks)).value
-    return Expected(timeline.makespan, timeline.bubble, min(bound, timeline.makespan), machine.unit, timeline.busy,
-                    best.peaks)  # fmt: skip
+    stages = stages_of(best.base.profile, best.balance)
+    costs = costs_of(best.base, stages, best.balance, frozenset())
+    bound = LowerBound(pose(costs, best.base.schedule.placement, best.base.schedule.chunks)).value
+    unit = best.base.machine.unit
+    return Expected(timeline.makespan, timeline.bubble, min(bound, timeline.makespan), unit, timeline.busy, best.peaks)
 
 
-def _searched(best: Trial, machine: Machine, effort: float) -> Trial:
+def _searched(best: Trial, effort: float) -> Trial:
     """A schedule that is searched for, for the same stages, if it is shorter and fits."""
-    stages = stages_of(best.profile, best.balance)
+    stages = stages_of(best.base.profile, best.balance)
     room = [
-        cap - sum(stages[stage].state for stage in best.schedule.placement.stages_of(lane))
-        for lane, cap in enumerate(machine.caps)
+        cap - sum(stages[stage].state for stage in best.base.schedule.placement.stages_of(lane))
+        for lane, cap in enumerate(best.base.machine.caps)
     ]  # fmt: skip
     try:
         found = search(
-            _costs(best, machine), best.schedule.lanes, best.schedule.chunks,
-            None if math.inf in room else room, placement=best.schedule.placement, effort=effort,
+            _costs(best), best.base.schedule.lanes, best.base.schedule.chunks,
+            None if math.inf in room else room, placement=best.base.schedule.placement, effort=effort,
         )  # fmt: skip
     except ScheduleError:  # none fits the room, as the search counts it
         return best
-    trials = tried(best.profile, machine, "searched", found.schedule, found.schedule)
+    trials = tried(best.base._replace(label="searched", given=found.schedule, schedule=found.schedule))
     return min([best, *trials], key=lambda trial: trial.rank)
 
 
-def _notes(best: Trial, trials: Sequence[Trial], machine: Machine) -> Iterator[str]:
-    step, unit = best.timeline.makespan, machine.unit
-    others = [trial for trial in trials if trial.fits and trial.label != best.label]
+def _notes(best: Trial, trials: Sequence[Trial]) -> Iterator[str]:
+    step, unit = best.timeline.makespan, best.base.machine.unit
+    others = [trial for trial in trials if trial.fits and trial.base.label != best.base.label]
     if others:
         second = min(others, key=lambda trial: trial.rank)
         yield (
@@ -309,12 +310,12 @@ def _why(second: Trial, best: Trial) -> str:
     return f"its devices are idle for {second.timeline.bubble:.1%} of the step instead of {best.timeline.bubble:.1%}"
 
 
-def _nearest(best: Trial, labels: Sequence[str], machine: Machine, is_all: bool) -> str:
+def _nearest(best: Trial, labels: Sequence[str], is_all: bool) -> str:
     """The words that say why nothing fits, and what to change."""
     lane = max(range(len(best.over)), key=best.over.__getitem__)
     peak: DevicePeak = best.peaks[lane]
     name = labels[lane] if labels else f"device {lane}"
-    cap, words = machine.caps[lane], []
+    cap, words = best.base.machine.caps[lane], []
     if peak.state > cap / 2:
         words.append("an optimizer that keeps less, or parameters of a smaller dtype")
     if peak.total - peak.state > cap / 10:

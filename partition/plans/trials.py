@@ -24,7 +24,9 @@ from scheduler import Costs, Link, Schedule, Timeline, simulate
 from scheduler.interruptions import interrupted
 from scheduler.links import between
 
-__all__ = ["Machine", "Trial", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of", "tried"]
+__all__ = [
+    "Base", "Machine", "Trial", "costs_of", "enumerated", "polished", "recomputed", "replayed", "stages_of", "tried"
+]  # fmt: skip
 
 Checkpoint = str | RecomputedStages
 Pairs = frozenset[tuple[int, int]]
@@ -51,25 +53,37 @@ class Machine(NamedTuple):
     unit: str
 
 
+class Base(NamedTuple):
+    """What is given of a choice.
+
+    Attributes:
+        profile: of one chunk.
+        machine: the devices, as given.
+        label: the schedule, in words.
+        given: what `Pipe` takes as its schedule.
+        schedule: of all chunks.
+    """
+
+    profile: Profile
+    machine: Machine
+    label: str
+    given: str | Schedule
+    schedule: Schedule
+
+
 @dataclass(frozen=True)
 class Trial:
     """One choice, simulated.
 
     Attributes:
-        label: the schedule, in words.
-        given: what `Pipe` takes as its schedule.
-        schedule: of all chunks.
-        profile: of one chunk.
+        base: what was given.
         balance, checkpoint: chosen here.
         timeline: of a step.
         peaks: of the devices.
         over: for each device the bytes by which it exceeds its cap, or a negative number.
     """
 
-    label: str
-    given: str | Schedule
-    schedule: Schedule
-    profile: Profile
+    base: Base
     balance: tuple[int, ...]
     checkpoint: Checkpoint
     timeline: Timeline
@@ -85,17 +99,17 @@ class Trial:
     def rank(self) -> tuple[float, ...]:
         """The order of choices: what fits before what does not, then the faster, then what holds less."""
         step = float(f"{self.timeline.makespan:.9g}")  # sums of floats round
-        return max(*self.over, 0), step, max(peak.total for peak in self.peaks), self.schedule.chunks
+        return max(*self.over, 0), step, max(peak.total for peak in self.peaks), self.base.schedule.chunks
 
     @property
     def words(self) -> str:
         """The choice, in words."""
         again = {"never": "", "except_last": ", recomputed"}
         more = again[self.checkpoint] if isinstance(self.checkpoint, str) else ", partly recomputed"
-        return f"{self.label} with {self.schedule.chunks} chunks{more}"
+        return f"{self.base.label} with {self.base.schedule.chunks} chunks{more}"
 
 
-def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule) -> list[Trial]:
+def tried(base: Base) -> list[Trial]:
     """Choices of balance and recomputation; the best of them has the least `rank`.
 
     First nothing is recomputed. Where that does not fit at once, all is; and the stages of the devices that hold too
@@ -104,14 +118,14 @@ def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule,
     Raises:
         PartitionError: there are fewer layers than stages.
     """
-    free = _trial(profile, machine, label, given, schedule, "never")
+    schedule, free = base.schedule, _trial(base, "never")
     trials = [free]
     if free.fits:
         return trials
     stages: set[int] = set()
     while len(stages) < schedule.stages:
         checkpoint: Checkpoint = RecomputedStages(tuple(sorted(stages))) if stages else "never"
-        last = _fitted(profile, machine, label, given, schedule, checkpoint)
+        last = _fitted(base, checkpoint)
         trials.append(last)
         if last.fits:
             break
@@ -120,31 +134,30 @@ def tried(profile: Profile, machine: Machine, label: str, given: str | Schedule,
         for lane in lanes:
             if lane == fullest or last.over[lane] > 0:
                 stages.update(schedule.placement.stages_of(lane))
-    return [*trials, _fitted(profile, machine, label, given, schedule, "except_last")]
+    return [*trials, _fitted(base, "except_last")]
 
 
-def polished(trial: Trial, machine: Machine) -> Trial:
+def polished(trial: Trial) -> Trial:
     """The best that small moves lead to: one cut by one layer, or one stage more or fewer that recomputes.
 
     The cut makes the slowest stage fast; what a step takes depends on the way of the first chunk in and of the last one
     out as well, so an uneven balance may be a little better.
     """
     while True:
-        best = min([trial, *_neighbours(trial, machine)], key=lambda each: each.rank)
+        best = min([trial, *_neighbours(trial)], key=lambda each: each.rank)
         if best is trial:
             return trial
         trial = best
 
 
-def _neighbours(trial: Trial, machine: Machine) -> Iterator[Trial]:
-    fixed = (trial.profile, machine, trial.label, trial.given, trial.schedule)
+def _neighbours(trial: Trial) -> Iterator[Trial]:
     moved = [trial.balance, *_moved(trial.balance)]
     for checkpoint in _toggled(trial):
-        yield _fitted(*fixed, checkpoint)
+        yield _fitted(trial.base, checkpoint)
         for balance in moved if len(moved) <= _FEW else moved[:1]:
-            yield replayed(*fixed, checkpoint, balance)
+            yield replayed(trial.base, checkpoint, balance)
     for balance in moved[1:]:
-        yield replayed(*fixed, trial.checkpoint, balance)
+        yield replayed(trial.base, trial.checkpoint, balance)
 
 
 def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -157,7 +170,7 @@ def _moved(balance: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _toggled(trial: Trial) -> Iterator[Checkpoint]:
     """Choices with one stage more or fewer that recomputes; all of them recompute as "except_last" does."""
-    stages = trial.schedule.stages
+    stages = trial.base.schedule.stages
     now = set(trial.checkpoint.stages) if isinstance(trial.checkpoint, RecomputedStages) else set[int]()
     if trial.checkpoint == "except_last":
         now = set(range(stages))
@@ -166,21 +179,19 @@ def _toggled(trial: Trial) -> Iterator[Checkpoint]:
         yield "never" if not chosen else "except_last" if len(chosen) == stages else RecomputedStages(chosen)
 
 
-def _fitted(
-    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint
-) -> Trial:
+def _fitted(base: Base, checkpoint: Checkpoint) -> Trial:
     """A trial whose balance is cut under the caps; without them, where no balance fits.
 
     The cut knows what devices hold of their stages at once; what waits to be read shows in the replay, and is taken off
     the caps.
     """
-    best = _trial(profile, machine, label, given, schedule, checkpoint)
-    caps = list(machine.caps)
+    best = _trial(base, checkpoint)
+    caps = list(base.machine.caps)
     for _ in range(_ROUNDS):
         if best.fits:
             break
         try:
-            trial = _trial(profile, machine, label, given, schedule, checkpoint, caps)
+            trial = _trial(base, checkpoint, caps)
         except PartitionError:
             break
         best = min(best, trial, key=lambda trial: trial.rank)
@@ -194,21 +205,17 @@ _ROUNDS = 3
 _FEW = 16  # moves of cuts that are tried with every other choice of stages to recompute
 
 
-def _trial(
-    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint,
-    caps: Sequence[float] | None = None,
-) -> Trial:  # fmt: skip
-    windows = _windows(profile, machine, schedule, checkpoint, caps)
+def _trial(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None = None) -> Trial:
+    windows = _windows(base, checkpoint, caps)
     balance = shared(windows, _SPLITS).balance
     if not balance:
         raise PartitionError("no balance is known to fit")
-    return replayed(profile, machine, label, given, schedule, checkpoint, balance)
+    return replayed(base, checkpoint, balance)
 
 
-def _windows(
-    profile: Profile, machine: Machine, schedule: Schedule, checkpoint: Checkpoint, caps: Sequence[float] | None
-) -> Windows:
+def _windows(base: Base, checkpoint: Checkpoint, caps: Sequence[float] | None) -> Windows:
     """The stages of a schedule on its devices, for the cut; without caps they hold what they like."""
+    profile, machine, _, _, schedule = base
     again = recomputed(checkpoint, schedule)
     lane_of, last = schedule.placement.lane_of, schedule.stages - 1
     check_stages(schedule.stages, len(profile.layers))
@@ -235,9 +242,7 @@ def _windows(
     return Windows(layers, specs, messages, lanes)
 
 
-def enumerated(
-    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, budget: int
-) -> tuple[Trial | None, int]:
+def enumerated(base: Base, budget: int) -> tuple[Trial | None, int]:
     """A trial that fits, of all balances and all stages that may recompute; and what is left of a budget.
 
     Those whose devices hold too much of their stages alone are left out, also by the cut, all at once; others are
@@ -246,11 +251,11 @@ def enumerated(
     Args:
         budget: cuts and balances to look at; less than 0 is left where that was not enough to look at all.
     """
-    stages = range(schedule.stages)
+    stages = range(base.schedule.stages)
     subsets = chain.from_iterable(combinations(stages, size) for size in stages)
     choices: list[Checkpoint] = ["never", "except_last"]
     for checkpoint in chain(choices, (RecomputedStages(some) for some in subsets if some)):
-        windows = _windows(profile, machine, schedule, checkpoint, machine.caps)
+        windows = _windows(base, checkpoint, base.machine.caps)
         budget -= 1 + windows.layers * windows.stages // 64  # a cut of many takes longer
         if budget < 0:
             break
@@ -264,25 +269,23 @@ def enumerated(
             held = windows.bytes(balance)
             if any(held[rows].sum() > memory for memory, rows in windows.limits):
                 continue
-            trial = replayed(profile, machine, label, given, schedule, checkpoint, balance)
+            trial = replayed(base, checkpoint, balance)
             if trial.fits:
                 return trial, budget
     return None, budget
 
 
-def replayed(
-    profile: Profile, machine: Machine, label: str, given: str | Schedule, schedule: Schedule, checkpoint: Checkpoint,
-    balance: Sequence[int],
-) -> Trial:  # fmt: skip
+def replayed(base: Base, checkpoint: Checkpoint, balance: Sequence[int]) -> Trial:
     """The trial of one balance: simulated, and its memory counted."""
+    profile, machine, _, _, schedule = base
     again = recomputed(checkpoint, schedule)
     stages = stages_of(profile, balance)
-    costs = costs_of(profile, stages, machine, balance, again)
+    costs = costs_of(base, stages, balance, again)
     timeline = simulate(schedule, costs)
     begins = len(profile.layers) - balance[-1]
     found = peaks(timeline, schedule.placement, stages, values_of(profile, balance), again, profile.loss_bytes(begins))
     over = tuple([peak.total - cap for peak, cap in zip(found, machine.caps)])
-    return Trial(label, given, schedule, profile, tuple(balance), checkpoint, timeline, found, over)
+    return Trial(base, tuple(balance), checkpoint, timeline, found, over)
 
 
 def recomputed(checkpoint: Checkpoint, schedule: Schedule) -> Pairs:
@@ -301,10 +304,9 @@ def stages_of(profile: Profile, balance: Sequence[int]) -> list[StageProfile]:
     return [profile.stage(end - size, end) for end, size in zip(ends, balance)]
 
 
-def costs_of(
-    profile: Profile, stages: Sequence[StageProfile], machine: Machine, balance: Sequence[int], again: Pairs
-) -> Costs:
+def costs_of(base: Base, stages: Sequence[StageProfile], balance: Sequence[int], again: Pairs) -> Costs:
     """The costs of actions and messages; the loss is a part of the last stage's backward."""
+    profile, machine = base.profile, base.machine
     rate, more = machine.rate, machine.overhead
     forward = tuple([stage.forward / rate + more for stage in stages])
     inputs = [stage.input / rate + more for stage in stages]
