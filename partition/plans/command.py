@@ -41,14 +41,14 @@ class _Sizes(click.ParamType[Any]):
 
     name = "bytes"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
-        sizes = []
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | list[float]:
+        sizes: list[float] = []
         for text in value.split(","):
             match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
             if match is None or match[2].upper() not in _UNITS:
                 self.fail(f"{value!r} is no size such as 24GiB, nor a list such as 24GiB,16GiB.", param, ctx)
             sizes.append(float(match[1]) * _UNITS[match[2].upper()])
-        return sizes
+        return sizes if len(sizes) > 1 else sizes[0]
 
 
 class _Optimizer(click.ParamType[Any]):
@@ -83,7 +83,7 @@ def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
 @click.command(context_settings={"max_content_width": 120}, short_help="What each layer of a model takes and holds.")
 @_of_layers
 @click.option("--chunks", type=int, default=1, show_default=True, metavar="N", help="Of the mini-batch.")
-def profile(target: str, as_json: bool, path: str | None, timeout: float | None, **given: Any) -> int:
+def profile(target: str, as_json: bool, path: str | None, **given: Any) -> int:
     """Measures a copy of each layer: F, I, W and B, parameters, gradients, optimizer state, saved activations, output.
 
     TARGETS
@@ -93,8 +93,6 @@ def profile(target: str, as_json: bool, path: str | None, timeout: float | None,
       penstock profile train.py:build --chunks 8
       penstock profile train.py:build --device meta --optimizer sgd --json
     """
-    if timeout is not None:
-        given["timeout"] = timeout
     return _answered(profiling.profile, target, given, as_json, path)
 
 
@@ -112,9 +110,8 @@ def profile(target: str, as_json: bool, path: str | None, timeout: float | None,
 @click.option("--keep-order", is_flag=True, help="Let the layers go through the devices in the given order.")
 @click.option("--effort", type=NUMBER, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
-    target: str, as_json: bool, path: str | None, devices: str, memory: list[float] | None, chunks: str | None,
-    schedules: str | None, speed: str | None, latency: float, bandwidth: float | None, timeout: float | None,
-    keep_order: bool, **given: Any,
+    target: str, as_json: bool, path: str | None, devices: str, chunks: str | None, schedules: str | None,
+    speed: str | None, latency: float, bandwidth: float | None, keep_order: bool, **given: Any,
 ) -> int:  # fmt: skip
     """Chooses balance, chunks, schedule and what to recompute, by simulating what there is to choose from.
 
@@ -129,8 +126,6 @@ def plan(
     given["devices"] = int(devices) if devices.isdecimal() else devices.split(",")
     if keep_order:
         given["reorder"] = False
-    if memory is not None:
-        given["memory"] = memory[0] if len(memory) == 1 else memory
     if chunks is not None:
         given["chunks"] = [_number(text, int, "--chunks") for text in chunks.split(",")]
     if schedules is not None:
@@ -140,8 +135,6 @@ def plan(
         given["speed"] = speeds[0] if len(speeds) == 1 else speeds
     if latency or bandwidth is not None:
         given["link"] = Link(latency, inf if bandwidth is None else bandwidth)
-    if timeout is not None:
-        given["timeout"] = timeout
     return _answered(planning.plan, target, given, as_json, path)
 
 
@@ -158,7 +151,7 @@ def _number(text: str, kind: Callable[[str], Any], option: str) -> Any:
 
 
 def _answered(ask: Callable[..., Any], target: str, given: dict[str, Any], as_json: bool, path: str | None) -> int:
-    """Ask of the model that a target names, and print the answer."""
+    """Ask of the model that a target names, and print the answer; what is None is as `ask` has it by default."""
     value = value_at(target)
     if not isinstance(value, tuple) or len(value) not in (2, 4) or not isinstance(value[0], nn.Module):
         raise CommandError(
@@ -169,7 +162,7 @@ def _answered(ask: Callable[..., Any], target: str, given: dict[str, Any], as_js
         given["loss_fn"], given["target"] = loss
     try:
         layers = model if isinstance(model, nn.Sequential) else to_sequential(model, sample)
-        answer = ask(layers, sample, **given)
+        answer = ask(layers, sample, **{name: value for name, value in given.items() if value is not None})
     except PartitionError as error:
         raise CommandError("\n".join([str(error), *getattr(error, "__notes__", [])])) from None
     if path is not None:
