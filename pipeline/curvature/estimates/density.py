@@ -39,32 +39,36 @@ class Density(Result):
     82 for 3). It tells the luck of the random vectors alone, neither what the smoothing hides nor what few steps miss;
     the band of `integrated` tells that.
     One run has no band: None.
+
+    Attributes:
+        matrix: the matrix's name.
+        size: how many eigenvalues the matrix has.
+        grid: [points], evenly spaced; each point is the middle of a cell, and the density there the mean over the cell.
+        density: [points].
+        lower: [points]: the lower end of the band.
+        upper: [points]: the upper end of the band.
+        nodes: [runs, steps]: each run's Ritz values, ascending. A run that ended early repeats its last one, with
+            weight 0.
+        weights: [runs, steps]: the share of the eigenvalues that each node stands for; a run's sum to 1.
+        widths: [runs, steps]: of the Gaussian at each node, in units of eigenvalue: `sigma`, more where the steps tell
+            less.
+        reach: [runs, steps]: no eigenvalue that a node stands for is farther from it; 0 where the node is one.
+        sigma: the least width, in units of eigenvalue.
+        products: with the matrix, in all runs.
     """
 
     matrix: str
-    """Of the matrix."""
     size: int
-    """How many eigenvalues the matrix has."""
     grid: Tensor
-    """[points], evenly spaced; each point is the middle of a cell, and the density there the mean over the cell."""
     density: Tensor
-    """[points]."""
     lower: Tensor | None
-    """[points]: the lower end of the band."""
     upper: Tensor | None
-    """[points]: the upper end of the band."""
     nodes: Tensor
-    """[runs, steps]: each run's Ritz values, ascending. A run that ended early repeats its last one with weight 0."""
     weights: Tensor
-    """[runs, steps]: the share of the eigenvalues that each node stands for; a run's sum to 1."""
     widths: Tensor
-    """[runs, steps]: of the Gaussian at each node, in units of eigenvalue: `sigma`, more where the steps tell less."""
     reach: Tensor
-    """[runs, steps]: no eigenvalue that a node stands for is farther from it; 0 where the node is one."""
     sigma: float
-    """The least width, in units of eigenvalue."""
     products: int
-    """With the matrix, in all runs."""
 
     def moment(self, power: int) -> tuple[float, float | None]:
         """The mean over the eigenvalues of their power: sum of eigenvalue ** power / size, of the matrix as it is.

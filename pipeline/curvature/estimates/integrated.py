@@ -30,20 +30,22 @@ class IntegratedDensity(Result):
 
     At a point the band holds the truth in 95 of 100 cases if there are ten runs or more; of one run it tells what the
     steps leave open, and nothing of the luck of the start.
+
+    Attributes:
+        matrix: the matrix's name.
+        size: how many eigenvalues the matrix has.
+        grid: [points], ascending.
+        share: [points]: of the eigenvalues, those below the point; the middle of what the runs' nodes allow.
+        lower: [points]: the lower end of the band.
+        upper: [points]: the upper end of the band.
     """
 
     matrix: str
-    """Of the matrix."""
     size: int
-    """How many eigenvalues the matrix has."""
     grid: Tensor
-    """[points], ascending."""
     share: Tensor
-    """[points]: of the eigenvalues, those below the point; the middle of what the runs' nodes allow."""
     lower: Tensor
-    """[points]: the lower end of the band."""
     upper: Tensor
-    """[points]: the upper end of the band."""
 
     def quantile(self, share: float) -> tuple[float, float, float]:
         """The eigenvalue below which a share of all is: the estimate, and from where to where the band has it.

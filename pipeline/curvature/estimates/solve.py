@@ -24,22 +24,26 @@ __all__ = ["IndefiniteError", "Solution", "solutions", "solve"]
 
 @dataclass(frozen=True, eq=False)
 class Solution(Result):
-    """The solution of one linear system, as far as it was found."""
+    """The solution of one linear system, as far as it was found.
+
+    Attributes:
+        matrix: the name of the matrix A.
+        x: by the parameters' names, in their shapes, on the CPU; over ranks those of this process.
+        residual: `|b - (A + damping I) x| / |b|`, computed from x by a product.
+        converged: whether the residual is at most tol.
+        products: with the matrix, for this system.
+        damping, tol: as they were given.
+        method: "cg" or "minres".
+    """
 
     matrix: str
-    """Of the matrix A."""
     x: dict[str, Tensor]
-    """By the parameters' names, in their shapes, on the CPU; over ranks those of this process."""
     residual: float
-    """|b - (A + damping I) x| / |b|, computed from x by a product."""
     converged: bool
-    """Whether the residual is at most tol."""
     products: int
-    """With the matrix, for this system."""
     damping: float
     tol: float
     method: str
-    """"cg" or "minres"."""
 
     def lines(self) -> Iterator[str]:
         yield f"solution of ({self.matrix} + {self.damping:g} I) x = b by {self.method}"
