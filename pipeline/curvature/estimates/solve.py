@@ -19,7 +19,7 @@ from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
 
-__all__ = ["IndefiniteError", "Solution", "solutions", "solve"]
+__all__ = ["IndefiniteError", "Solution", "solve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,46 +104,20 @@ def solve(
         (True, [[1.0, 2.0, 1.0]])
     """
     plan = planned(A, damping, tol, max_products, preconditioner, method)
-    return solutions(A, plan, [b], None if start is None else [start], show, resume, save_every)[0]
-
-
-def solutions(
-    A: LinearMap,
-    plan: SolveSettings,
-    bs: Sequence[Given],
-    starts: Sequence[Given] | None = None,
-    show: bool | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    save_every: float = 300.0,
-) -> list[Solution]:
-    """The solution for each of several right-hand sides, which are solved `A.block` at a time by common products.
-
-    Args:
-        plan: how, the same for each.
-        bs: the right-hand sides.
-        starts: a guess for each of them.
-        show, resume, save_every: see `solve`.
-    """
-    space = A.space
-    if starts is not None and len(starts) != len(bs):
-        raise ValueError(f"{len(starts)} starts for {len(bs)} right-hand sides: give one each, or none")
-    vecs = [fitting(space, b, "b") for b in bs]
-    guesses = None if starts is None else [fitting(space, start, "start") for start in starts]
-    run = None if resume is None else Resumable(A, resume, save_every, _settings(A, plan, vecs, guesses or []))
-    ends = solved(A, plan, vecs, guesses, show, run)
-    return [
-        Solution(
-            matrix=A.name,
-            x={name: part.detach().cpu() for name, part in space.named(end.x).items()},
-            residual=end.residual,
-            converged=end.residual <= plan.tol,
-            products=end.products,
-            damping=plan.system.damping,
-            tol=plan.tol,
-            method=plan.method,
-        )
-        for end in ends
-    ]
+    vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
+    starts = [] if guess is None else [guess]
+    run = None if resume is None else Resumable(A, resume, save_every, _settings(A, plan, [vec], starts))
+    (end,) = solved(A, plan, [vec], starts or None, show, run)
+    return Solution(
+        matrix=A.name,
+        x={name: part.detach().cpu() for name, part in A.space.named(end.x).items()},
+        residual=end.residual,
+        converged=end.residual <= plan.tol,
+        products=end.products,
+        damping=plan.system.damping,
+        tol=plan.tol,
+        method=plan.method,
+    )
 
 
 def _settings(A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec]) -> dict[str, Any]:

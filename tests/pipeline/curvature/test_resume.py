@@ -23,10 +23,10 @@ from pipeline.curvature.estimates.eigenpairs import Eigenpairs, top_eigenpairs
 from pipeline.curvature.estimates.frobenius import frobenius_squared
 from pipeline.curvature.estimates.krylov import Basis
 from pipeline.curvature.estimates.layer_traces import layer_traces
-from pipeline.curvature.estimates.resume import ResumeError, Saves
+from pipeline.curvature.estimates.resume import Resumable, ResumeError, Saves
 from pipeline.curvature.estimates.ritz import Ritz, ritz
-from pipeline.curvature.estimates.solve import solutions, solve
-from pipeline.curvature.estimates.systems import planned
+from pipeline.curvature.estimates.solve import solve
+from pipeline.curvature.estimates.systems import planned, solved
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
 from pipeline.curvature.results.result import Result
@@ -352,7 +352,8 @@ def test_systems_that_are_solved_together_go_on_where_each_of_them_was(method: s
         bs = [A.space.random("normal", 5, index) for index in range(3)]
         bs[1] = [torch.zeros_like(part) for part in bs[1]]
         plan = planned(A, 5.0, 1e-7, 60, None, method)
-        return [fields_of(each) for each in solutions(A, plan, bs, resume=resume, save_every=0)]
+        ends = solved(A, plan, bs, None, False, Resumable(A, resume, 0.0, {}))
+        return [[end.products, end.residual, torch.cat(end.x).tolist()] for end in ends]
 
     whole = Interrupted(matrix, [], block=2)
     straight = all_of(whole)
