@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -132,9 +131,7 @@ class Passes:
             shared = self._shared()
             sums = Sums(self._space, slots, len(vectors), gradient, shared)
             wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-            along = partial(_along, vectors, slots)
-            moved = None if shift is None else partial(_part, shift, slots)
-            task = Task(rule, len(vectors), along, gradient, wanted, self._verify, self._confirmed, on_result, moved)
+            task = Task(rule, vectors, slots, gradient, wanted, self._verify, self._confirmed, on_result, shift)
             total, loss, reached = self._all(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -283,14 +280,6 @@ def in_mode(modules: Iterable[nn.Module], training: bool | None) -> Iterator[Non
         yield
 
 
-def _along(
-    vectors: Sequence[Vec], slots: Mapping[int, VectorSlice], owner: Tensor, device: torch.device
-) -> list[Tensor]:
-    """A parameter's part of each vector, on a device."""
-    slot = slots[id(owner)]
-    return [slot.view(vec).to(device) for vec in vectors]
-
-
 @calls_users_code
 def _next(batches: Iterator[MiniBatch]) -> MiniBatch | None:
     return next(batches, None)
@@ -299,9 +288,3 @@ def _next(batches: Iterator[MiniBatch]) -> MiniBatch | None:
 def _no_inference(tensor: Tensor) -> Tensor:
     """A tensor that autograd may save."""
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _part(vec: Vec, slots: Mapping[int, VectorSlice], owner: Tensor, device: torch.device) -> Tensor:
-    """A parameter's part of a vector, on a device; zero for one that has none."""
-    slot = slots.get(id(owner))
-    return torch.zeros((), device=device) if slot is None else slot.view(vec).to(device)

@@ -55,7 +55,7 @@ class ProductCall(Product):
         task, setup, index = self._task, execution.setup, layers.index
         device, bring = setup.layout.places[index].device, execution.bring(index)
         if task.shift is not None:
-            bring = partial(_shifted, bring, task.shift, device)
+            bring = partial(_shifted, bring, task, device)
         aliases = Aliases(
             layers.modules, layers.numbered, layers.name, StrayGradientGuard(layers.name), setup.compares, bring, True,
             task.wanted,
@@ -63,7 +63,7 @@ class ProductCall(Product):
         snapshot = ForwardSnapshot(
             layers.modules, execution.ambient, layers.name, index, setup.known, setup.compares
         )
-        of_vectors, add = partial(_along_at, task.along, device), partial(sums.add, index)
+        of_vectors, add = partial(task.along, device), partial(sums.add, index)
         parameters = StageParameters(aliases, task.wanted, task.number, of_vectors, add)
         seeder = Seeder(setup.seed, [device], execution.generators)
         is_cut = execution.batch.chunks > 1
@@ -128,18 +128,9 @@ class ProductCall(Product):
 
 
 def _shifted(
-    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    shift: Callable[[Tensor, torch.device], Tensor],
-    device: torch.device,
-    parameters: Sequence[Tensor],
+    bring: Callable[[Sequence[Tensor]], Sequence[Tensor]], task: Task, device: torch.device, owners: Sequence[Tensor]
 ) -> list[Tensor]:
     """The values of parameters somewhere else, in memory of their own."""
     with torch.inference_mode(False), torch.no_grad():
-        pairs = zip(parameters, bring(parameters), strict=True)
-        return [here.detach() + shift(parameter, device).to(here.dtype) for parameter, here in pairs]
-
-
-def _along_at(
-    along: Callable[[Tensor, torch.device], list[Tensor]], device: torch.device, owner: Tensor
-) -> list[Tensor]:
-    return along(owner, device)
+        pairs = zip(owners, bring(owners), strict=True)
+        return [here.detach() + task.moved(owner, device).to(here.dtype) for owner, here in pairs]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.sharded import VectorSlice
+from pipeline.curvature.space import Vec
 
 OnResult: TypeAlias = Callable[[int, str, float, float], None]  # (index, name of a stage, relative error, limit)
 
@@ -30,23 +32,40 @@ class Task(NamedTuple):
 
     Attributes:
         rule: the matrix.
-        number: the number of directions.
-        along: (parameter, device) -> its part of each direction, there.
+        vectors: the directions.
+        slots: of the parameters of the space in this process, by id.
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
         verify: whether stages with an autograd.Function of the user's are compared with finite differences.
         confirmed: what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
-        shift: (parameter, device) -> what is added to its values for this product. None: nothing.
+        shift: added to the values of the parameters for this product. None: nothing.
     """
 
     rule: Rule
-    number: int
-    along: Callable[[Tensor, torch.device], list[Tensor]]
+    vectors: Sequence[Vec]
+    slots: Mapping[int, VectorSlice]
     gradient: bool
     wanted: Mapping[int, Tensor]
     verify: bool
     confirmed: Confirmed
     on_result: OnResult | None = None
-    shift: Callable[[Tensor, torch.device], Tensor] | None = None
+    shift: Vec | None = None
+
+    @property
+    def number(self) -> int:
+        """The number of directions."""
+        return len(self.vectors)
+
+    def along(self, device: torch.device, owner: Tensor) -> list[Tensor]:
+        """A parameter's part of each direction, on a device."""
+        slot = self.slots[id(owner)]
+        return [slot.view(vec).to(device) for vec in self.vectors]
+
+    def moved(self, owner: Tensor, device: torch.device) -> Tensor:
+        """A parameter's part of the shift, on a device; zero for one that has none."""
+        slot = self.slots.get(id(owner))
+        if slot is None or self.shift is None:
+            return torch.zeros((), device=device)
+        return slot.view(self.shift).to(device)
