@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from pipeline.distributed.failure.store_watchdog import StoreWatchdog
 from pipeline.distributed.failure.thread import MonitorThread
 
 POSTING = 2.0  # seconds that `fail` waits at most for its record
+JOINING = 1.0  # seconds to wait for a thread's end: it may be held by a store that does not answer
 
 
 class FailureMonitor:
@@ -76,7 +78,8 @@ class FailureMonitor:
         self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
-        self._thread.start(at_end=partial(_forget, self._watchdog, at_exit))
+        self._thread.at_end = partial(_forget, self._watchdog, at_exit)
+        self._thread.start()
         self._watchdog.start()
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
@@ -159,8 +162,9 @@ def _forget(watchdog: StoreWatchdog, at_exit: Callable[[], None]) -> None:
 def _join(thread: MonitorThread, watchdog: StoreWatchdog) -> None:
     watchdog.end()
     thread.end()
-    watchdog.join()
-    thread.join()
+    for each in (watchdog, thread):
+        if each is not threading.current_thread():
+            each.join(JOINING)
 
 
 def _end_with_script(status: LocalStatus, thread: MonitorThread, watchdog: StoreWatchdog, process: int) -> None:
