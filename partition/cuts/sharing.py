@@ -54,12 +54,10 @@ class Cut(NamedTuple):
 
     Attributes:
         balance: layers of each stage; empty: none fits, or none is known that does.
-        slowest: the time of the slowest stage; inf without a balance.
         bound: no cut that fits has a faster slowest stage; inf: none fits.
     """
 
     balance: tuple[int, ...]
-    slowest: float
     bound: float
 
 
@@ -72,14 +70,14 @@ def shared(windows: Windows, splits: int) -> Cut:
     """
     first = _cut_under(windows, loosest_caps(windows), 0)
     if first is None:
-        return Cut((), inf, inf)
+        return Cut((), inf)
     best = first if first.over <= 0 else _cut_under(windows, _even_caps(windows), 0)
     if best is not None and best.over > 0:
         best = None
     queue, tried = [first], 1
     while queue and (best is None or queue[0].slowest < best.slowest):
         if tried >= splits:
-            return Cut(best.balance if best else (), best.slowest if best else inf, queue[0].slowest)
+            return Cut(best.balance if best else (), queue[0].slowest)
         for caps in _narrower(windows, heappop(queue)):
             tried += 1
             child = _cut_under(windows, caps, tried)
@@ -88,7 +86,7 @@ def shared(windows: Windows, splits: int) -> Cut:
                     best = child
                 else:
                     heappush(queue, child)
-    return Cut(best.balance, best.slowest, best.slowest) if best else Cut((), inf, inf)
+    return Cut(best.balance, best.slowest) if best else Cut((), inf)
 
 
 def loosest_caps(windows: Windows) -> Table:

@@ -56,11 +56,6 @@ class StageAssignment(NamedTuple):
         return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
     @property
-    def first(self) -> int:
-        """The rank that takes the input."""
-        return self.rank_of[0]
-
-    @property
     def last(self) -> int:
         """The rank that makes the output."""
         return self.rank_of[-1]

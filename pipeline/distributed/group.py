@@ -62,7 +62,6 @@ class RankGroup:
         self.pipes = 0
         self.is_in_call = False
         self.heartbeat = heartbeat
-        self.timeout = timeout
         prefix = f"penstock/{group.group_name}/{number}"
         store = dist.distributed_c10d._get_default_store()
         self.monitor = FailureMonitor(store, f"{prefix}/monitor", self.rank, self.size, heartbeat, timeout)
