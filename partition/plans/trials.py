@@ -54,7 +54,7 @@ class Machine(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What is given of a choice.
+    """The part of a choice that is given.
 
     Attributes:
         profile: of one chunk.

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -56,10 +55,11 @@ class Outcome(NamedTuple):
     loss: Tensor
 
 
+@dataclass(eq=False)
 class Passes:
     """The passes of one operator over its data.
 
-    Args:
+    Attributes:
         pipe: the model.
         prefix: stands before the names of its parameters, and not before those of the space.
         data: the mini-batches.
@@ -69,40 +69,35 @@ class Passes:
         seed: of the first mini-batch.
         space: where the vectors live.
         verify: whether stages with functions of the user's are compared with finite differences.
+        confirmed: what the passes have found out so far.
+        compares: losses: the first pass does, and those behind one that did not see them to be right.
+        captures: a stage computes with a parameter past its modules, as a pass has seen.
     """
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        prefix: str,
-        data: MiniBatches,
-        loss_fn: LossFn,
-        reduction: str | None,
-        training: bool | None,
-        seed: int,
-        space: ParameterSpace,
-        verify: bool,
-    ) -> None:
-        self._verify = verify
-        self._confirmed = Confirmed(set(), {})
-        self._compares = True  # losses: the first pass does, and those behind one that did not see them to be right
-        self.captures = False  # a stage computes with a parameter past its modules, as a pass has seen
-        self.pipe, self._prefix, self.data = pipe, prefix, data
-        self._loss_fn, self._reduction = loss_fn, reduction
-        self.training, self._seed, self._space = training, seed, space
+    pipe: Pipe
+    prefix: str
+    data: MiniBatches
+    loss_fn: LossFn
+    reduction: str | None
+    training: bool | None
+    seed: int
+    space: ParameterSpace
+    verify: bool
+    confirmed: Confirmed = field(default_factory=lambda: Confirmed(set(), {}))
+    compares: bool = True
+    captures: bool = False
 
     def of(self, pipe: Pipe | None = None, space: ParameterSpace | None = None) -> Passes:
         """The same of another Pipe with the same layers, or of fewer parameters."""
-        found = copy.copy(self)
-        found.pipe, found._space = pipe or self.pipe, space or self._space
-        found._confirmed = Confirmed(set(), {})
-        return found
+        return replace(
+            self, pipe=pipe or self.pipe, space=space or self.space, confirmed=Confirmed(set(), {})
+        )
 
     @property
     def settings(self) -> str:
         """All that decides the numbers besides the model, in words."""
-        loss = identity(self._loss_fn)
-        return f"{loss} {self._reduction} {self.training} {self._seed} {self.pipe.chunks} {self.data.fingerprint()}"
+        loss = identity(self.loss_fn)
+        return f"{loss} {self.reduction} {self.training} {self.seed} {self.pipe.chunks} {self.data.fingerprint()}"
 
     def run(
         self,
@@ -129,9 +124,9 @@ class Passes:
         with turn(), torch.inference_mode(False):  # one pass at a time: each finds the parameters in their places
             slots = self._slots()
             shared = self._shared()
-            sums = Sums(self._space, slots, len(vectors), gradient, shared)
+            sums = Sums(self.space, slots, len(vectors), gradient, shared)
             wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-            task = Task(rule, vectors, slots, gradient, wanted, self._verify, self._confirmed, on_result, shift)
+            task = Task(rule, vectors, slots, gradient, wanted, self.verify, self.confirmed, on_result, shift)
             total, loss, reached = self._all(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -159,10 +154,10 @@ class Passes:
                 item = _next(batches)
                 if item is None:
                     communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
-                    self._compares = not is_proven
+                    self.compares = not is_proven
                     found: list[float] = totals.tolist()
                     return found
-                with self._prepared(self._seed + number):
+                with self._prepared(self.seed + number):
                     x, target = tree_map_only(Tensor, _no_inference, item[:2])
                     batch = scatter(x, self.pipe.chunks, "x", self.pipe.batch_dim)
                     aim = scatter_like(target, batch, "the target")
@@ -191,12 +186,12 @@ class Passes:
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         options = {
             "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
-            "loss_reduction": self._reduction,
+            "loss_reduction": self.reduction,
         }  # fmt: skip
-        setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self._seed + number)
+        setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self.seed + number)
         execution = Execution(setup, batch)
-        compares = setup.compares or self._compares
-        loss_end = LossProduct(execution, self._loss_fn, self._reduction, aim, first, compares)
+        compares = setup.compares or self.compares
+        loss_end = LossProduct(execution, self.loss_fn, self.reduction, aim, first, compares)
         call = PRODUCTS[task.rule](execution, task, loss_end, sums)
         verdict = call.run()
         self.captures = self.captures or call.captures
@@ -218,8 +213,8 @@ class Passes:
             ValueError: one is gone, frozen or of another shape since.
         """
         with turn():
-            here = {name.removeprefix(self._prefix): parameter for name, parameter in self.pipe.named_parameters()}
-        for name, slot in self._space.slots.items():
+            here = {name.removeprefix(self.prefix): parameter for name, parameter in self.pipe.named_parameters()}
+        for name, slot in self.space.slots.items():
             found = here.get(name)
             if found is None or not found.requires_grad or found.shape != slot.shape:
                 what = "gone" if found is None else "frozen" if not found.requires_grad else list(found.shape)
@@ -227,10 +222,10 @@ class Passes:
                     f"parameter '{name}' was of shape {list(slot.shape)} and trained when the operator was made; it "
                     f"is {what} now. Make a new operator."
                 )
-        return {name: here[name] for name in self._space.slots}
+        return {name: here[name] for name in self.space.slots}
 
     def _slots(self) -> dict[int, VectorSlice]:
-        return {id(parameter): self._space.slots[name] for name, parameter in self.parameters().items()}
+        return {id(parameter): self.space.slots[name] for name, parameter in self.parameters().items()}
 
     def _shared(self) -> set[int]:
         """The ids of parameters that several stages read, here or on other ranks."""
@@ -250,7 +245,7 @@ class Passes:
         So every product begins with the same attributes of layers, and the same attributes and buffers of the loss.
         """
         self.pipe.runtime.follow_model()
-        of_loss = list(self._loss_fn.modules()) if isinstance(self._loss_fn, nn.Module) else []
+        of_loss = list(self.loss_fn.modules()) if isinstance(self.loss_fn, nn.Module) else []
         modules = [*[module for layer in self.pipe.children() for module in layer.modules()], *of_loss]
         private = private_generators(modules).values()
         with ExitStack() as stack:
