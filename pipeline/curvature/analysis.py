@@ -8,6 +8,7 @@ Each is a function of its own module, of which the matrix is the first argument.
 
 from __future__ import annotations
 
+from pipeline.curvature.by_layers import layer_densities, per_layer
 from pipeline.curvature.estimates.density import density
 from pipeline.curvature.estimates.diagonal import diagonal
 from pipeline.curvature.estimates.eigenpairs import top_eigenpairs
@@ -27,6 +28,8 @@ class Analysis(LinearMap):
     top_eigenpairs = top_eigenpairs
     trace = trace
     layer_traces = layer_traces
+    per_layer = per_layer
+    layer_densities = layer_densities
     diagonal = diagonal
     frobenius_squared = frobenius_squared
     density = density

@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
@@ -24,135 +22,125 @@ from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.measured import Pairs
 from pipeline.curvature.results.progress import Progress
 
+if TYPE_CHECKING:
+    from pipeline.curvature.operators import Operator
 
-class ByLayers(Analysis):
-    """A matrix that has blocks, by the names of parameters."""
 
-    @abstractmethod
-    def restricted(self, names: Collection[str]) -> Self:
-        """The block of the matrix that belongs to some parameters.
+def per_layer(
+    A: Operator,
+    k: int = 1,
+    *,
+    samples: int | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    which: str = "LM",
+    tol: float = 1e-4,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
+) -> LayerSpectra:
+    """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
 
-        Args:
-            names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
-        """
+    A block's products begin at its layer: stages before it only run forward.
 
-    @property
-    @abstractmethod
-    def counted_names(self) -> list[str]:
-        """Of the parameters whose entries count in this process."""
+    Args:
+        k: how many eigenvalues; fewer of a layer that has fewer entries.
+        samples: products for the traces, of all layers together; None: no traces.
+        groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
+        which, tol, seed: see `top_eigenpairs`.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
+    """
+    layers = _layers(A, groups)
 
-    def per_layer(
-        self,
-        k: int = 1,
-        *,
-        samples: int | None = None,
-        groups: Mapping[str, Sequence[str]] | None = None,
-        which: str = "LM",
-        tol: float = 1e-4,
-        seed: int = 0,
-        show: bool | None = None,
-        resume: str | os.PathLike[str] | None = None,
-        save_every: float = 300.0,
-    ) -> LayerSpectra:
-        """The top eigenvalues of each layer's own block of the matrix, and the traces of the blocks.
+    def pairs(block: Operator, resume: Path | None) -> dict[str, Any]:
+        found = block.top_eigenpairs(
+            min(k, block.space.size), which=which, tol=tol, seed=seed, show=False, resume=resume,
+            save_every=save_every
+        )
+        return {"size": block.space.size, "pairs": (found.values, found.residuals, found.scale)}
 
-        A block's products begin at its layer: stages before it only run forward.
+    settings = {"file": "eigenvalues by layers 1", "k": k, "which": which, "tol": tol, "seed": seed}
+    found = _of_each(A, "layers", layers, pairs, settings, resume, show)
+    file = None if resume is None else _beside(resume, "traces")
+    traces = None
+    if samples is not None:
+        traces = A.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
+    sizes = {layer: kept["size"] for layer, kept in found.items()}
+    eigenpairs = {layer: Pairs(*kept["pairs"]) for layer, kept in found.items()}
+    return LayerSpectra.of(A.name, sizes, eigenpairs, traces)
 
-        Args:
-            k: how many eigenvalues; fewer of a layer that has fewer entries.
-            samples: products for the traces, of all layers together; None: no traces.
-            groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
-            which, tol, seed: see `top_eigenpairs`.
-            show: a progress bar, on one process. None: where it goes to a terminal.
-            resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
-        """
-        layers = self._layers(groups)
 
-        def pairs(block: Self, resume: Path | None) -> dict[str, Any]:
-            found = block.top_eigenpairs(
-                min(k, block.space.size), which=which, tol=tol, seed=seed, show=False, resume=resume,
-                save_every=save_every
-            )
-            return {"size": block.space.size, "pairs": (found.values, found.residuals, found.scale)}
+def layer_densities(
+    A: Operator,
+    *,
+    steps: int = 40,
+    runs: int = 4,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    seed: int = 0,
+    show: bool | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    save_every: float = 300.0,
+) -> LayerDensities:
+    """The spectral density of each layer's own block of the matrix.
 
-        settings = {"file": "eigenvalues by layers 1", "k": k, "which": which, "tol": tol, "seed": seed}
-        found = self._of_each("layers", layers, pairs, settings, resume, show)
-        file = None if resume is None else _beside(resume, "traces")
-        traces = None
-        if samples is not None:
-            traces = self.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
-        sizes = {layer: kept["size"] for layer, kept in found.items()}
-        eigenpairs = {layer: Pairs(*kept["pairs"]) for layer, kept in found.items()}
-        return LayerSpectra.of(self.name, sizes, eigenpairs, traces)
+    Costs up to steps * runs products for each layer; fewer of one that has fewer entries than steps.
 
-    def layer_densities(
-        self,
-        *,
-        steps: int = 40,
-        runs: int = 4,
-        groups: Mapping[str, Sequence[str]] | None = None,
-        seed: int = 0,
-        show: bool | None = None,
-        resume: str | os.PathLike[str] | None = None,
-        save_every: float = 300.0,
-    ) -> LayerDensities:
-        """The spectral density of each layer's own block of the matrix.
+    Args:
+        steps, runs, seed: see `density`.
+        groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
+        show: a progress bar, on one process. None: where it goes to a terminal.
+        resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
 
-        Costs up to steps * runs products for each layer; fewer of one that has fewer entries than steps.
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from pipeline.curvature import Hessian
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        >>> H = Hessian(model, (torch.ones(4, 2).double(), torch.ones(4, 1).double()), nn.functional.mse_loss)
+        >>> found = H.layer_densities(steps=24, runs=2)
+        >>> found.names, found["2"].size
+        (['0', '2'], 9)
+    """
 
-        Args:
-            steps, runs, seed: see `density`.
-            groups: layer -> names of its parameters, of all ranks, the same on each. None: one for each module.
-            show: a progress bar, on one process. None: where it goes to a terminal.
-            resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
+    def density(block: Operator, resume: Path | None) -> dict[str, Any]:
+        found = block.density(
+            steps=steps, runs=runs, seed=seed, show=False, resume=resume, save_every=save_every
+        )
+        return {field.name: getattr(found, field.name) for field in fields(found)}
 
-        Example:
-            >>> import torch
-            >>> from torch import nn
-            >>> from pipeline.curvature import Hessian
-            >>> _ = torch.manual_seed(0)
-            >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-            >>> H = Hessian(model, (torch.ones(4, 2).double(), torch.ones(4, 1).double()), nn.functional.mse_loss)
-            >>> found = H.layer_densities(steps=24, runs=2)
-            >>> found.names, found["2"].size
-            (['0', '2'], 9)
-        """
+    settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
+    found = _of_each(A, "densities of layers", _layers(A, groups), density, settings, resume, show)
+    return LayerDensities(A.name, found)
 
-        def density(block: Self, resume: Path | None) -> dict[str, Any]:
-            found = block.density(
-                steps=steps, runs=runs, seed=seed, show=False, resume=resume, save_every=save_every
-            )
-            return {field.name: getattr(found, field.name) for field in fields(found)}
 
-        settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-        found = self._of_each("densities of layers", self._layers(groups), density, settings, resume, show)
-        return LayerDensities(self.name, found)
+def _layers(A: Operator, groups: Mapping[str, Sequence[str]] | None) -> Mapping[str, Sequence[str]]:
+    return by_module(agreed_names(A.space, A.counted_names)) if groups is None else groups
 
-    def _layers(self, groups: Mapping[str, Sequence[str]] | None) -> Mapping[str, Sequence[str]]:
-        return by_module(agreed_names(self.space, self.counted_names)) if groups is None else groups
 
-    def _of_each(
-        self,
-        what: str,
-        layers: Mapping[str, Sequence[str]],
-        compute: Callable[[Self, Path | None], dict[str, Any]],
-        settings: Mapping[str, Any],
-        resume: str | os.PathLike[str] | None,
-        show: bool | None,
-    ) -> dict[str, dict[str, Any]]:
-        """By layer what is computed of its block. What is done is saved after each layer."""
-        settings = {**settings, "block": self.block, "layers": {layer: list(names) for layer, names in layers.items()}}
-        run = Resumable(self, resume, 0.0, settings)
-        done: dict[str, dict[str, Any]] = dict(run.kept or {})
-        with run, Progress(len(layers), f"{what} of the {self.name}", self.shows(show)) as bar:
-            bar.advance(len(done))
-            for layer, names in layers.items():
-                if layer not in done:
-                    file = None if resume is None else _beside(resume, "layer")
-                    done[layer] = compute(self.restricted(frozenset(names)), file)
-                    run.reached(len(done), dict(done).copy)
-                    bar.advance(note=layer)
-        return done
+def _of_each(
+    A: Operator,
+    what: str,
+    layers: Mapping[str, Sequence[str]],
+    compute: Callable[[Operator, Path | None], dict[str, Any]],
+    settings: Mapping[str, Any],
+    resume: str | os.PathLike[str] | None,
+    show: bool | None,
+) -> dict[str, dict[str, Any]]:
+    """By layer what is computed of its block. What is done is saved after each layer."""
+    settings = {**settings, "block": A.block, "layers": {layer: list(names) for layer, names in layers.items()}}
+    run = Resumable(A, resume, 0.0, settings)
+    done: dict[str, dict[str, Any]] = dict(run.kept or {})
+    with run, Progress(len(layers), f"{what} of the {A.name}", A.shows(show)) as bar:
+        bar.advance(len(done))
+        for layer, names in layers.items():
+            if layer not in done:
+                file = None if resume is None else _beside(resume, "layer")
+                done[layer] = compute(A.restricted(frozenset(names)), file)
+                run.reached(len(done), dict(done).copy)
+                bar.advance(note=layer)
+    return done
 
 
 def _beside(path: str | os.PathLike[str], what: str) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipeline.curvature.by_layers import ByLayers
+from pipeline.curvature.analysis import Analysis
 from pipeline.curvature.checking import Report, check, names_of
 from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.identity import architecture
@@ -37,7 +37,7 @@ from pipeline.recompute.randomness import draw_seed
 Batches: TypeAlias = Any  # one (x, target), or an iterable of them
 
 
-class Operator(ByLayers):
+class Operator(Analysis):
     """A matrix of second derivatives as its products with vectors. Use one of the classes below.
 
     Attributes:
@@ -152,11 +152,17 @@ class Operator(ByLayers):
     # ---------------------------------------------------------------------------------------------------- by layers
 
     def restricted(self, names: Collection[str]) -> Self:
+        """The block of the matrix that belongs to some parameters.
+
+        Args:
+            names: of parameters of this one's; those of tied parameters as the first layer has them, on all ranks.
+        """
         space = space_of(self.pipe, self._prefix, lambda name, _: name in names)
         return self._twin(space=space, _passes=self._passes.of(space=space))
 
     @property
     def counted_names(self) -> list[str]:
+        """Of the parameters whose entries count in this process."""
         return [member.name for member in self.space.members if member.counts]
 
     def _twin(self, **others: Any) -> Self:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -92,7 +91,7 @@ def draw(
         drawn = torch.cat(values)
         mean, stderr = mean_and_stderr(drawn)
         bar.advance(len(vectors), note=plus_minus(float(mean), float(stderr)) if mean.numel() == 1 else "")
-        reached(len(drawn), partial(_same, drawn))
+        reached(len(drawn), drawn.detach)
         stopped = _stopped(sampling, values)
         if stopped:
             break
@@ -106,10 +105,6 @@ def _stopped(sampling: Sampling, values: Sequence[Tensor]) -> str:
     return "tolerance" if count and sampling.goal.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
-
-
 def exactly(
     sampling: Sampling, measure: Measure, bar: Progress, reached: Reached, values: list[Tensor]
 ) -> Drawn:
@@ -118,7 +113,7 @@ def exactly(
         values.append(finite(measure(vectors, products), sampling.A.name))
         bar.advance(len(vectors))
         drawn = torch.cat(values)
-        reached(len(drawn), partial(_same, drawn))
+        reached(len(drawn), drawn.detach)
     total = torch.cat(values).sum(0)
     return Drawn(total[None], total, torch.zeros_like(total), sampling.A.space.size, "exact")
 

@@ -69,14 +69,13 @@ def of_exception(
     stage: int | None = None,
     chunk: int | None = None,
     action: str | None = None,
-    waits: str = "",
 ) -> Failure:
     """The Failure for `error`, which was raised on `rank`."""
     message = _message(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
     text = "".join(tracebacks.format_exception(error))
-    return Failure(rank, stage, chunk, action, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:], waits)
+    return Failure(rank, stage, chunk, action, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:])
 
 
 def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:
