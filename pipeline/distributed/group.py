@@ -216,7 +216,7 @@ class RankGroup:
     def _fail(self, error: BaseException, call: str, action: Action | None, progress: str) -> NoReturn:
         self.is_in_call = False
         is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
-        own = self._lost(error, call) if is_lost else self._raised(error, call, action)
+        own = self._lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
         first = self.monitor.verdict(_GRACE) if is_lost else None
         if first is None:
             self.monitor.fail(own)
@@ -233,11 +233,6 @@ class RankGroup:
         if not is_lost:
             shared.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
         raise shared from shared.__cause__ or error
-
-    def _raised(self, error: BaseException, call: str, action: Action | None) -> Failure:
-        if action is None:
-            return of_exception(error, self.rank, call)
-        return of_exception(error, self.rank, call, stage=action.stage, chunk=action.chunk, action=str(action))
 
     def _lost(self, error: BaseException, call: str) -> Failure:
         waited = f"rank {self.rank} waited at {in_words(self.monitor.at)}."

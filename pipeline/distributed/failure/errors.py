@@ -15,6 +15,8 @@ import sys
 import traceback as tracebacks
 from typing import NamedTuple
 
+from scheduler.action import Action
+
 LONGEST_MESSAGE = 20_000  # characters: a tensor printed in full must not fill the store
 LONGEST_TRACEBACK = 40_000  # of which the end is kept, where the error was raised
 
@@ -61,21 +63,15 @@ def decode(data: bytes) -> Failure:
     return Failure(*json.loads(data))
 
 
-def of_exception(
-    error: BaseException,
-    rank: int,
-    call: str,
-    *,
-    stage: int | None = None,
-    chunk: int | None = None,
-    action: str | None = None,
-) -> Failure:
-    """The Failure for `error`, which was raised on `rank`."""
+def of_exception(error: BaseException, rank: int, call: str, action: Action | None = None) -> Failure:
+    """The Failure for `error`, which was raised on `rank`, during an action or outside of one."""
     message = _message(error)
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}... ({len(message) - LONGEST_MESSAGE} more characters)"
     text = "".join(tracebacks.format_exception(error))
-    return Failure(rank, stage, chunk, action, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:])
+    stage, chunk = (action.stage, action.chunk) if action else (None, None)
+    name = str(action) if action else None
+    return Failure(rank, stage, chunk, name, call, _name(type(error)), message, text[-LONGEST_TRACEBACK:])
 
 
 def silence(rank: int, call: str, message: str, waits: str = "") -> Failure:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from pipeline.distributed.failure.errors import RankError, exception_of, of_exception
 from pipeline.distributed.failure.monitor import FailureMonitor
+from scheduler.action import Action
 
 PATIENCE = 30.0  # seconds for anything that a test waits for
 
@@ -101,7 +102,7 @@ class Rank:
         try:
             raise StrangeError(message)
         except StrangeError as error:
-            self.monitor.fail(of_exception(error, self.rank, self.call, stage=2, chunk=3, action="2F3"))
+            self.monitor.fail(of_exception(error, self.rank, self.call, Action.parse("2F3")))
 
     def verdict(self, grace: float) -> Any:
         found = self.monitor.verdict(grace)

@@ -19,6 +19,7 @@ from pipeline.distributed.failure.errors import (
     of_exception,
     silence,
 )
+from scheduler.action import Action
 
 
 def raised(error: BaseException) -> BaseException:
@@ -30,7 +31,7 @@ def raised(error: BaseException) -> BaseException:
 
 def crossed(error: BaseException) -> BaseException:
     """What rank 0 raises when rank 2 raised this."""
-    record = of_exception(raised(error), 2, "step 7", stage=2, chunk=3, action="2F3")
+    record = of_exception(raised(error), 2, "step 7", Action.parse("2F3"))
     return exception_of(decode(encode(record)), 0)
 
 
@@ -191,7 +192,7 @@ def test_a_module_is_imported_for_its_error_and_one_that_cannot_be_does_no_harm(
 
 def test_a_note_says_where_and_in_what() -> None:
     assert crossed(ValueError("x")).__notes__ == ["on rank 2: stage 2, chunk 3, 2F3, in step 7"]
-    found = exception_of(of_exception(ValueError("x"), 1, "evaluate (call 3)", stage=0), 0)
+    found = exception_of(of_exception(ValueError("x"), 1, "evaluate (call 3)")._replace(stage=0), 0)
     assert found.__notes__ == ["on rank 1: stage 0, in evaluate (call 3)"]
 
 
