@@ -99,6 +99,7 @@ class Seeing(TorchFunctionMode):
         sums: whether to compute means over tokens from their sums, as `Origin.total`.
 
     Attributes:
+        is_over: whether the evaluation has ended.
         is_blind: whether a function was called that may divide unseen.
     """
 
@@ -107,7 +108,7 @@ class Seeing(TorchFunctionMode):
         self._rows = rows
         self._sums = sums
         self._depth = 0
-        self._is_over = False
+        self.is_over = False
         self.is_blind = False
         self._origins: dict[int, tuple[Callable[[], Tensor | None], Origin]] = {}
         for tensor in target:
@@ -124,14 +125,9 @@ class Seeing(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._is_over = True  # an interrupt may leave it on the stack: it lets calls through then
+        self.is_over = True  # an interrupt may leave it on the stack: it lets calls through then
         if torch._C._len_torch_function_stack() > self._depth:  # an interrupt within torch may have popped it
             super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the evaluation has ended."""
-        return self._is_over
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """The origin of a tensor. None: it was not computed from output or target."""
@@ -145,7 +141,7 @@ class Seeing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_over:
+        if self.is_over:
             return func(*args, **kwargs)
         if func in _TOKENS and _is_mean(kwargs) and _has_labels(args, kwargs):
             return self._token_mean(func, args, kwargs)

@@ -41,15 +41,11 @@ class EagerSink(Sink):
 
     def __init__(self, update: EagerUpdate) -> None:
         super().__init__()
-        self._update = update
-
-    @property
-    def optimizer(self) -> EagerUpdate:
-        return self._update
+        self.optimizer: EagerUpdate = update
 
     def run(self, run: RunWithLoss) -> Step:
         """A step; with a norm over all gradients, of two runs."""
-        update, named = self._update, dict(run.runtime.module.named_parameters())
+        update, named = self.optimizer, dict(run.runtime.module.named_parameters())
         update.get_ready()
         refuse_parts(named.items(), "a step with an EagerUpdate", OF_PARTS)
         others = [(f"a parameter of shape {list(param.shape)}", param) for param in update.params]

@@ -36,15 +36,14 @@ class Sink(ABC):
 
     Args:
         scaler: scales the loss, and so the gradients.
+
+    Attributes:
+        optimizer: that steps with them. None: none does.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
         self.scaler = scaler
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that steps with them. None: none does."""
-        return None
+        self.optimizer: Any = None
 
     @abstractmethod
     def run(self, run: RunWithLoss) -> Step:
@@ -160,12 +159,8 @@ class OptimizerSink(GradSink):
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> None:
         super().__init__(scaler)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._max_norm = max_norm
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         norm: Tensor | None = None
@@ -173,20 +168,20 @@ class OptimizerSink(GradSink):
         with self._undone(pairs):
             accumulate(pairs)
             if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
-                _unscale(scaler, self._optimizer, communicator)
+                _unscale(scaler, self.optimizer, communicator)
             if self._max_norm is not None:  # of all that is stepped: a loss may have parameters of its own
                 named = list(module.named_parameters())
                 known = {id(param) for _, param in named}
                 others = [("", param) for param in self._stepped() if id(param) not in known]
                 norm = clip_grads([*named, *others], self._max_norm, 2.0, communicator)
             if scaler is None:
-                self._optimizer.step()
+                self.optimizer.step()
             else:
-                scaler.step(self._optimizer)
+                scaler.step(self.optimizer)
         return Taken(norm=norm)
 
     def finish(self, module: nn.Module) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         for parameter in module.parameters():
             parameter.grad = None
         if self.scaler is not None:
@@ -197,7 +192,7 @@ class OptimizerSink(GradSink):
         """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
         scaler = self.scaler
         states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
-        key = id(self._optimizer)
+        key = id(self.optimizer)
         state = dict(states[key]) if key in states else None
         try:
             with grads_kept([*[owner for owner, _ in pairs], *self._stepped()]):
@@ -209,7 +204,7 @@ class OptimizerSink(GradSink):
             raise
 
     def _stepped(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
 @contextmanager

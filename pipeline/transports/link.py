@@ -176,6 +176,7 @@ class Receiver:
         device: where tensors shall be; None: on the host. Those of a payload are where payloads come.
 
     Attributes:
+        position: the number of messages of this phase that have been received, in order.
         arrived: when the last message that was received was there, of `perf_counter`.
     """
 
@@ -193,13 +194,8 @@ class Receiver:
         self._series: MessageSeries | None = None
         self._posted: deque[tuple[Tensor, Handle]] = deque()
         self._arrived: dict[int, _Arrival] = {}
-        self._position = 0
+        self.position = 0
         self.arrived = -inf
-
-    @property
-    def position(self) -> int:
-        """The number of messages of this phase that have been received, in order."""
-        return self._position
 
     def begin(self, series: str, names: Sequence[str]) -> None:
         """Begin a phase, as the sender does, and post the first receives.
@@ -210,7 +206,7 @@ class Receiver:
         """
         _check_finished(self._series, self._what)
         self._series = self._specs.begin(series, names)
-        self._position = 0
+        self.position = 0
         self._post_ahead(self._series)
 
     def receive(self, name: str) -> Message:
@@ -222,9 +218,9 @@ class Receiver:
         """
         series = self._series
         index = None if series is None else series.index_of.get(name)
-        if series is None or index is None or index < self._position and index not in self._arrived:
+        if series is None or index is None or index < self.position and index not in self._arrived:
             raise RuntimeError(self._not_expected(name))
-        while self._position <= index:
+        while self.position <= index:
             self._receive_next(series)
         spec, buffer, start, payload = self._arrived.pop(index)
         if payload is None:
@@ -241,7 +237,7 @@ class Receiver:
         series = self._series
         if series is None:
             raise RuntimeError(f"{self._what}: no phase has begun.")
-        missing = [*sorted(self._arrived), *range(self._position, len(series.names))]
+        missing = [*sorted(self._arrived), *range(self.position, len(series.names))]
         if missing:
             first = ", ".join(series.names[index] for index in missing[:5])
             raise RuntimeError(
@@ -251,7 +247,7 @@ class Receiver:
         self._series = None
 
     def _post_ahead(self, series: MessageSeries) -> None:
-        for index in range(self._position + len(self._posted), min(self._position + self._window, len(series.names))):
+        for index in range(self.position + len(self._posted), min(self.position + self._window, len(series.names))):
             spec = series.predicted(index)
             buffer = self._buffer(HEADER.size + spec.beside_header)
             self._posted.append((buffer, self._incoming.post(buffer)))
@@ -262,7 +258,7 @@ class Receiver:
         buffer, handle = self._posted.popleft()
         handle.wait()
         self.arrived = perf_counter()
-        index = self._position
+        index = self.position
         header = ctypes.string_at(buffer.data_ptr(), HEADER.size)
         if header == series.header(index):
             self._arrived[index] = self._arrival(series.predicted(index), buffer, HEADER.size)
@@ -271,7 +267,7 @@ class Receiver:
             if length <= 0 or header != series.header(index, length, nbytes):
                 raise RuntimeError(self._specs.mistaken(series, index, numbers))
             self._arrived[index] = self._receive_announced(series, index, length, nbytes)
-        self._position += 1
+        self.position += 1
 
     def _receive_announced(self, series: MessageSeries, index: int, length: int, nbytes: int) -> _Arrival:
         extra = self._buffer(nbytes)
