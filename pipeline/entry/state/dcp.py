@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,7 +33,7 @@ class Directory:
 
     def __init__(self, path: Path, part: str | None) -> None:
         self._reader = _Reader(path)
-        self._entries: dict[str, list[_Entry]] = {}
+        self._entries: dict[str, list[tuple[str, tuple[str | int, ...]]]] = {}  # flat names, and the keys to each
         metadata, whole = self._reader.found, set()
         for flat in metadata.state_dict_metadata:
             way = (metadata.planner_data or {}).get(flat, (flat,))
@@ -42,7 +42,7 @@ class Directory:
                 way = way[1:]
             elif part is not None:
                 continue
-            self._entries.setdefault(way[0], []).append(_Entry(flat, way[1:]))
+            self._entries.setdefault(way[0], []).append((flat, way[1:]))
         if part is not None and not self._entries:
             raise KeyError(f"the checkpoint in {str(path)!r} has no dict {part!r}; it has {sorted(whole)}.")
 
@@ -57,7 +57,7 @@ class Directory:
         Raises:
             RuntimeError: one cannot be read.
         """
-        ways = {entry.flat: (name, *entry.way) for name in names for entry in self._entries[name]}
+        ways = {flat: (name, *way) for name in names for flat, way in self._entries[name]}
         into = {flat: self._place(flat) for flat in ways}
         self._reader.wanted = list(into)
         try:
@@ -78,13 +78,6 @@ class Directory:
         if isinstance(entry, TensorStorageMetadata):
             return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         return None
-
-
-class _Entry(NamedTuple):
-    """An entry of torch.distributed.checkpoint: its flat name, and the path of keys to it."""
-
-    flat: str
-    way: tuple[str | int, ...]
 
 
 class _Reader(dcp.FileSystemReader):
