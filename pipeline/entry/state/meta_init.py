@@ -118,7 +118,7 @@ def reset_parameters(layer: nn.Module) -> None:
         >>> layer[1].running_mean
         tensor([0., 0.])
     """
-    modules = list(_children_first("", layer))
+    modules = list(_children_first("", layer, set()))
     without = [
         f"{name or 'the layer'} ({type(module).__name__})"
         for name, module in modules
@@ -140,18 +140,13 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     return reset if callable(reset) else None
 
 
-def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _children_first(name: str, module: nn.Module, done: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """All modules, once each, those that a module has before itself."""
-    done: set[int] = set()
-
-    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) not in done:
-            done.add(id(module))
-            for key, child in module.named_children():
-                yield from walk(f"{prefix}.{key}" if prefix else key, child)
-            yield prefix, module
-
-    return walk(name, module)
+    if id(module) not in done:
+        done.add(id(module))
+        for key, child in module.named_children():
+            yield from _children_first(f"{name}.{key}" if name else key, child, done)
+        yield name, module
 
 
 def _sources(how: How) -> tuple[Init | None, State | None]:
