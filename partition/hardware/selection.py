@@ -156,13 +156,8 @@ def choose(devices: Sequence[Device], links: Links, count: int) -> Choice:
     Args:
         devices: the candidates; of equal choices the one with the first of these is taken.
         links: of each pair, by positions in `devices`.
-        count: how many.
-
-    Raises:
-        PartitionError: there are not so many.
+        count: how many, from 1 to all of them.
     """
-    if not 1 <= count <= len(devices):
-        raise PartitionError(f"cannot choose {count} of {len(devices)} devices. Ask for 1 to {len(devices)}.")
     most_free = max((device.free_bytes or 0 for device in devices), default=0)
     poor = [why_poor(device, most_free) for device in devices]
     line, is_exact = best_line([bool(why) for why in poor], {pair: link.rank for pair, link in links.items()}, count)
