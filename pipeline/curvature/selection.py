@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partition.names import ModelLayers
 from pipeline.common.call_lock import turn
-from pipeline.curvature.products.sharded import Member, ParameterSpace
+from pipeline.curvature.products.sharded import Member, ParameterSpace, few
 from pipeline.curvature.space import HOST
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
 from pipeline.entry.validation import check_hooks
@@ -80,11 +80,11 @@ def chosen(
         found = {first for name, first in first_names.items() if _stands_for(each, name)}
         if not found:
             names = list(dict.fromkeys(first_names.values()))
-            raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {_few(names)}.")
+            raise ValueError(f"params has {each!r}, which is no parameter or layer. There are {few(names)}.")
         here = [name for name, _ in named if name in found]
         if here and trained.isdisjoint(here):
             raise ValueError(
-                f"params has {each!r}, but {_few(here)} do not require a gradient. Call requires_grad_() first."
+                f"params has {each!r}, but {few(here)} do not require a gradient. Call requires_grad_() first."
             )
         wanted |= found
     return [name for name, _ in named if name in trained and name in wanted]
@@ -92,10 +92,6 @@ def chosen(
 
 def _stands_for(wanted: str, name: str) -> bool:
     return name == wanted or name.startswith(wanted + ".")
-
-
-def _few(names: Sequence[str]) -> str:
-    return str(list(names)) if len(names) <= 6 else f"{list(names[:6])} and {len(names) - 6} more"
 
 
 def space_of(pipe: Pipe, prefix: str, params: Params) -> ParameterSpace:

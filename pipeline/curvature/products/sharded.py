@@ -118,7 +118,7 @@ class ParameterSpace(Space):
             raise KeyError(
                 f"a vector has one entry for each parameter: {unknown or 'none'} are no parameters here, "
                 f"{missing or 'none'} are missing. Give zeros for those that you leave out; the names are "
-                f"{_few(list(self.slots))}."
+                f"{few(list(self.slots))}."
             )
         found = self.zeros()
         for name, slot in self.slots.items():
@@ -140,5 +140,6 @@ def _drawn(kind: str, seed: int, index: int, member: Member) -> Tensor:
     return torch.randint(2, member.shape, generator=generator, device="cpu", dtype=torch.int8) * 2 - 1
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """The first of some names, for an error."""
     return str(names) if len(names) <= 6 else f"{names[:6]} and {len(names) - 6} more"
