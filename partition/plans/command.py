@@ -19,7 +19,7 @@ from partition.errors import PartitionError
 from partition.models.sequential import to_sequential
 from partition.plans import planning
 from partition.profiles import profiling
-from scheduler.command_line.options import NUMBER, write
+from scheduler.command_line.options import number, write
 from scheduler.command_line.running import CommandError
 from scheduler.command_line.targets import value_at
 from scheduler.links import Link
@@ -36,33 +36,26 @@ nn.Sequential is cut by `partition.to_sequential`. The script is imported: put w
 `if __name__ == "__main__"`."""
 
 
-class _Sizes(click.ParamType[Any]):
+def _sizes(value: str) -> float | list[float]:
     """A number of bytes such as 24GiB, or a list of them."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | list[float]:
-        sizes: list[float] = []
-        for text in value.split(","):
-            match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-            if match is None or match[2].upper() not in _UNITS:
-                self.fail(f"{value!r} is no size such as 24GiB, nor a list such as 24GiB,16GiB.", param, ctx)
-            sizes.append(float(match[1]) * _UNITS[match[2].upper()])
-        return sizes if len(sizes) > 1 else sizes[0]
+    sizes: list[float] = []
+    for text in value.split(","):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].upper() not in _UNITS:
+            raise click.BadParameter(f"{value!r} is no size such as 24GiB, nor a list such as 24GiB,16GiB.")
+        sizes.append(float(match[1]) * _UNITS[match[2].upper()])
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
-class _Optimizer(click.ParamType[Any]):
+def _optimizer(value: str) -> Any:
     """A name, or bytes of state for a byte of parameter."""
-
-    name = "optimizer"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in _OPTIMIZERS:
-            return _OPTIMIZERS[value]
-        try:
-            return float(value)
-        except ValueError:
-            self.fail(f"{value!r} is none of {', '.join(_OPTIMIZERS)}, and no number.", param, ctx)
+    if value in _OPTIMIZERS:
+        return _OPTIMIZERS[value]
+    try:
+        return float(value)
+    except ValueError:
+        words = f"{value!r} is none of {', '.join(_OPTIMIZERS)}, and no number."
+        raise click.BadParameter(words) from None
 
 
 def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
@@ -71,7 +64,7 @@ def _of_layers(command: Callable[..., int]) -> Callable[..., int]:
         click.option("--save", "path", metavar="FILE", help="Write JSON to a file as well."),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option("--timeout", type=float, metavar="SECONDS", help="How long to measure, in all."),
-        click.option("--optimizer", type=_Optimizer(), default="adam", show_default=True, metavar="NAME|FACTOR",
+        click.option("--optimizer", type=_optimizer, default="adam", show_default=True, metavar="NAME|FACTOR",
                      help="sgd, momentum, adam, adamw, or bytes of state for a byte of parameter."),
         click.option("--device", help="Where to measure; meta: count bytes and FLOPs, run nothing."),
         click.argument("target", metavar=_GIVEN),
@@ -99,16 +92,16 @@ def profile(target: str, as_json: bool, path: str | None, **given: Any) -> int:
 @click.command(context_settings={"max_content_width": 120}, short_help="Where to cut, with which schedule.")
 @_of_layers
 @click.option("--devices", required=True, metavar="N|NAMES", help="How many (ranks), or names: cuda:0,cuda:1.")
-@click.option("--memory", type=_Sizes(), metavar="BYTES", help="That each may hold: 24GiB, or one for each.")
+@click.option("--memory", type=_sizes, metavar="BYTES", help="That each may hold: 24GiB, or one for each.")
 @click.option("--rows", type=int, metavar="N", help="Of the mini-batch to plan for; default: the sample's.")
 @click.option("--chunks", metavar="N[,N...]", help="The numbers to choose from; default: divisors of the rows.")
 @click.option("--schedules", metavar="NAMES", help="To choose from: gpipe,1f1b; default: all.")
 @click.option("--speed", metavar="X[,X...]", help="Of each device, relative to the one that is measured.")
-@click.option("--latency", type=NUMBER, default=0.0, metavar="SECONDS", help="Of a message between devices.")
-@click.option("--bandwidth", type=NUMBER, metavar="BYTES", help="Of a link, in a second.")
-@click.option("--flops", type=NUMBER, metavar="X", help="That a device does in a second, with --device meta.")
+@click.option("--latency", type=number, default=0.0, metavar="SECONDS", help="Of a message between devices.")
+@click.option("--bandwidth", type=number, metavar="BYTES", help="Of a link, in a second.")
+@click.option("--flops", type=number, metavar="X", help="That a device does in a second, with --device meta.")
 @click.option("--keep-order", is_flag=True, help="Let the layers go through the devices in the given order.")
-@click.option("--effort", type=NUMBER, default=0.0, metavar="X", help="Search for a better order than the named ones.")
+@click.option("--effort", type=number, default=0.0, metavar="X", help="Search for a better order than the named ones.")
 def plan(
     target: str, as_json: bool, path: str | None, devices: str, chunks: str | None, schedules: str | None,
     speed: str | None, latency: float, bandwidth: float | None, keep_order: bool, **given: Any,

@@ -20,9 +20,9 @@ import click
 from scheduler import drawing, simulation, verification
 from scheduler.chrome import chrome_trace
 from scheduler.command_line.options import (
-    NUMBER,
-    NUMBERS,
     Command,
+    number,
+    numbers,
     read,
     with_costs,
     with_release,
@@ -112,7 +112,7 @@ def draw(
 @schedules.command(short_help="Compare schedules in a table.")
 @click.argument("wanted", nargs=-1, metavar="[NAME]...")
 @with_sizes(required=True)
-@click.option("--memory", type=NUMBERS, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
+@click.option("--memory", type=numbers, metavar="CAP", help="Say which hold at most this: a number, or one a lane.")
 @click.option("--sort", type=click.Choice(("bubble", "memory", "step")), default="bubble", show_default=True)
 @click.option("--to-csv", "--csv", metavar="FILE", help="Write the table, unrounded.")
 @with_release
@@ -160,7 +160,7 @@ def compare(
 
 @schedules.command(short_help="How long a step takes, and why.")
 @with_schedule
-@click.option("--why", nargs=2, type=NUMBER, metavar="LANE TIME", help="What that lane does then, or waits for.")
+@click.option("--why", nargs=2, type=number, metavar="LANE TIME", help="What that lane does then, or waits for.")
 @with_release
 @with_costs("stage")
 def simulate(schedule: Schedule, why: tuple[int, float] | None, release: Release, costs: Costs) -> int:
@@ -191,14 +191,14 @@ def simulate(schedule: Schedule, why: tuple[int, float] | None, release: Release
 @with_sizes(required=True)
 @click.option("--objective", type=click.Choice(("flush", "span")), default="flush", show_default=True,
               help="What is to be short: the step, or the longest time from a lane's first start to its last end.")
-@click.option("--memory", type=NUMBERS, metavar="CAP", help="What a lane may hold, in units of --activation: for all "
+@click.option("--memory", type=numbers, metavar="CAP", help="What a lane may hold, in units of --activation: for all "
               "lanes, or a list; none: any amount.")
 @click.option("--placement", type=click.Choice(("linear", "loop", "vee")), help="One stage a lane (linear, the "
               "default), several (loop), or two, there and back (vee).")
 @click.option("--stages-per-lane", type=int, metavar="N", help="Of a loop; default: 2.")
 @click.option("--whole", is_flag=True, help="Split no backward into I and W.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random moves.")
-@click.option("--effort", type=NUMBER, default=1, show_default=True, metavar="X", help="2 searches twice as long.")
+@click.option("--effort", type=number, default=1, show_default=True, metavar="X", help="2 searches twice as long.")
 @_with_files("--to-csv", "--csv")
 @with_costs("stage")
 def search(
@@ -297,8 +297,8 @@ def _spelt(costs: Costs) -> str:
     return ", ".join(f"{what} {_listed(values[what])}" for what in given)
 
 
-def _listed(numbers: float | Sequence[float]) -> str:
-    return ",".join(f"{number:.6g}" for number in (numbers if isinstance(numbers, Sequence) else [numbers]))
+def _listed(given: float | Sequence[float]) -> str:
+    return ",".join(f"{each:.6g}" for each in (given if isinstance(given, Sequence) else [given]))
 
 
 def _cells(row: Row) -> list[str]:
@@ -311,9 +311,9 @@ def _table(rows: Sequence[Row], fits: Sequence[bool] | None) -> str:
     text = StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow([*_COLUMNS, *([] if fits is None else ["fits"]), "reason"])
-    for number, row in enumerate(rows):
+    for place, row in enumerate(rows):
         cells = [getattr(row, what) if what == "name" or not row.reason else "" for what in _COLUMNS]
-        table.writerow([*cells, *([] if fits is None else [_YES_NO[fits[number]]]), row.reason])
+        table.writerow([*cells, *([] if fits is None else [_YES_NO[fits[place]]]), row.reason])
     return text.getvalue()
 
 
@@ -321,8 +321,8 @@ def _lanes(timeline: Timeline) -> Iterator[list[str]]:
     for lane, row in enumerate(timeline.by_lane):
         ends = (row[0].start, row[-1].end) if row else (0, 0)
         busy, peak, held = timeline.busy[lane], timeline.peak_in_flight[lane], timeline.peak_memory[lane]
-        numbers = (*ends, busy, timeline.makespan - busy, peak, held)
-        yield [str(lane), *(f"{number:.6g}" for number in numbers)]
+        cells = (*ends, busy, timeline.makespan - busy, peak, held)
+        yield [str(lane), *(f"{cell:.6g}" for cell in cells)]
 
 
 def _path(timeline: Timeline) -> str:

@@ -18,56 +18,40 @@ from scheduler.csv_files import from_csv
 from scheduler.schedule import Schedule
 from scheduler.schedules import by_name, names
 
-__all__ = ["NUMBER", "NUMBERS", "read", "with_costs", "with_release", "with_schedule", "with_sizes", "write"]
+__all__ = ["number", "numbers", "read", "with_costs", "with_release", "with_schedule", "with_sizes", "write"]
 
 Command: TypeAlias = Callable[..., int]
 
 
-class _Number(click.ParamType[Any]):
+def number(value: Any) -> float:
     """A whole number, or one with a point."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                pass
-        self.fail(f"{value!r} is not a number.", param, ctx)
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    raise click.BadParameter(f"{value!r} is not a number.")
 
 
-class _Numbers(click.ParamType[Any]):
+def numbers(value: str) -> float | tuple[float, ...]:
     """A number, or a list of several."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if "," not in value:
-            return NUMBER.convert(value, param, ctx)
-        try:
-            return tuple(NUMBER.convert(part, None, ctx) for part in value.split(","))
-        except click.BadParameter as error:
-            words = error.message.rstrip(".")
-            self.fail(f"{words}, nor a list such as 1,1.2,0.9 ({value}).", param, ctx)
+    if "," not in value:
+        return number(value)
+    try:
+        return tuple(map(number, value.split(",")))
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{error.message.rstrip('.')}, nor a list such as 1,1.2,0.9 ({value}).") from None
 
 
-class _Setting(click.ParamType[Any]):
+def _setting(value: str) -> tuple[str, object]:
     """WHAT=VALUE, where the value is a number, a list of numbers, or a word."""
-
-    name = "setting"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        what, equals, text = value.partition("=")
-        if not what or not equals:
-            self.fail(f"{value!r} is not of the form WHAT=VALUE.", param, ctx)
-        try:
-            return what, NUMBERS.convert(text, param, ctx)
-        except click.BadParameter:
-            return what, text
-
-
-NUMBER, NUMBERS = _Number(), _Numbers()
+    what, equals, text = value.partition("=")
+    if not what or not equals:
+        raise click.BadParameter(f"{value!r} is not of the form WHAT=VALUE.")
+    try:
+        return what, numbers(text)
+    except click.BadParameter:
+        return what, text
 
 
 def with_sizes(required: bool) -> Callable[[Command], Command]:
@@ -101,7 +85,7 @@ def with_costs(place: str) -> Callable[[Command], Command]:
 
         decorated: Command = gathered
         for what, words in reversed(_COSTS.items()):
-            decorated = click.option(f"--{what}", type=NUMBERS, metavar=f"X[,X of each {place}]", help=words)(decorated)
+            decorated = click.option(f"--{what}", type=numbers, metavar=f"X[,X of each {place}]", help=words)(decorated)
         return decorated
 
     return decorate
@@ -115,14 +99,14 @@ def with_schedule(command: Command) -> Command:
         name: str | None, lanes: int | None, chunks: int | None, stages_per_lane: int | None,
         option: tuple[tuple[str, object], ...], csv: str | None, **given: Any,
     ) -> int:  # fmt: skip
-        numbers = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
+        sizes = {"--lanes": lanes, "--chunks": chunks, "--stages-per-lane": stages_per_lane}
         if csv is not None:
-            _refuse_beside_file(csv, {"the name": name, **numbers, "--option": option or None})
+            _refuse_beside_file(csv, {"the name": name, **sizes, "--option": option or None})
             return command(schedule=read(csv), **given)
         if name is None:
             raise CommandError(f"which schedule? Name one ({', '.join(names())}), or read one with --csv FILE.")
         if lanes is None or chunks is None:
-            missing = " and ".join(what for what in ("--lanes", "--chunks") if numbers[what] is None)
+            missing = " and ".join(what for what in ("--lanes", "--chunks") if sizes[what] is None)
             raise CommandError(f"{name} is made for a number of lanes and of chunks. Add {missing}.")
         options = dict(option) | ({} if stages_per_lane is None else {"stages_per_lane": stages_per_lane})
         return command(schedule=by_name(name, lanes, chunks, **options), **given)
@@ -132,7 +116,7 @@ def with_schedule(command: Command) -> Command:
         help="Read the schedule instead of NAME: a table with a row for each lane, or a printed schedule.",
     )(gathered)  # fmt: skip
     decorated = click.option(
-        "--option", type=_Setting(), multiple=True, metavar="WHAT=VALUE",
+        "--option", type=_setting, multiple=True, metavar="WHAT=VALUE",
         help="Another option of the schedule, such as warmup=3,2,1.",
     )(decorated)  # fmt: skip
     decorated = click.option(

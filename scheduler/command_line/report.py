@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from scheduler.chrome import timeline_from_chrome
-from scheduler.command_line.options import NUMBERS
+from scheduler.command_line.options import numbers
 from scheduler.command_line.running import CommandError
 from scheduler.errors import ScheduleError
 from scheduler.reporting import report as reported
@@ -20,7 +20,7 @@ __all__ = ["report"]
 
 @click.command(context_settings={"max_content_width": 120}, short_help="Traced steps: the bottleneck, what to change.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--balance", type=NUMBERS, metavar="N,N,...", help="Layers of each stage: moves of layers are tried too.")
+@click.option("--balance", type=numbers, metavar="N,N,...", help="Layers of each stage: moves of layers are tried too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def report(files: tuple[str, ...], balance: Any, as_json: bool) -> int:
     """Reports on traced steps: for each stage how long it worked, waited and was idle, and what would shorten the step.

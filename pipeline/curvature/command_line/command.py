@@ -27,25 +27,17 @@ _FILE = click.Path(path_type=Path)
 _AS_SAMPLES = "samples"
 
 
-class _Names(click.ParamType[Any]):
+def _names(value: str) -> list[str]:
     """Names with commas between."""
-
-    name = "names"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        names = [name.strip() for name in value.split(",")]
-        if not all(names):
-            self.fail(f"{value!r} is no list of names such as 0,3.weight.", param, ctx)
-        return names
+    names = [name.strip() for name in value.split(",")]
+    if not all(names):
+        raise click.BadParameter(f"{value!r} is no list of names such as 0,3.weight.")
+    return names
 
 
-class _Products(click.ParamType[Any]):
+def _products(value: Any) -> int | str:
     """A number of products, or as many as --samples says."""
-
-    name = "products"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, param, ctx))
+    return _AS_SAMPLES if value == _AS_SAMPLES else int(_COUNT.convert(value, None, None))
 
 
 def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[Command], Command]:
@@ -56,13 +48,13 @@ def _question(name: str, metavar: str, alone: object, **more: Any) -> Callable[[
 @click.command(context_settings={"max_content_width": 120}, short_help="Eigenvalues, trace, density of a Hessian.")
 @click.argument("target")
 @click.option("--matrix", type=click.Choice(list(MATRICES)), help="Default: hessian.")
-@click.option("--params", type=_Names(), metavar="NAMES", help="Of layers or parameters: 0,3.weight; default: all that "
+@click.option("--params", type=_names, metavar="NAMES", help="Of layers or parameters: 0,3.weight; default: all that "
               "require a gradient.")
 @click.option("--train-mode", is_flag=True, help="With dropout and the like; default: eval mode.")
 @click.option("--check", is_flag=True, help="Try the laws of second derivatives first; if one is broken, compute "
               "nothing else and end with status 1.")
 @_question("--top", "K", 1, type=_COUNT, help="K outermost eigenvalues; alone: 1.")
-@_question("--trace", "N", _AS_SAMPLES, type=_Products(), help="The trace, by N products; alone: --samples.")
+@_question("--trace", "N", _AS_SAMPLES, type=_products, help="The trace, by N products; alone: --samples.")
 @_question("--layers", "K", 1, type=_COUNT, help="K eigenvalues (alone: 1) and the trace of each layer's own block.")
 @_question("--density", "FILE", "", help="How the eigenvalues are spread; FILE (.png, .svg, .pdf) gets the picture.")
 @click.option("--which", type=click.Choice(("LM", "LA", "SA", "BE")), default="LM", show_default=True,
