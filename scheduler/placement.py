@@ -14,7 +14,7 @@ from functools import cached_property
 
 from scheduler.errors import ScheduleError, refuse_unless_whole
 
-__all__ = ["Placement"]
+__all__ = ["Placed", "Placement"]
 
 
 @dataclass(frozen=True)
@@ -83,3 +83,19 @@ class Placement:
     def stages_of(self, lane: int) -> tuple[int, ...]:
         """The stages that `lane` hosts, ascending."""
         return tuple(stage for stage, host in enumerate(self.lane_of) if host == lane)
+
+
+class Placed:
+    """The part of whatever has a placement."""
+
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.placement.stages
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes."""
+        return self.placement.lanes

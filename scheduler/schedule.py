@@ -17,7 +17,7 @@ from itertools import chain
 
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.placement import Placement
+from scheduler.placement import Placed, Placement
 from scheduler.text import NAME, read, written
 
 __all__ = ["Order", "Schedule", "refuse_unless_one_each"]
@@ -26,7 +26,7 @@ Order = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Placed):
     """The order of every lane.
 
     Args:
@@ -99,16 +99,6 @@ class Schedule:
         from scheduler.summary import picture  # which draws schedules, so it imports this file
 
         return picture(self)
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return self.placement.stages
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes."""
-        return self.placement.lanes
 
     @property
     def actions(self) -> Order:

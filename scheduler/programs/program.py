@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.errors import ScheduleError, refuse_unless_whole
-from scheduler.placement import Placement
+from scheduler.placement import Placed, Placement
 from scheduler.schedule import Order, Schedule, refuse_unless_one_each
 from scheduler.text import read, written
 
@@ -34,7 +34,7 @@ class Channel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Placed):
     """The program of every lane.
 
     Args:
@@ -86,16 +86,6 @@ class Program:
     def __str__(self) -> str:
         rows = (" ".join(map(str, order)) for order in self.orders)
         return written("program", self.name, self.chunks, self.placement, rows)
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return self.placement.stages
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes."""
-        return self.placement.lanes
 
     def schedule(self) -> Schedule:
         """The schedule of the program: its actions without the messages."""

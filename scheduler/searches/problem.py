@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from scheduler.action import Action, Kind
 from scheduler.memory_model import Held
-from scheduler.placement import Placement
+from scheduler.placement import Placed, Placement
 from scheduler.schedule import Schedule
 
 __all__ = ["Objective", "LaneOrders", "Problem", "Times"]
@@ -61,7 +61,7 @@ class Times(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Placed):
     """A search problem, in numbers.
 
     Args:
@@ -91,16 +91,6 @@ class Problem:
     held: tuple[Held, ...]
     offset: list[float]
     objective: Objective
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes."""
-        return self.placement.lanes
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return self.placement.stages
 
     @property
     def count(self) -> int:
