@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -106,15 +106,11 @@ class Probe:
             self._check_frequencies()
         rows = self._rows
         alone = self._picked(range(rows))
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(repeating())
-            stack.enter_context(uncompiled())
-            stack.enter_context(without_counting_modes())
-            stack.enter_context(_without_cached_weights())
-            parameters = [each for module in self._modules for each in module._parameters.values() if each is not None]
-            contents = stack.enter_context(unwritten(parameters))
-            stack.enter_context(_on_copies_of_buffers(self._modules))
+        parameters = [each for module in self._modules for each in module._parameters.values() if each is not None]
+        with (
+            torch.no_grad(), repeating(), uncompiled(), without_counting_modes(), _without_cached_weights(),
+            unwritten(parameters) as contents, _on_copies_of_buffers(self._modules),
+        ):  # fmt: skip
             reachable, attributes = Reachable(self._modules), Attributes(self._modules)  # arrays, objects of any class
             self._generators = reachable.generators
             self._undo = [reachable.put_back, attributes.roll_back, contents.put_back]
@@ -253,7 +249,7 @@ class Probe:
             return
         once_more = self._run(alone)
         if astray is not None and _all_same(once_more.made[astray], in_order.made[astray]):
-            name = self._run_name(in_order, astray)
+            name = in_order.by_index[astray].layers.name
             raise RuntimeError(
                 f"{name} gives other values for the same input when other chunks have run before it: it reads what "
                 "another stage, or an earlier chunk, left elsewhere (in a shared dict, on a module, in a closure). "
@@ -261,10 +257,6 @@ class Probe:
                 "the stage that makes it and pass it on, stash and pop it (pipeline.skip), or put these layers into "
                 "one stage. If a layer keeps something of its first batch, call the model with one before."
             )
-
-    @staticmethod
-    def _run_name(call: ProbeCall, stage: int) -> str:
-        return next(run.layers.name for run in call.stages if run.layers.index == stage)
 
 
 class Layer(NamedTuple):
@@ -282,6 +274,7 @@ class ProbeCall:
 
     Attributes:
         stages: those in this process.
+        by_index: the same, by their numbers.
         made: by stage, its output. None: it raised.
         output: of the last stage, if it is here and made any.
     """
@@ -292,7 +285,7 @@ class ProbeCall:
         self._put_back = put_back
         self._execution = Execution(setup, batch)
         self.stages = stages_of(self._execution, ends_in_loss=False)
-        self._run = {stage.layers.index: stage for stage in self.stages}
+        self.by_index = {stage.layers.index: stage for stage in self.stages}
         self.made: dict[int, list[Activations] | None] = {}
         self._inboxes: dict[int, tuple[list[Activations], list[Any]]] = {}
         self._generators = generators
@@ -386,7 +379,7 @@ class ProbeCall:
             return self._made_by(run, inbox)
 
     def _forward(self, stage: int, chunk: int) -> None:
-        execution, run = self._execution, self._run[stage]
+        execution, run = self._execution, self.by_index[stage]
         inbox = execution.take(stage, chunk)
         self._inboxes[stage] = inbox, self._generators.states()
         self.made[stage] = made = self._made_by(run, inbox) if inbox[0].tree.tensors else None
