@@ -7,33 +7,22 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import NamedTuple
 
 from scheduler.action import Kind
 from scheduler.event import Event
 
-__all__ = ["Exchange", "exchanges"]
+__all__ = ["exchanges"]
 
 
-class Exchange(NamedTuple):
-    """A message between two lanes.
-
-    Args:
-        giver: the event that made it
-        reader: the first event that reads it
-        free: when the reader's lane ended what it ran before; -inf: nothing
-    """
-
-    giver: Event
-    reader: Event
-    free: float
-
-
-def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[Exchange]:
+def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[tuple[Event, Event, float]]:
     """The messages between lanes. Where an action ran several times, in several steps, the first reads the first.
 
     Args:
         rows: the events of each lane, in order; clocks of lanes may differ
+
+    Returns:
+        The event that made each, the first one that reads it, and when the reader's lane ended what it ran before; -inf
+        if that is nothing.
 
     >>> from scheduler import by_name, simulate
     >>> timeline = simulate(by_name("gpipe", lanes=2, chunks=2))
@@ -60,5 +49,5 @@ def exchanges(rows: Sequence[Sequence[Event]]) -> Iterator[Exchange]:
                 giver = givers[key][read[key]]
                 read[key] += 1
                 if giver.lane != event.lane:
-                    yield Exchange(giver, event, free)
+                    yield giver, event, free
             free = event.end

@@ -9,23 +9,13 @@ Blank lines and indentation do not count.
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from scheduler.errors import ScheduleError
 from scheduler.placement import Placement
 
-__all__ = ["NAME", "Text", "read", "written"]
+__all__ = ["NAME", "read", "written"]
 
 NAME = r"[\w.+-]+"
-
-
-class Text(NamedTuple):
-    """The parts of a text; the cells of each lane are still strings."""
-
-    name: str
-    chunks: int
-    placement: Placement
-    cells: list[list[str]]
 
 
 def written(what: str, name: str, chunks: int, placement: Placement, rows: Iterable[str]) -> str:
@@ -43,8 +33,8 @@ def written(what: str, name: str, chunks: int, placement: Placement, rows: Itera
     return "\n".join([head, *(f"lane {lane}: {row}".rstrip() for lane, row in enumerate(rows))])
 
 
-def read(what: str, text: str) -> Text:
-    """The inverse of `written`.
+def read(what: str, text: str) -> tuple[str, int, Placement, list[list[str]]]:
+    """The inverse of `written`: the name, the number of chunks, the placement, and the cells of each lane, as strings.
 
     Args:
         what: "schedule" or "program"
@@ -53,7 +43,7 @@ def read(what: str, text: str) -> Text:
     Raises:
         ScheduleError: a line is none of these.
 
-    >>> read("schedule", "schedule mine, chunks 1, stages on lanes 0 \\n lane 0: 0F0 0B0").cells
+    >>> read("schedule", "schedule mine, chunks 1, stages on lanes 0 \\n lane 0: 0F0 0B0")[-1]
     [['0F0', '0B0']]
     """
     head, *rows = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
@@ -65,7 +55,7 @@ def read(what: str, text: str) -> Text:
         )
     name, chunks, lanes = match.groups()
     cells = [_cells(lane, row) for lane, row in enumerate(rows)]
-    return Text(name, int(chunks), Placement(tuple(map(int, lanes.split()))), cells)
+    return name, int(chunks), Placement(tuple(map(int, lanes.split()))), cells
 
 
 def _cells(lane: int, row: str) -> list[str]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, repeat
 from math import factorial, prod
-from typing import NamedTuple
 
 from partition.plans.trials import Base, Machine, Trial, enumerated, polished, tried
 from scheduler import Placement, Schedule
@@ -20,31 +19,20 @@ __all__ = ["fitting", "reordered", "tried_in_orders"]
 Order = tuple[int, ...]
 
 
-class Tried(NamedTuple):
-    """Trials of schedules.
-
-    Attributes:
-        trials: all of them.
-        orders: in which devices were taken.
-        is_all: True where no other order was left out, that may be taken.
-    """
-
-    trials: list[Trial]
-    orders: list[Order]
-    is_all: bool
-
-
-def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> Tried:
+def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> tuple[list[Trial], list[Order], bool]:
     """The trials of schedules on devices, in the orders that may be good.
 
     All orders that differ, where there are few enough for so many schedules. Else the given one, and those by memory
     and by speed; and for the best of all these, two devices exchanged at a time, for as long as that is better.
+
+    Returns:
+        All trials, the orders in which devices were taken, and whether no other order was left out that may be taken.
     """
     machine = bases[0].machine
     orders = _all_orders(machine, max(_TRIALS // len(bases), 1)) if may_reorder else [_given(machine)]
     if orders:
         found = [trial for base in bases for order in orders for trial in tried(_placed(base, order))]
-        return Tried(found, orders, True)
+        return found, orders, True
     orders = _likely_orders(machine)
     trials = [(trial, base, order) for base in bases for order in orders for trial in tried(_placed(base, order))]
     best, base, order = min(trials, key=lambda each: each[0].rank)
@@ -54,7 +42,7 @@ def tried_in_orders(bases: Sequence[Base], may_reorder: bool) -> Tried:
         found += [trial for trial, _ in changed]
         better, other = min(changed, key=lambda each: each[0].rank)
         if better.rank >= best.rank:
-            return Tried(found, list(dict.fromkeys([*orders, order])), False)
+            return found, list(dict.fromkeys([*orders, order])), False
         best, order = better, other
 
 
