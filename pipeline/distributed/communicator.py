@@ -21,6 +21,7 @@ from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import Meeting, from_bits, optional_bits, to_bits
 from pipeline.distributed.comparison import Comparison
 from pipeline.distributed.exchange import CallMessages, RankExchange
+from pipeline.distributed.group import RankGroup
 from pipeline.distributed.tied import TiedGradients
 from pipeline.distributed.topology import PipeTopology
 from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
@@ -53,7 +54,7 @@ class DistributedCommunicator(Communicator):
     def __init__(
         self, topology: PipeTopology, tied: Sequence[Tensor | None], entry: str, of: str | None = None, series: str = ""
     ) -> None:
-        self._ranks = ranks = topology.ranks
+        ranks = topology.ranks
         self._entry = entry if of is None else f"{entry} of {of}"
         self._is_backward = of is not None
         self._name = ranks.next_call
@@ -66,6 +67,10 @@ class DistributedCommunicator(Communicator):
         self.topology: PipeTopology = topology
         self.exchange = RankExchange(topology, self._messages, self._interrupts)
         self.gradients: TiedGradients = TiedGradients(topology.assignment, tied, self._messages)
+
+    @property
+    def _ranks(self) -> RankGroup:
+        return self.topology.ranks
 
     @property
     def is_alone(self) -> bool:
