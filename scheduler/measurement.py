@@ -36,11 +36,15 @@ class Sample(NamedTuple):
 
     Args:
         median: of them
+        spread: between their quartiles: half of them lie within so much
+        size: how many there are
         mean: of those of a step, the median over the steps: so many actions take so many times this. The first chunk of
             a step, which finds nothing in the caches, is in it, and one step that was disturbed is not.
     """
 
     median: float = 0
+    spread: float = 0
+    size: int = 0
     mean: float = 0
 
     @classmethod
@@ -48,10 +52,15 @@ class Sample(NamedTuple):
         """The sample of these times, those of each step together.
 
         >>> Sample.of([[4, 1, 4], [2, 2], []])
-        Sample(median=2, mean=2.5)
+        Sample(median=2, spread=2, size=5, mean=2.5)
         """
         timed = [times for times in steps if times]
-        return cls(median(chain.from_iterable(timed)), median(map(mean, timed))) if timed else cls()
+        ordered = sorted(chain.from_iterable(timed))
+        if not ordered:
+            return cls()
+        quarter = (len(ordered) - 1) // 4
+        spread = ordered[-1 - quarter] - ordered[quarter]
+        return cls(median(ordered), spread, len(ordered), median(map(mean, timed)))
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,11 @@ class Measurement:
     held: tuple[Held, ...]
     outside: float = 0
 
+    def median(self, stage: int, kind: Kind) -> float | None:
+        """The median of a stage's actions of this kind; None: none ran."""
+        sample = self.actions[stage].get(kind)
+        return None if sample is None else sample.median
+
 
 def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     """Measures the actions and messages of one or several steps of the same Pipe.
@@ -87,8 +101,8 @@ def measure(timelines: Timeline | Iterable[Timeline]) -> Measurement:
     >>> from scheduler import Costs, by_name, simulate
     >>> timeline = simulate(by_name("1f1b", lanes=2, chunks=3), Costs(forward=(2, 3), backward=5, link=1))
     >>> measured = measure(timeline)
-    >>> measured.actions[1][Kind.F], Kind.I in measured.actions[1], measured.messages
-    (Sample(median=3, mean=3), False, (Sample(median=1, mean=1),))
+    >>> measured.median(1, Kind.F), measured.median(1, Kind.I), measured.messages
+    (3, None, (Sample(median=1, spread=0, size=5, mean=1),))
     """
     steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     lanes = {(event.action.stage, event.lane) for step in steps for event in step.events}

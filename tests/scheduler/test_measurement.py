@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain, pairwise
+from math import ceil
 from statistics import mean, median
 
 import pytest
@@ -85,8 +86,13 @@ def test_costs_of_a_lane_are_the_sums_of_its_stages(run):
 
 @LAWS
 @given(st.lists(st.lists(st.integers(0, 99)), min_size=1).filter(any))
-def test_a_sample_is_the_median_of_all_times_and_of_the_means_of_steps(steps):
-    assert Sample.of(steps) == (median(chain(*steps)), median(mean(step) for step in steps if step))
+def test_a_sample_is_a_median_and_the_range_of_its_middle_half(steps):
+    sample, times = Sample.of(steps), list(chain(*steps))
+    assert (sample.median, sample.size) == (median(times), len(times))
+    assert sample.mean == median(mean(step) for step in steps if step)
+    near = [time for time in times if abs(time - sample.median) <= sample.spread]
+    assert len(near) >= ceil(len(times) / 2) and sample.spread <= max(times) - min(times)
+    assert Sample.of([[time + 7 for time in times]]).spread == sample.spread == Sample.of([sorted(times)]).spread
 
 
 @LAWS
@@ -132,13 +138,13 @@ def clocked(text, lanes=2, turns=()):
 
 def test_a_message_to_a_lane_that_was_busy_says_nothing_of_its_way():
     timeline = clocked("0F0 0 1    0F1 1 2  0B0 8 9  0B1 14 15\n1F0 1.5 4  1F1 4 6  1B0 6 7  1B1 9 13.5")
-    assert measure(timeline).messages == (Sample(0.5, 2 / 3),)  # not that of 1F1, which lay there for 2
+    assert measure(timeline).messages == (Sample(0.5, 0.5, 3, 2 / 3),)  # not that of 1F1, which lay there for 2
 
 
 def test_where_no_lane_was_free_in_time_the_shortest_way_is_an_upper_bound():
     timeline = clocked("0F0 0 1  0F1 1 5  3F0 5 6   3B0 6 9    0B0 12 13\n"
                        "1F0 1 2  2F0 2 3  1F1 5 10  2B0 10 11  1B0 11 12")
-    assert measure(timeline).messages == (Sample(0, 0), Sample(), Sample(1, 1))
+    assert measure(timeline).messages == (Sample(0, 0, 3, 0), Sample(), Sample(1, 0, 1, 1))
 
 
 def test_lanes_that_take_turns_hand_over_in_memory():
