@@ -6,7 +6,7 @@
 Whether a stage writes its input shows only afterwards: by version counters, and by value where it writes through
 `.data`. So chunk 0 computes on a copy of its input in calls without gradients, in validating calls (1, 2, 4, 8, ...),
 and where training flags or shapes are new. A stage that writes gets a copy of every chunk; one that begins to write at
-a later chunk is an error.
+a later chunk is an error. A recomputation gets a copy where the forward did: numbers depend on where memory begins.
 """
 
 from __future__ import annotations
@@ -83,18 +83,26 @@ class InputCut:
         self._traits = traits
         self._validates = validates
         self._is_of_caller = is_of_caller
+        self._first_is_copied = True
         self._leaves: dict[torch.device, Tensor] = {}
 
     def begin(self, read: Bundle) -> None:
         """Begin a forward: the first chunk is copied unless it is known that the stage only reads."""
         if self.is_first:
             self.writes = self._validates or self._read_key(read) not in self._traits.only_reads
+            self._first_is_copied = self.writes
 
-    def enter(self, read: Bundle, needs_grad: Sequence[bool]) -> tuple[StageInputs, tuple[Tensor, ...]]:
+    def given(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the layers compute a chunk on: these tensors, or copies."""
+        if self.writes or self._is_of_caller or chunk == 0 and self._first_is_copied:
+            return tuple([copied(tensor) for tensor in tensors])
+        return tensors
+
+    def enter(
+        self, chunk: int, read: Bundle, needs_grad: Sequence[bool]
+    ) -> tuple[StageInputs, tuple[Tensor, ...]]:
         """Cut: the leaves of this chunk, and the tensors that the layers get."""
-        tensors = read.tensors
-        if self.writes or self._is_of_caller:
-            tensors = tuple([copied(tensor) for tensor in tensors])
+        tensors = self.given(chunk, read.tensors)
         sizes = (len(tensors),) if len(read.trees) == 1 else [len(tree.tensors) for tree in read.trees]
         if True not in needs_grad:
             return StageInputs((None,) * len(tensors), [], sizes, None), tuple([tensor.detach() for tensor in tensors])

@@ -37,7 +37,7 @@ from pipeline.common.graph import (
 )
 from pipeline.common.profiling import named
 from pipeline.common.torch_modes import Ambient, without_autocast
-from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, copied, detached, memory_of, storage_of, versions
+from pipeline.data.pytrees import Activations, Bundle, Grads, Tree, detached, memory_of, storage_of, versions
 from pipeline.recompute.policy import SavingNothing, checkpointing
 from pipeline.recompute.randomness import AcceleratorSeeder, KeptGenerators, LearningSeeder, Seeder, unobserved
 from pipeline.recompute.snapshot import ForwardSnapshot, StageTraits
@@ -180,7 +180,7 @@ class StageRun:
     ) -> tuple[StageInputs, tuple[Tensor, ...], Bundle]:
         """Cut, and run the layers on aliases. Returns the cut, what the layers got, and what they made."""
         with around, self.aliases.stand_in():  # what is as at F has no stand-ins
-            inputs, given = self._cut.enter(read, needs_grad)
+            inputs, given = self._cut.enter(chunk, read, needs_grad)
             made = self.layers.run(chunk, read.build(given), self.seeder.seed)
         refuse_tangents(made.tensors)
         return inputs, given, made
@@ -403,8 +403,7 @@ class StageRun:
 
     def _composed(self, chunk: int, read: Bundle, views: dict[int, Tensor]) -> Bundle:
         with self._around_recomputation(chunk), self.on_views(views):
-            tensors = [copied(tensor) for tensor in read.tensors] if self.writes_input else read.tensors
-            made = self.layers.run(chunk, read.build(tensors), self.seeder.seed)
+            made = self.layers.run(chunk, read.build(self._cut.given(chunk, read.tensors)), self.seeder.seed)
         refuse_tangents(made.tensors)
         self.snapshot.check_same(chunk, made.tensors)
         return made
