@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from partition.names import sequential
 from pipeline.common.cadence import Cadence
+from pipeline.common.module_tables import tables_of
 from pipeline.data.values import Values
 from pipeline.distributed.assignment import StageAssignment, assign
 from pipeline.distributed.group import RankGroup
@@ -137,11 +138,11 @@ def topology_of(
     lines = [f"{name}: {_words(parameter)}" for name, parameter in named.values()]
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
     here = {
-        id(parameter): partial(module._parameters.get, name)
+        id(parameter): partial(table.get, name)
         for stage, rank in zip(stages, rank_of, strict=True)
         if rank == ranks.rank
-        for module in stage.modules()
-        for name, parameter in module._parameters.items()
+        for table in tables_of(stage.modules(), "_parameters")
+        for name, parameter in table.items()
     }
     known = {key: (name, here.get(key) or ref(parameter)) for key, (name, parameter) in named.items()}
     pairs = frozenset(_pairs(assignment, values))
