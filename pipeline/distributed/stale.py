@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 _MARKS = "_stale_marks"
 _REMEDY = (
@@ -100,13 +101,15 @@ def trained_elsewhere(
 ) -> StaleModules:
     """The modules that hold a parameter or a buffer of other ranks' layers, and of no layer here.
 
+    Those of torch.jit are left out: they take no hooks.
+
     Args:
         elsewhere: the other ranks' layers.
         here: this rank's.
         model: the one of which they are parts, if there is one: they may hold copies of modules of its.
     """
     own = {id(tensor) for layer in here for module in layer.modules() for tensor in _own(module)}
-    others = [module for layer in elsewhere for module in layer.modules()]
+    others = [module for layer in elsewhere for module in layer.modules() if not isinstance(module, ScriptModule)]
     theirs = {id(tensor) for module in others for tensor in _own(module)} - own
     modules = {id(module): module for module in [*others, *([] if model is None else model.modules())]}
     return StaleModules(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ def trained(make: Make, stages: int, optimizer: str, checkpoint: str) -> Found:
         found |= {f"{step} loss": loss.detach(), **state_of(pipe, step)}
         stepper.step()
     return {**found, **state_of(pipe, "end")}
+
+
+def scripted(make: Make, stages: int) -> Found:
+    """Steps of layers of torch.jit, then an evaluation."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double() for _ in range(stages)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        model = nn.Sequential(*map(torch.jit.script, layers))
+    pipe = make(model, [1] * stages, 2)
+    stepper = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with torch.jit.optimized_execution(False):  # which has other last bits
+        losses = [pipe.step(rows(6), rows(6, seed=step), loss_fn=square, optimizer=stepper).loss for step in range(3)]
+        last = pipe.evaluate(rows(6), rows(6), loss_fn=square).loss
+    return {"losses": losses, "last": last, **state_of(pipe)}
 
 
 def evaluated(make: Make, stages: int) -> Found:

@@ -23,6 +23,10 @@ def test_training_through_the_forward_entry_point_gives_the_bits_of_one_process(
     ))  # fmt: skip
 
 
+def test_layers_of_torch_jit_train_over_ranks(crew3: Crew) -> None:
+    agree_all(crew3, "rank_entry_points:scripted", [(3,), (6,)])
+
+
 def test_inference_gives_every_rank_the_output_and_no_graph(crew3: Crew) -> None:
     agree_all(crew3, "rank_entry_points:inferred", [(3,), (6,)])
 
