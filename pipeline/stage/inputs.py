@@ -93,7 +93,7 @@ class InputCut:
             self._first_is_copied = self.writes
 
     def given(self, chunk: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What the layers compute a chunk on: these tensors, or copies."""
+        """The tensors on which layers compute a chunk: these, or copies."""
         if self.writes or self._is_of_caller or chunk == 0 and self._first_is_copied:
             return tuple([copied(tensor) for tensor in tensors])
         return tensors
