@@ -16,7 +16,7 @@ import torch
 from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law_check import differences, observed, row_loss, target_of
+from law_check import DRIVES, differences, observed, row_loss, target_of
 from law_models import Case, normal, per_row
 from law_reference import Result, call_seed, forward_only, reference, reference_step, seed_all
 from shifting_layers import WAYS, WIDTH, Shifting
@@ -39,6 +39,7 @@ class Program(NamedTuple):
         chunks: of the Pipe.
         options: of the Pipe, by name.
         changes: calls, and what is done between them.
+        drive: by which the Pipe runs, a name in DRIVES.
     """
 
     ways: tuple[tuple[str, ...], ...]
@@ -46,6 +47,7 @@ class Program(NamedTuple):
     chunks: int
     options: dict[str, str]
     changes: tuple[Change, ...]
+    drive: str = "inline"
 
 
 @st.composite
@@ -65,12 +67,12 @@ def programs(draw: st.DrawFn) -> Program:
     options = {
         "checkpoint": draw(st.sampled_from(["always", "never", "except_last"])),
         "schedule": draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"])),
-        "workers": draw(st.sampled_from(["inline", "threads"])),
     }
+    drive = draw(st.sampled_from(sorted(DRIVES)))
     changes = draw(st.lists(st.one_of(call, call, change), min_size=1, max_size=12))
     balance = tuple([end - start for start, end in zip([0, *cuts], [*cuts, count], strict=True)])
     ways = tuple([("linear", *draw(st.lists(names, max_size=1))) for _ in range(count)])
-    return Program(ways, balance, draw(st.integers(1, 4)), options, tuple(changes))
+    return Program(ways, balance, draw(st.integers(1, 4)), options, tuple(changes), drive)
 
 
 def case_of(ways: Sequence[tuple[str, ...]]) -> Case:
@@ -149,7 +151,8 @@ def theirs(case: Case, call: str, x: Tensor, chunks: int, seed: int) -> Result:
 def run(program: Program) -> tuple[list[str], str]:
     """What is not as it should be; and the words by which a call was refused, if one was, also by the plain module."""
     mine, other = case_of(program.ways), case_of(program.ways)
-    pipe = Pipe(mine.model, list(program.balance), program.chunks, **program.options)
+    drive = DRIVES[program.drive](len(program.balance))
+    pipe = Pipe(mine.model, list(program.balance), program.chunks, **program.options, **drive)
     for number, change in enumerate(program.changes):
         if change[0] not in CALLS:
             changed(mine, change)
