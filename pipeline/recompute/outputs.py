@@ -23,7 +23,12 @@ class HandedOutputs:
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
-        self._handed: list[tuple[int, ref[Tensor], int]] = []  # chunk, tensor, its version then
+        self._handed: list[tuple[int, ref[Tensor], int]] = []  # chunk, tensor, its version as the forward began
+
+    def begin(self) -> None:
+        """Begin a forward. Those who got an output may have written it by now."""
+        held = [(chunk, tensor, tensor()) for chunk, tensor, _ in self._handed]
+        self._handed = [(chunk, tensor, versions([now])[0]) for chunk, tensor, now in held if now is not None]
 
     def hand_over(self, chunk: int, outputs: Sequence[Tensor]) -> None:
         """Note the outputs of a chunk, after its forward.
@@ -31,19 +36,15 @@ class HandedOutputs:
         Raises:
             RuntimeError: that has written the outputs of an earlier one.
         """
-        alive = []
-        for handed in self._handed:
-            earlier, tensor, version = handed
+        for earlier, tensor, version in self._handed:
             now = tensor()
-            if now is not None:
-                alive.append(handed)
-                if versions([now]) != (version,):
-                    raise RuntimeError(
-                        f"the forward of chunk {chunk} in {self._stage} wrote the output of chunk {earlier} (shape "
-                        f"{list(now.shape)}): a layer returns a tensor that it keeps and writes in every forward. "
-                        "Return a copy: out.clone()."
-                    )
-        self._handed = [*alive, *zip([chunk] * len(outputs), map(ref, outputs), versions(outputs))]
+            if now is not None and versions([now]) != (version,):
+                raise RuntimeError(
+                    f"the forward of chunk {chunk} in {self._stage} wrote the output of chunk {earlier} (shape "
+                    f"{list(now.shape)}): a layer returns a tensor that it keeps and writes in every forward. "
+                    "Return a copy: out.clone()."
+                )
+        self._handed += [(chunk, ref(output), 0) for output in outputs]
 
     def clear(self) -> None:
         """Forget them."""

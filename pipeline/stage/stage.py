@@ -152,6 +152,7 @@ class StageRun:
         read, needs_grad = _read(inbox)
         before = versions(read.tensors)
         self._cut.begin(read)
+        self.snapshot.outputs.begin()
         if keep:
             self.snapshot.before_forward(chunk)
         try:

@@ -66,3 +66,16 @@ def test_outputs_that_share_memory_and_are_not_written_pass(entry):
         layers, x = model(layer), normal(6, 4)
         pipe = Pipe(layers, [1, 2], chunks=3, checkpoint="never", schedule="gpipe")
         assert torch.equal(ENTRIES[entry](pipe, x), layers(x))
+
+
+@pytest.mark.parametrize("entry", ["step", "evaluate"])
+def test_a_loss_may_write_the_outputs_that_it_gets_and_keep_them(entry):
+    kept = []
+
+    def loss_fn(output, target):
+        kept.append(output.mul_(2))
+        return (output - target).square().mean()
+
+    pipe, x = Pipe(model(nn.Linear(4, 4)), [3], chunks=3, schedule="1f1b"), normal(6, 4)
+    for _ in range(3):
+        getattr(pipe, entry)(x, x, loss_fn=loss_fn)
