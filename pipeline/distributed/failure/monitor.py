@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +31,6 @@ from pipeline.distributed.failure.store_watchdog import StoreWatchdog
 from pipeline.distributed.failure.thread import MonitorThread
 
 POSTING = 2.0  # seconds that `fail` waits at most for its record
-JOINING = 1.0  # seconds to wait for a thread's end: it may be held by a store that does not answer
 
 
 class FailureMonitor:
@@ -78,8 +76,7 @@ class FailureMonitor:
         self._drop = weakref.finalize(self, status.drop)  # the threads then end once no other rank needs them
         self._drop.atexit = False
         atexit.register(at_exit)
-        self._thread.at_end = partial(_forget, self._watchdog, at_exit)
-        self._thread.start()
+        self._thread.start(at_end=partial(_forget, self._watchdog, at_exit))
         self._watchdog.start()
 
     def enter(self, generation: int, call: str, abort: Callable[[], None]) -> None:
@@ -162,9 +159,8 @@ def _forget(watchdog: StoreWatchdog, at_exit: Callable[[], None]) -> None:
 def _join(thread: MonitorThread, watchdog: StoreWatchdog) -> None:
     watchdog.end()
     thread.end()
-    for each in (watchdog, thread):
-        if each is not threading.current_thread():
-            each.join(JOINING)
+    watchdog.join()
+    thread.join()
 
 
 def _end_with_script(status: LocalStatus, thread: MonitorThread, watchdog: StoreWatchdog, process: int) -> None:

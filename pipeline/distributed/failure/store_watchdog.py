@@ -15,10 +15,10 @@ from pipeline.distributed.failure.detector import FailureDetector
 from pipeline.distributed.failure.errors import silence
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.store_exchange import BEAT
-from pipeline.distributed.failure.thread import MonitorThread
+from pipeline.distributed.failure.thread import JOINING, MonitorThread
 
 
-class StoreWatchdog(threading.Thread):
+class StoreWatchdog:
     """The thread that watches the monitor's thread.
 
     Args:
@@ -31,19 +31,28 @@ class StoreWatchdog(threading.Thread):
     def __init__(
         self, status: LocalStatus, monitor: MonitorThread, detector: FailureDetector, heartbeat: float
     ) -> None:
-        super().__init__(name="pipe watchdog", daemon=True)
         self._status = status
         self._monitor = monitor
         self._detector = detector
         self._heartbeat = heartbeat
         self._awake = self._since = monotonic()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipe watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
 
     def end(self) -> None:
         """End the thread."""
         self._over.set()
 
-    def run(self) -> None:
+    def join(self) -> None:
+        """Wait for that."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOINING)
+
+    def _run(self) -> None:
         while not self._over.wait(min(BEAT, self._heartbeat / 4)):
             self._look(monotonic())
 

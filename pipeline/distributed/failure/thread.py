@@ -18,31 +18,33 @@ from pipeline.distributed.failure.store_exchange import StoreExchange
 
 PAUSE = 0.1  # seconds between two looks for a failure
 SHORT_PAUSE = 0.02  # while the main thread waits for the verdict
+JOINING = 1.0  # seconds to wait for a thread's end: it may be held by a store that does not answer
 
 
-class MonitorThread(threading.Thread):
+class MonitorThread:
     """The thread of a monitor that uses the store.
 
     Args:
         status: of this rank.
         exchange: its turns.
         heartbeat: seconds.
-
-    Attributes:
-        turn_began: the time at which the turn under way began.
-        at_end: what the thread does last.
     """
 
     def __init__(self, status: LocalStatus, exchange: StoreExchange, heartbeat: float) -> None:
-        super().__init__(name="pipe monitor", daemon=True)
-        self.turn_began: float | None = None
-        self.at_end: Callable[[], object] = int  # nothing
+        self.turn_began: float | None = None  # of the turn under way
         self._status = status
         self._exchange = exchange
         self._pause = min(PAUSE, heartbeat / 4)
         self._wake = threading.Event()
         self._is_over = False
         self._lost: str | None = None  # why the store is
+        self._at_end: Callable[[], object] = int  # nothing
+        self._thread = threading.Thread(target=self._run, name="pipe monitor", daemon=True)
+
+    def start(self, at_end: Callable[[], object]) -> None:
+        """Begin; the thread does that at its end."""
+        self._at_end = at_end
+        self._thread.start()
 
     def hurry(self) -> None:
         """Make the next turn begin now."""
@@ -53,14 +55,23 @@ class MonitorThread(threading.Thread):
         self._is_over = True
         self._wake.set()
 
-    def run(self) -> None:
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for its end, unless it is held by the store."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOINING)
+
+    def _run(self) -> None:
         while not (self._is_over or self._status.has_parted):
             self._guarded(self._exchange.turn)
             self._wake.wait(SHORT_PAUSE if self._status.is_asking else self._pause)
             self._wake.clear()
         self._guarded(self._exchange.last_beat)
         self._status.part()
-        self.at_end()
+        self._at_end()
 
     def _guarded(self, work: Callable[[], object]) -> None:
         self.turn_began = monotonic()
