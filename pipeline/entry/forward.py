@@ -1,11 +1,12 @@
 """`out = pipe(x); loss(out).backward()`: a Pipe as a function that autograd differentiates, to any order.
 
-    Pipe.forward      F half, then x, parameters --PipeFunction--> token --PipeOutput--> out
+    Pipe.forward      F half, then x, parameters in use --PipeFunction--> token --PipeOutput--> out
     loss.backward()   PipeOutput.backward: hands on the gradients of out, and the stream in which they are computed
                       PipeFunction.backward: [1] gradients only: B half, one whole gradient per parameter
                                              [2] create_graph: a differentiable recomputation (Call.differentiate)
 
-The F half runs before `apply`: it shows which outputs are differentiable, and the leaves that layers have captured.
+The F half runs before `apply`, which shows the differentiable outputs and the parameters in use: the hooks of a
+parameter that no output depends on must not run. (Over ranks all are leaves: those that watch its node do.)
 
 The nodes are in nodes.py. Over ranks [2] is [1] and a node of its own behind the gradients, see second_backward.py.
 """

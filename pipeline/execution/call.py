@@ -366,12 +366,16 @@ class Call:
         return self.execution.placement.to_owners(stage.take_sums(), place)
 
     def owners(self) -> list[Tensor]:
-        """The parameters whose gradients are wanted, and the external leaves that an output depends on, each once.
+        """The parameters and external leaves that an output depends on, each once.
 
-        Over ranks gradients by parameters that no output depends on (None) have autograd run this process's part of
+        Over ranks all whose gradients are wanted: a gradient by others (None) has autograd run this process's part of
         the backward too, for which the others wait.
         """
-        owners = {id(owner): owner for stage in self.stages for owner, _ in stage.aliases.trained}
+        uses = [
+            stage.aliases.used_parameters if self.communicator.is_alone else [real for real, _ in stage.aliases.trained]
+            for stage in self.stages
+        ]
+        owners = {id(owner): owner for used in uses for owner in used}
         owners.update({key: leaf for stage in self.stages for key, leaf in stage.external.leaves.items()})
         return list(owners.values())
 

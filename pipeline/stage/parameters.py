@@ -153,6 +153,11 @@ class Aliases:
         return [alias for key, (_, alias) in self._trained.items() if key in self._used]
 
     @property
+    def used_parameters(self) -> list[Tensor]:
+        """The real parameters that an output depends on, in the order of the modules."""
+        return [real for key, (real, _) in self._trained.items() if key in self._used]
+
+    @property
     def trained(self) -> list[tuple[Tensor, Tensor]]:
         """(real parameter, alias) of all whose gradients are wanted, each once, in the order of the modules."""
         return list(self._trained.values())

@@ -445,3 +445,23 @@ def test_a_hook_that_another_hook_removes_is_gone(entry):
         else:
             nn.functional.mse_loss(pipe(x), y).backward()
     assert ran == ["tensor", "after", "after", "after"]
+
+
+@pytest.mark.parametrize("entry", ["forward", "step"])
+def test_no_hook_of_a_parameter_that_no_output_depends_on_runs(entry):
+    """Nor one of the node at which autograd adds to its gradient, where optimizers and averagers watch."""
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+    unused = nn.Parameter(torch.ones(3))
+    model[0].register_parameter("unused", unused)
+    node = unused.expand_as(unused).grad_fn.next_functions[0][0]
+    for register in (
+        unused.register_hook, unused.register_post_accumulate_grad_hook, node.register_hook, node.register_prehook
+    ):  # fmt: skip
+        register(lambda *_: calls.append(1))
+    pipe, x = Pipe(model, [1, 1], 2), torch.ones(4, 4)
+    for _ in range(3):
+        if entry == "step":
+            pipe.step(x, x, loss_fn=nn.functional.mse_loss)
+        else:
+            pipe(x).sum().backward()
+    assert not calls and unused.grad is None
