@@ -191,6 +191,17 @@ def storage_of(tensor: Tensor) -> int:
     return place or id(tensor)
 
 
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The span of a tensor's memory, in numbers: more than it has where there are gaps, less where it is expanded.
+
+    Example:
+        >>> columns = torch.ones(3, 8)[:, 1:5]
+        >>> span_of(columns.shape, columns.stride())
+        20
+    """
+    return 1 + sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)]) if 0 not in shape else 0
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as the original does, also where that has gaps; of one that is expanded a dense copy.
 
@@ -204,8 +215,7 @@ def copied(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if copy.layout is not torch.strided or copy.stride() == tensor.stride() or 0 in (*tensor.shape, *tensor.stride()):
         return copy
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = tensor.as_strided((span,), (1,), tensor.storage_offset())
+    whole = tensor.as_strided((span_of(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset())
     return whole.clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 

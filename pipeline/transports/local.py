@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeline.common.accelerators import entered_streams, is_accelerator
 from pipeline.common.places import Place
-from pipeline.data.pytrees import resolved
+from pipeline.data.pytrees import resolved, span_of
 
 
 class Parcel(NamedTuple):
@@ -147,7 +147,7 @@ def _span(tensor: Tensor) -> int | None:
     """
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = span_of(tensor.shape, tensor.stride())
     return span if span != tensor.numel() and span <= 2 * tensor.numel() else None
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import is_accelerator
+from pipeline.data.pytrees import span_of
 
 _STRIDED = torch.strided
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -32,9 +33,7 @@ class Strided(NamedTuple):
     @property
     def span(self) -> int:
         """The span of its memory, in numbers: more than it has where there are gaps, less where it is expanded."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return span_of(self.shape, self.stride)
 
 
 class Sparse(NamedTuple):
