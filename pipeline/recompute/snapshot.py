@@ -29,7 +29,6 @@ from pipeline.common.torch_modes import Ambient
 from pipeline.recompute.attributes import StageAttributes
 from pipeline.recompute.buffers import Buffers
 from pipeline.recompute.fingerprints import Fingerprints
-from pipeline.recompute.outputs import HandedOutputs
 from pipeline.recompute.policy import Recomputing
 from pipeline.recompute.randomness import PrivateGenerators
 
@@ -60,9 +59,6 @@ class ForwardSnapshot:
         compares: whether to observe those anew, and to compare whole outputs, not just some entries.
         samples: whether to compare some entries of each output, in every call.
         tables: parameters that are restored beside attributes, where no aliases stand in for them.
-
-    Attributes:
-        outputs: those that were handed over.
     """
 
     def __init__(
@@ -82,7 +78,6 @@ class ForwardSnapshot:
         self._attributes = StageAttributes(stage, modules, tables, self.buffers.ids, copies)
         self._generators = PrivateGenerators(modules)
         self._fingerprints = Fingerprints(samples, sums=compares)
-        self.outputs = HandedOutputs(stage)
         self._modules = modules
         self._ambient = ambient
         self._stage = stage
@@ -193,7 +188,7 @@ class ForwardSnapshot:
 
     def release(self) -> None:
         """Drop all state: no recomputation follows."""
-        for state in (self._attributes, self._generators, self._fingerprints, self.outputs):
+        for state in (self._attributes, self._generators, self._fingerprints):
             state.clear()
 
 

@@ -16,6 +16,7 @@ from pipeline.data.pytrees import Bundle, Tree, flatten
 from pipeline.data.values import Values
 from pipeline.recompute.randomness import quiet_layers, unobserved
 from pipeline.skip import Key, Skippable, Skips
+from pipeline.stage.outputs import HandedOutputs
 
 
 class StageLayers:
@@ -36,6 +37,7 @@ class StageLayers:
         quiet: the indices of layers that need no seed.
         is_quiet: whether no layer needs one: all are torch's own, which capture, keep and write nothing of others.
         pops: the number of skips that the stage reads.
+        outputs: those that were handed over.
     """
 
     def __init__(self, index: int, first: int, layers: Sequence[nn.Module], values: Values) -> None:
@@ -47,6 +49,7 @@ class StageLayers:
         self._stashed = [row.name for row in values.made_by[index] if isinstance(row.name, Key)]
         self._has_skips = any([isinstance(module, Skippable) for module in self.modules])
         self.name = f"stage {index} ({self.words})"
+        self.outputs = HandedOutputs(self.name)
         self.quiet = quiet_layers(self.numbered) if unobserved() else frozenset()
         self.is_quiet = len(self.quiet) == len(self.numbered)
 

@@ -152,7 +152,7 @@ class StageRun:
         read, needs_grad = _read(inbox)
         before = versions(read.tensors)
         self._cut.begin(read)
-        self.snapshot.outputs.begin()
+        self.layers.outputs.begin()
         if keep:
             self.snapshot.before_forward(chunk)
         try:
@@ -167,7 +167,7 @@ class StageRun:
         self._cut.end(read, before, given)
         buffers = self.snapshot.buffers
         tensors = buffers.hand_over(made.tensors) if buffers else detached(made.tensors)
-        self.snapshot.outputs.hand_over(chunk, (*made.tensors, *tensors))
+        self.layers.outputs.hand_over(chunk, (*made.tensors, *tensors))
         if keep or buffers:
             self.snapshot.after_forward(chunk, keep, tensors)
         grad = self._settings.grad
@@ -441,12 +441,14 @@ class StageRun:
         self.drop_sums()
         self._records.clear()
         self.snapshot.release()
+        self.layers.outputs.clear()
 
     def release(self) -> None:
         """Drop everything that was kept for a backward."""
         self._records.clear()
         self._split.clear()
         self.snapshot.release()
+        self.layers.outputs.clear()
         self.aliases.release()
 
 
