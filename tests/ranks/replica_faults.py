@@ -131,11 +131,18 @@ def breaking(name: str) -> Iterator[None]:
 
 
 def lost_once(replica: int, place: int, how: int) -> tuple[Told, Told]:
-    """A rank is killed or stopped in the second step; what the others are told then, and in a third."""
+    """A rank is killed or stopped in the second step; what the others are told then, and in a third.
+
+    All have left the first one by then: what that rank sent last in it may otherwise never be sent.
+    """
     pipe, mine, here = breaking_pipe()
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.02)
     x, y = batch(mine, 0, 6)
     called(pipe, optimizer, "step", x, y)
+    store, key = _get_default_store(), f"lost_once/{replica}/{place}"
+    store.add(key, 1)
+    while store.add(key, 0) < dist.get_world_size():
+        time.sleep(0.01)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return mean_loss(output, target)
