@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from partition.contents import storage_of
 from partition.models.as_found import Hook, as_found, tensors_of
@@ -93,10 +93,10 @@ class Called(NamedTuple):
         begin, end: when, in the order of all begins and ends.
         given: what it was called with.
         returned: the leaves of what it returned, and their tree.
-        entered: by (id, version) of an argument that is a tensor, which one.
+        entered: by (id, version) of a tensor among the leaves of its arguments, which one.
         left: the (id, version) of each leaf that it returned.
         number: of the call, in the order of all begins.
-        nodes: of the flow: by argument those of its tensors.
+        nodes: of the flow: those of these tensors.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Called(NamedTuple):
     entered: dict[tuple[int, int], Key]
     left: list[tuple[int, int]]
     number: int
-    nodes: dict[Key, list[int]]
+    nodes: dict[Key, int]
 
 
 class Seen(NamedTuple):
@@ -265,14 +265,13 @@ def _calling(
             drawn.append(time)
         return time
 
-    begun: list[tuple[int, int, Call, dict[tuple[int, int], Key], dict[Key, list[int]]]] = []
+    begun: list[tuple[int, int, Call, dict[tuple[int, int], Key], dict[Key, int]]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         given = Call(*renewed((args, kwargs)))
-        entered = {_state(given[key]): key for key in reversed(given.keys) if isinstance(given[key], Tensor)}
-        nodes = {
-            key: [flow.node(leaf) for leaf in tree_iter(given[key]) if isinstance(leaf, Tensor)] for key in given.keys
-        }
+        tensors = {key: leaf for key, leaf in given.leaves.items() if isinstance(leaf, Tensor)}
+        entered = {_state(tensors[key]): key for key in sorted(reversed(tensors), key=given.is_argument)}
+        nodes = {key: flow.node(leaf) for key, leaf in tensors.items()}
         begun.append((next(numbers), tick(), given, entered, nodes))
 
     def after(name: str) -> Callable[..., None]:

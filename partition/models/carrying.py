@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from partition.errors import PartitionError
 from partition.models.passing import Argument, Passing, Return, Slot
@@ -30,10 +29,10 @@ class NotCarriedError(PartitionError):
         number: of the block.
     """
 
-    def __init__(self, number: int, name: str, key: Key) -> None:
+    def __init__(self, number: int, name: str, argument: int | str) -> None:
         super().__init__(
             f"block {name!r} is called with a value that depends on the beginning of the model, and is no tensor: its "
-            f"argument {key!r}. Hand over a tensor, or cut the model by hand, as an nn.Sequential."
+            f"argument {argument!r}. Hand over a tensor, or cut the model by hand, as an nn.Sequential."
         )
         self.number = number
 
@@ -50,38 +49,38 @@ def carrying(chain: Chain, runs: Sequence[Sources]) -> Chain:
     for number in range(chain.first, chain.last + 1):
         places: dict[Key, int] = {}
         for sources in runs:
-            first, block = sources.blocks[chain.first].given, sources.blocks[number]
+            given, block = sources.blocks[chain.first].given.leaves, sources.blocks[number]
             if number > chain.first and any(sources.of((), until=block.begin)):
                 raise NotCarriedError(number, block.name, "")  # Python was told a number: it may compute between blocks
-            for key in block.given.keys:
-                if key in chain.entries or not _is_computed(sources, number, key):
+            for key, leaf in block.given.leaves.items():
+                if key in chain.entries or not _is_computed(sources, number, key, leaf):
                     continue
-                likely = [key, *first.keys] if key in first.keys else first.keys
-                source = next((other for other in likely if _is(first[other], block.given[key])), None)
-                if number == chain.first and all(map(_is_plain, tree_leaves(block.given[key]))):
-                    source = key
-                if source is None:
-                    raise NotCarriedError(number, block.name, key)
-                places[key] = kept.setdefault(source, len(kept))
+                likely = [key, *given] if key in given else given
+                same = [other for other in likely if isinstance(leaf, Tensor) and given[other] is leaf]
+                if number == chain.first and _is_plain(leaf):
+                    same = [key]
+                if not same:
+                    raise NotCarriedError(number, block.name, key[0])
+                places[key] = kept.setdefault(same[0], len(kept))
         carried.append(tuple(places.items()))
     return chain._replace(kept=tuple(kept), carried=tuple(carried))
 
 
-def _is_computed(sources: Sources, number: int, key: Key) -> bool:
-    """Whether an argument of a block is not computed from the inputs alone.
+def _is_computed(sources: Sources, number: int, key: Key, leaf: Any) -> bool:
+    """Whether a leaf of a block's arguments is not computed from the inputs alone.
 
-    Where Python or numpy draw before, the argument may be another one by chance.
+    Where Python or numpy draw before, it may be another one by chance.
     """
     block = sources.blocks[number]
-    leaves = tree_leaves(block.given[key])
-    may_be_told = block.nodes[key] or any(_is_plain(leaf) or isinstance(leaf, complex) for leaf in leaves)
-    found = sources.of(block.nodes[key], until=block.begin if may_be_told else -1)
+    nodes = [block.nodes[key]] if key in block.nodes else []
+    may_be_told = nodes or _is_plain(leaf) or isinstance(leaf, complex)
+    found = sources.of(nodes, until=block.begin if may_be_told else -1)
     if any(words.startswith("what block ") for words in found.lost):
         raise PartitionError(
-            f"block {block.name!r} is called with {found.lost[0]}: its argument {key!r}. Return it; if it was written "
-            "into a tensor that the model hands to several blocks, write to a copy."
+            f"block {block.name!r} is called with {found.lost[0]}: its argument {key[0]!r}. Return it; if it was "
+            "written into a tensor that the model hands to several blocks, write to a copy."
         )
-    is_drawn = bool(block.nodes[key]) and any(time <= block.begin for time in sources.seen.drawn)
+    is_drawn = bool(nodes) and any(time <= block.begin for time in sources.seen.drawn)
     return bool(found.slots or found.lost) or is_drawn
 
 
@@ -94,13 +93,6 @@ def _is_whole(leaf: Any) -> bool:
 
 def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool | int | float | str)
-
-
-def _is(one: Any, other: Any) -> bool:
-    """Whether two values hold the same tensors, and there are some."""
-    ours, theirs = tree_leaves(one), tree_leaves(other)
-    are = len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
-    return are and any(isinstance(leaf, Tensor) for leaf in ours)
 
 
 def passing_of(chains: Sequence[Chain], shares: Sequence[Mapping[str, Any]], runs: Sequence[Sources]) -> Passing:
@@ -159,15 +151,16 @@ def _read(
     """The sources of what the part behind some chains makes: for the next one or the output; `made` for later ones."""
     blocks, before = sources.blocks, past[-1]
     reached = blocks[before.first]
-    kept = {node: reached.begin for key in before.kept for node in reached.nodes.get(key, ())}
+    kept = {reached.nodes[key]: reached.begin for key in before.kept if key in reached.nodes}
     offered: dict[int, list[tuple[int, Slot]]] = {}
     for number in [chain.first for chain in past]:
-        for key, nodes in blocks[number].nodes.items():
-            for node in nodes if all(map(_is_whole, tree_leaves(blocks[number].given[key]))) else ():
+        for key, node in blocks[number].nodes.items():
+            if _is_whole(blocks[number].given[key]):
                 offered.setdefault(node, []).append((blocks[number].begin, (number, Argument(key))))
     nodes, until = sources.seen.output, sources.seen.flow.tick()
     for chain in after:
         first = blocks[chain.first]
-        nodes, until = [node for key in (*chain.entries, *chain.kept) for node in first.nodes.get(key, ())], first.begin
+        nodes = [first.nodes[key] for key in (*chain.entries, *chain.kept) if key in first.nodes]
+        until = first.begin
     end = blocks[before.last].end
     return sources.of([*nodes, *made], share, kept, end, until, offered, by=end)

@@ -135,7 +135,7 @@ def _with_parameters(model: nn.Module, calls: Iterable[Called]) -> list[Called]:
 def _continues(run: Sequence[Called], block: Called) -> bool:
     """Whether a block takes its hidden state from the last of a run, as that does from the one before it."""
     link, first = _shared(run[-1], block), run[0]
-    is_alike = _plain(block) == _plain(first) and all(key in first.given.keys for _, key in link)
+    is_alike = _plain(block) == _plain(first) and all(key in first.given.leaves for _, key in link)
     return bool(link) and is_alike and (len(run) == 1 or link == _shared(*run[:2]))
 
 
@@ -154,7 +154,7 @@ def _chain(run: Sequence[Called]) -> Chain:
     first = run[0]
     leaves, tree = first.returned
     exits = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][:1]
-    entries = [key for key in first.given.keys if isinstance(first.given[key], Tensor)][:1]
+    entries = [key for key, leaf in first.given.leaves.items() if isinstance(leaf, Tensor)][:1]
     links = _shared(first, run[1]) if len(run) > 1 else list(zip(exits, entries, strict=False))
     hidden = [first.given[entry] for _, entry in links]
     if not any(isinstance(leaf, Tensor) for leaf in hidden):
@@ -205,8 +205,8 @@ def _continued(run: Sequence[Called], runs: Sequence[Sequence[Called]]) -> list[
 
 def _has_hidden(call: Called) -> bool:
     """Whether a module was called with a tensor, and returned one."""
-    is_given = any(isinstance(call.given[key], Tensor) for key in call.given.keys)
-    return is_given and any(isinstance(leaf, Tensor) for leaf in call.returned[0])
+    both = (call.given.leaves.values(), call.returned[0])
+    return all(any(isinstance(leaf, Tensor) for leaf in leaves) for leaves in both)
 
 
 def _size(model: nn.Module, run: Sequence[Called]) -> int:
@@ -227,5 +227,5 @@ def _follow(run: Sequence[Called]) -> bool:
 
 
 def _shared(one: Called, other: Called) -> list[tuple[int, Key]]:
-    """The leaves of what one returned that are arguments of the other."""
+    """The leaves of what one returned that are leaves of the other's arguments."""
     return [(place, other.entered[state]) for place, state in enumerate(one.left) if state in other.entered]

@@ -136,8 +136,11 @@ def _calls(
 def _compare_grads(
     kind: str, ours: Leaves, theirs: Leaves, parameters: Sequence[Tensor], names: Mapping[int, str]
 ) -> None:
-    # A model may keep what it computed of parameters, so that both go back through one graph.
-    found, expected = _shrunk_grads(ours, parameters, retain=True), _shrunk_grads(theirs, parameters)
+    try:  # the model may keep what it computed of parameters, so that both go back through one graph
+        expected = _shrunk_grads(theirs, parameters, retain=True)
+    except RuntimeError as error:
+        raise PartitionError(f"{kind} itself has no gradients on the sample: {error} {_ANOTHER}") from None
+    found = _shrunk_grads(ours, parameters)
     largest: dict[str, float] = {}  # of each module: the gradient of a bias alone may be nothing but rounding
     for key, gradient in expected.items():
         owner = names[key].rpartition(".")[0]

@@ -17,7 +17,7 @@ from partition.models.runs import Call, Key
 
 
 class Argument(NamedTuple):
-    """An argument of a block."""
+    """A leaf of a block's arguments."""
 
     key: Key
 

@@ -17,7 +17,7 @@ from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.shapes import is_without_memory, lost
 
-Key: TypeAlias = "int | str"  # of an argument: its place, or its name
+Key: TypeAlias = "tuple[int | str, int]"  # an argument, by its place or its name; and a place among its leaves
 
 
 class Switches(NamedTuple):
@@ -53,6 +53,8 @@ def _accelerators() -> tuple[str, ...]:
 class Call:
     """The arguments of a call, and the switches with which it is made.
 
+    A key leads to a leaf of an argument: (0, 1) to b of call((a, b)), ("mask", 0) to m of call(mask=m).
+
     Attributes:
         args, kwargs: the arguments.
         switches: whether gradients are on, and what autocast computes in: the model may change them around its blocks.
@@ -64,22 +66,47 @@ class Call:
         self.switches = Switches.now()
 
     def __getitem__(self, key: Key) -> Any:
-        return self.kwargs[key] if isinstance(key, str) else self.args[key]
+        argument, place = key
+        value = self.kwargs[argument] if isinstance(argument, str) else self.args[argument]
+        return value if isinstance(value, Tensor) else _leaves_of(argument, value, place)[0][place]
+
+    def is_argument(self, key: Key) -> bool:
+        """Whether a key leads to an argument itself, and not to a part of one."""
+        argument, _ = key
+        return self[key] is (self.kwargs[argument] if isinstance(argument, str) else self.args[argument])
 
     @property
-    def keys(self) -> list[Key]:
-        """The arguments."""
-        return [*range(len(self.args)), *self.kwargs]
+    def leaves(self) -> dict[Key, Any]:
+        """The leaves of all arguments."""
+        arguments: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
+        return {(name, place): leaf for name, value in arguments for place, leaf in enumerate(tree_leaves(value))}
 
     def replaced(self, others: Iterable[tuple[Key, Any]]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with others in some places; what a block does to a list of them is done to a copy."""
+        """The arguments with other leaves in some places; what a block does to a list of them is done to a copy."""
         args, kwargs = renewed([*self.args]), renewed(self.kwargs)
-        for key, value in others:
-            if isinstance(key, str):
-                kwargs[key] = renewed(value)
-            else:
-                args[key] = renewed(value)
+        for (argument, place), leaf in others:
+            table: Any = kwargs if isinstance(argument, str) else args
+            if not isinstance(table[argument], Tensor):
+                leaves, tree = _leaves_of(argument, table[argument], place)
+                leaves[place] = leaf
+                leaf = tree_unflatten(leaves, tree)
+            table[argument] = leaf
         return args, kwargs
+
+
+def _leaves_of(argument: int | str, value: Any, place: int) -> tuple[Leaves, TreeSpec]:
+    """The leaves of an argument, among them the one at a place, and their tree.
+
+    Raises:
+        PartitionError: there is none.
+    """
+    leaves, tree = tree_flatten(value)
+    if place >= len(leaves):
+        raise PartitionError(
+            f"argument {argument!r} of a block holds {len(leaves)} values, and held {place + 1} or more on the sample "
+            "by which the model was cut. Cut it with a sample that is like this call."
+        )
+    return leaves, tree
 
 
 def renewed(value: Any) -> Any:
@@ -96,15 +123,15 @@ class Chain(NamedTuple):
 
     Attributes:
         blocks: their names in the model.
-        entries: which of a block's arguments are the hidden state.
+        entries: which leaves of a block's arguments are the hidden state.
         returned: the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
         none: which of them are None.
         dtypes: of the hidden state that the first block is called with; None where that is no tensor.
         first: the number of its first block among those of all chains.
-        kept: which of the first block's arguments, handed to others, too, cannot be made from the inputs alone: what is
-            before the block computes them with parameters, or decides by what it has computed so.
-        carried: for each block which of its arguments is which of these.
+        kept: which leaves of the first block's arguments, handed to others, too, cannot be made from the inputs alone:
+            what is before the block computes them with parameters, or decides by what it has computed so.
+        carried: for each block which leaf of its arguments is which of these.
     """
 
     blocks: tuple[str, ...]
@@ -214,11 +241,11 @@ class Run:
         if number == self._end:
             raise Reached
         written = self._written.get(number, {})
-        for key, value in written.items():
-            for there, tensor in zip(tree_leaves(call[key]), tree_leaves(value), strict=False):
-                are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
-                if are and _is_computed(there) and self._known.isdisjoint((id(there), id(there._base))):
-                    _overwrite(there, tensor)
+        for key, tensor in written.items():
+            there = call[key]
+            are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
+            if are and _is_computed(there) and self._known.isdisjoint((id(there), id(there._base))):
+                _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
         told = self._told.get(number, {})
@@ -291,8 +318,9 @@ def _overwrite(there: Tensor, tensor: Tensor) -> None:
     owner = there if there._base is None else there._base
     if owner.grad_fn is not None:
         owner.detach_()
+    place = owner.as_strided(there.size(), there.stride(), there.storage_offset())  # `there` may not know of that yet
     own = tuple([slice(None) if stride else slice(1) for stride in there.stride()])  # an expanded one has each once
-    there[own].copy_(tensor[own])
+    place[own].copy_(tensor[own])
 
 
 def _is_computed(tensor: Tensor) -> bool:
