@@ -50,8 +50,10 @@ class NamedLayer(nn.Module, ABC):
     def in_model(self) -> InModel | None:
         """The names that it brings. None: its number names what it holds."""
 
-    def begin_call(self) -> None:
-        """Begin a call of the layers: what an earlier one has left may no longer be right."""
+    @property
+    def begin(self) -> Callable[[], object]:
+        """A function that begins a call, the same for all parts of a model: what is left may no longer be right."""
+        return int  # nothing
 
 
 class Names:
@@ -285,6 +287,12 @@ class ModelLayers(Layered, nn.Sequential):
         self.modes.lead(mode)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, which is of no model, begins as the model is now."""
+        self.modes.follow()
+        begin_call(self.children())
+        return vars(self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As nn.Sequential's; in the modes that the model was told."""
         self.modes.follow()
@@ -294,9 +302,8 @@ class ModelLayers(Layered, nn.Sequential):
 
 def begin_call(layers: Iterable[nn.Module]) -> None:
     """Begin a call of layers, those that bring names too."""
-    for layer in layers:
-        if isinstance(layer, NamedLayer):
-            layer.begin_call()
+    for begin in {layer.begin for layer in layers if isinstance(layer, NamedLayer)}:
+        begin()
 
 
 def sequential(layers: Mapping[str, nn.Module | None], modes: Modes | None = None) -> nn.Sequential:

@@ -219,6 +219,11 @@ class Pipe(Settled, Stateful):
         modes.lead(mode)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, whose layers are of no model, begins as the model is now."""
+        self.runtime.follow_model()
+        return vars(self)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Pipe:
         """As nn.Module's; over ranks to this rank's modules, by a function that draws no random numbers.
 

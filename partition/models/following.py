@@ -1,4 +1,4 @@
-"""The copies of a model's modules in its outline follow what is set on the modules: buffers, numbers and words.
+"""The copies of a model's modules, in its outline and its parts, follow what is set on these: buffers, numbers, words.
 
     model.rotary --load_state_dict--> writes the buffers, which a copy shares
     model.rotary.scale = 2.0          a copy gets it before the next call; and a buffer that another one has replaced
@@ -25,8 +25,13 @@ class Following:
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = (), volatile: Volatile | None = None) -> None:
-        self._pairs = [_Pair(module, copy, volatile or {}) for module, copy in pairs]
+        self._volatile = volatile or {}
+        self._pairs = [_Pair(module, copy, self._volatile) for module, copy in pairs]
         self._written = self._versions()
+
+    def add(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Let other copies follow, too."""
+        self._pairs += [_Pair(module, copy, self._volatile) for module, copy in pairs]
 
     def __reduce__(self) -> tuple[type[Following], tuple[()]]:
         return Following, ()
@@ -44,7 +49,7 @@ class Following:
 
 
 class _Pair:
-    """A module and its copy."""
+    """A module and its copy, which gets what is set on the module, and keeps what is set on itself."""
 
     def __init__(self, module: nn.Module, copy: nn.Module, volatile: Volatile) -> None:
         self._module = weakref.ref(module)
@@ -53,6 +58,7 @@ class _Pair:
         self._shared = [name for name, own in module._buffers.items() if own is not None and copy._buffers[name] is own]
         self._count = 0
         self._settings: Sequence[str] = ()
+        self._seen = {**plain_of(module), **module._buffers}
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -68,11 +74,17 @@ class _Pair:
         if len(there) != self._count:  # names have come or gone
             self._count = len(there)
             self._settings = [name for name in plain_of(module) if name not in self._own]
-        return _copied(self._settings, here, there) | _copied(self._shared, self._copy._buffers, module._buffers)
+        buffers: Any = module._buffers
+        return self._follow(self._settings, here, there) | self._follow(self._shared, self._copy._buffers, buffers)
+
+    def _follow(self, names: Iterable[str], here: dict[str, Any], there: dict[str, Any]) -> bool:
+        """Give one table the entries of another that are new there. Returns whether there are any."""
+        new = {name: there[name] for name in names if name in there and there[name] is not self._seen.get(name)}
+        self._seen.update(new)
+        here.update((name, _beside(value, here.get(name))) for name, value in new.items())
+        return bool(new)
 
 
-def _copied(names: Iterable[str], here: dict[str, Any], there: dict[str, Any]) -> bool:
-    """Give one table the entries of another. Returns whether it had others."""
-    new = {name: there[name] for name in names if name in there and there[name] is not here.get(name)}
-    here.update(new)
-    return bool(new)
+def _beside(value: Any, there: Any) -> Any:
+    """A value, where another is: a part may lie on another device."""
+    return value.to(there.device) if isinstance(value, Tensor) and isinstance(there, Tensor) else value

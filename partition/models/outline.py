@@ -14,7 +14,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -132,6 +132,14 @@ class Outline(nn.Module):
         self._in_eval_mode = dict.fromkeys(self.settings, False)
         self._memory = _Memory()
 
+    def lead(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Let copies of the model's modules follow what is set on these.
+
+        Args:
+            pairs: modules and their copies.
+        """
+        self._following.add(pairs)
+
     def __deepcopy__(self, memo: Any) -> Outline:
         """It holds nothing of a part: copies of parts share it."""
         return self
@@ -169,6 +177,7 @@ class Outline(nn.Module):
         there = [*copies.items(), *own.items()]
         modules = [(self.first_names[name], each) for name, each in there if name in self.first_names]
         run.spare([*own.values(), *leaves])
+        versions = self._versions(copies)
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)
         try:
@@ -179,7 +188,20 @@ class Outline(nn.Module):
         finally:
             this_run.reset(token)
         check_noted(run)
+        written = [key for key, version in self._versions(copies).items() if version != versions[key]]
+        if written:
+            raise PartitionError(
+                f"the model's own forward writes its buffer {written[0]!r}, which it did not on the sample, and each "
+                "part would write it again. Move it into a module of its own."
+            )
         return returned
+
+    def _versions(self, copies: Mapping[str, nn.Module]) -> dict[str, int]:
+        """The versions of the buffers of modules that contain blocks, by name."""
+        return {
+            f"{name}.{key}" if name else key: _version(buffer)
+            for name in self.settings for key, buffer in copies[name]._buffers.items() if buffer is not None
+        }  # fmt: skip
 
     def call(
         self, number: int, hidden: tuple[Any, ...], kept: tuple[Any, ...], travelling: tuple[Any, ...]

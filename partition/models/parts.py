@@ -85,8 +85,9 @@ class Part(NamedLayer):
             found[name] = place
         return found
 
-    def begin_call(self) -> None:
-        self.outline.begin_call()
+    @property
+    def begin(self) -> Callable[[], object]:
+        return self.outline.begin_call
 
     def extra_repr(self) -> str:
         return ", ".join(self._names)

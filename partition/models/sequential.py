@@ -286,6 +286,7 @@ def _layers(
     for number, share in enumerate(shares):
         again = {name for name in (seen | lent) & set(share) if isinstance(share[name], nn.Module)}
         own = {name: _sharing(each) if name in again else each for name, each in share.items()}
+        outline.lead([pair for name in again for pair in zip(share[name].modules(), own[name].modules(), strict=True)])
         seen.update(share)
         if number == 0:
             layers.append(Beginning(outline, own))

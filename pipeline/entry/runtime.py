@@ -147,8 +147,9 @@ class Runtime:
     # ------------------------------------------------------------------------------------------------------- a call
 
     def follow_model(self) -> None:
-        """Give the layers the modes that the model of which they are parts was given: `model.eval()`."""
+        """Give the layers what was set on the model of which they are parts: `model.eval()`, `model.drop.p = 0.2`."""
         self.settings.origin.modes.follow()
+        begin_call(self.module.children())
 
     def communicator(self, entry: str, averages: bool = False) -> Communicator:
         """The processes that run one operation, a context: within it a failure on one rank fails all.
@@ -199,11 +200,10 @@ class Runtime:
         recorder: TraceRecorder | None,
     ) -> Setup:
         settings, history = self.settings, self.history
+        self.follow_model()
         settings.origin.check()
         if self.topology is not None and settings.processes.ties is not None:
             settings.processes.ties.check(self.topology.assignment.copies_in(self.module), self.stages())
-        self.follow_model()
-        begin_call(self.module.children())
         refuse_transforms(lambda: [*batch.tensors, *self.module.parameters(), *self.module.buffers()])
         if is_capturing(settings.layout.devices):
             raise RuntimeError(

@@ -135,7 +135,6 @@ WITHIN = {
     "a weight": lambda condition: setattr(condition[0], "weight", nn.Parameter(torch.rand(11, 4))),
     "a layer": lambda condition: condition.__setitem__(0, nn.Embedding(11, 4)),
     "a layer without weights": lambda condition: condition.__setitem__(1, nn.Identity()),
-    "a number": lambda condition: setattr(condition[1], "p", 0.5),
     "an adapter": lambda condition: condition.__setitem__(0, Adapted(condition[0])),
 }
 
