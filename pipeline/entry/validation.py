@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from partition import balance_costs
 from partition.contiguous import whole
-from partition.names import Layered, sequential
+from partition.names import Layered, NamedLayer, sequential
 from partition.splitting import check_balance
 from pipeline.common.accelerators import accelerators, moved_in_place
 from pipeline.common.arguments import check_limit, check_optimizer, check_scaler
@@ -190,17 +190,26 @@ def choose_places(given: list[Place] | None, stages: int, ranks: RankGroup | Non
 
 
 def check_shared(stages: Sequence[nn.Sequential]) -> None:
-    """Refuse buffers that two stages share, since both would write them. (Parameters may be shared.)"""
+    """Refuse buffers that two stages share, since both would write them. (Parameters may be shared.)
+
+    A part that runs its model's own forward writes no buffer that another part has: `to_sequential` refuses that.
+    """
     owner: dict[int, int] = {}
     named: dict[str, int] = {}
     for index, stage in enumerate(stages):
-        for name, buffer in stage.named_buffers():  # by name: two parts of a model, of which each has been cast
+        writing = sequential({number: layer for number, layer in stage._modules.items() if not _runs_model(layer)})
+        for name, buffer in writing.named_buffers():  # by name: two parts of a model, of which each has been cast
             other = min(owner.setdefault(id(buffer), index), named.setdefault(name, index))
             if other != index:
                 raise ValueError(
                     f"buffer '{name}' is shared by stages {other} and {index}, which run different chunks at a time. "
                     "Put their layers into one stage, or give each a buffer of its own."
                 )
+
+
+def _runs_model(layer: nn.Module | None) -> bool:
+    """Whether a layer runs the forward of the model of which it is a part."""
+    return isinstance(layer, NamedLayer) and layer.in_model is not None and bool(layer.in_model.settings)
 
 
 def schedule_named(name: str, stages: int, chunks: int) -> Schedule:

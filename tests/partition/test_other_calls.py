@@ -1,5 +1,6 @@
 """Calls that take another way through a model's forward than its sample: the parts compute the same, or refuse."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -216,6 +217,76 @@ def test_parts_follow_what_is_set_and_loaded_in_modules_beside_them(cut):
     ):
         change()
         torch.testing.assert_close(parts(x), model(x))
+
+
+class Normalised(Base):
+    """A buffer of the model itself is read before the blocks and behind them; and written, but not on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(WIDE))
+
+    def forward(self, x, other=None):
+        if is_long(x):
+            self.mean.mul_(0.9)
+        return super().forward(x - self.mean) + self.mean
+
+
+@WAYS
+def test_a_buffer_is_read_in_several_parts(cut):
+    model, x = Normalised(), rows()
+    parts = cut(model, x)
+    for change in (
+        lambda: None,
+        lambda: model.load_state_dict(Normalised().state_dict()),
+        lambda: parts.load_state_dict(Normalised().state_dict()),
+        lambda: model.mean.mul_(2),
+    ):
+        change()
+        torch.testing.assert_close(parts(x), model(x))
+    with pytest.raises(PartitionError, match="own forward writes its buffer 'mean', which it did not on the sample"):
+        parts(rows(7))
+
+
+@WAYS
+def test_a_module_that_several_parts_call_follows_what_is_set_on_it(cut):
+    class Slopes(nn.LeakyReLU):
+        pass
+
+    class Sloped(Base):
+        def __init__(self):
+            super().__init__()
+            self.slopes = Slopes(0.5)
+
+        def forward(self, x, other=None):
+            return self.slopes(super().forward(self.slopes(x)))
+
+    model, x = Sloped(), rows()
+    parts = cut(model, x)
+    model.slopes.negative_slope = 0.1
+    torch.testing.assert_close(copy.deepcopy(parts)(x), model(x))
+    torch.testing.assert_close(parts(x), model(x))
+    own = [each for each in parts.modules() if isinstance(each, Slopes)]
+    for each in own:  # as a script sets all dropout
+        each.negative_slope = 0.3
+    torch.testing.assert_close(parts(x), model(x))
+    assert {each.negative_slope for each in own} == {0.3} and len(own) == 2
+
+
+def test_copies_of_parts_begin_in_the_modes_that_the_model_was_told():
+    class Drops(Base):
+        def forward(self, x, other=None):
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    model, x = Drops().eval(), rows()
+    parts = to_sequential(model, x)
+    model.train()
+    copied = copy.deepcopy(parts)
+    for module in (model, copied):
+        torch.manual_seed(0)
+        assert (module(x) == 0).any()
+    model.eval()
+    torch.testing.assert_close(copy.deepcopy(parts)(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # torch's, as it reads one
