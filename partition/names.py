@@ -339,10 +339,10 @@ def behaviour_of(module: nn.Module) -> dict[str, Any]:
 
     Example:
         >>> behaviour_of(nn.Dropout(0.5))
-        {'forward': None, 'backward hooks': ()}
+        {'forward': None, 'backward hooks': '()'}
     """
     forward = vars(module).get("forward")
-    return {"forward": forward and id(forward), "backward hooks": tuple(module._backward_hooks)}
+    return {"forward": forward and id(forward), "backward hooks": str(tuple(module._backward_hooks))}
 
 
 def places_of(model: nn.Module) -> dict[str, int]:
