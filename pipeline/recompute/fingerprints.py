@@ -102,8 +102,7 @@ def sample(tensor: Tensor, known: Container[int]) -> Sample:
     if not tensor.is_cpu:
         return tensor.dtype, tensor.shape, tensor.device
     dtype, shape = tensor.dtype, tensor.shape
-    memory, part = _part(dtype, shape, tensor.stride())
-    return dtype, shape, memory.from_address(begin)[part]
+    return dtype, shape, _sampler(dtype, shape, tensor.stride())(begin)
 
 
 def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -112,20 +111,26 @@ def addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 @lru_cache(maxsize=512)
-def _part(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> tuple[Any, slice]:
-    """The type of the memory in which a tensor lies, and which of its bytes are taken: 60 or more.
+def _sampler(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Callable[[int], object]:
+    """A function from a tensor's address to some bytes of its memory, 60 or more; to entries where that has gaps.
 
     Of a number those bytes come in turns, of a whole number the lowest alone; of one row other features than of the
     next.
     """
     size = dtype.itemsize * (1 + sum([(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]))
+    if size > dtype.itemsize * prod(shape):
+        if dtype.is_complex:
+            return _reader(dtype.to_real(), (*shape, 2), (*[2 * stride for stride in strides], 1))
+        if dtype in _WORDS:
+            return _reader(dtype, shape, strides)
     row = dtype.itemsize * (strides[-2] if len(shape) > 1 and strides[-2] else 1)
     step = size // (2 * COUNT)
     if row <= 2 * step:
         step += int(row * _GOLDEN) - step % row
-    if dtype.is_floating_point or dtype.is_complex:
-        return ctypes.c_char * size, slice(0, size, step | 1)
-    return ctypes.c_char * size, slice(0, size, max(step // dtype.itemsize, 1) * dtype.itemsize)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    part = slice(0, size, max(step // dtype.itemsize, 1) * dtype.itemsize if is_whole else step | 1)
+    memory: Any = ctypes.c_char * size
+    return lambda begin: memory.from_address(begin)[part]
 
 
 def _entries(tensor: Tensor) -> Entries:

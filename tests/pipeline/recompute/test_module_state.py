@@ -89,7 +89,8 @@ def test_a_forward_that_takes_a_parameter_out_of_its_module_is_refused_and_leave
 ) -> None:
     pipe = Pipe(nn.Sequential(linear(), Within(does, start)), [1, 1], 3, checkpoint="never")
     params = dict(pipe.named_parameters())
-    with pytest.raises(RuntimeError, match=rf"parameter {words} by a forward of stage 1 \(layer 1\)"):
+    first = rf"parameter {words} by a forward of stage 1 \(layer 1\)|when other chunks have run before it"
+    with pytest.raises(RuntimeError, match=first):
         for _ in range(5):
             run(pipe, rows(), entry)
     assert all(pipe.get_parameter(name) is param for name, param in params.items())
