@@ -244,7 +244,9 @@ OUTPUTS = {
     "other keys": (lambda x, n: {str(n): x}, r"cannot be joined.*'1'.*'2'"),
     "None once": (lambda x, n: (x, None if n == 1 else x), r"cannot be joined"),
     "True and 1": (lambda x, n: (x, True if n == 1 else 1), r"cannot be joined"),
-    "sometimes the same tensor twice": (lambda x, n: (x, x if n == 1 else x * 2), r"cannot be joined|have run before it"),
+    "sometimes the same tensor twice": (
+        lambda x, n: (x, x if n == 1 else x * 2), r"cannot be joined|have run before it",
+    ),
 }
 
 

@@ -181,7 +181,8 @@ def test_every_layer_whose_weight_waits_gives_the_bits_of_b(kind: str, checkpoin
     for order in ("F0 B0 F1 B1 F2 B2", "F0 F1 F2 I0 I1 W0 W1 I2 W2"):
         model, x = built(kind)
         schedule = Schedule.parse(f"schedule mine, chunks 3, stages on lanes 0\nlane 0: {with_stage(order)}")
-        pipe = Pipe(model, [4], 3, schedule=schedule, checkpoint=checkpoint, mixes_rows=kind == "embedding by frequency")
+        mixes_rows = kind == "embedding by frequency"
+        pipe = Pipe(model, [4], 3, schedule=schedule, checkpoint=checkpoint, mixes_rows=mixes_rows)
         pipe.step(x, loss_fn=square, loss_reduction="sum")
         found.append({name: param.grad for name, param in model.named_parameters()})
     for name, grad in found[0].items():
