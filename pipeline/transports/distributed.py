@@ -113,7 +113,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Outgoing(self._edge(self._rank, to))
+        return self._edge(self._rank, to)
 
     def incoming(self, source: int) -> Incoming:
         """The channel from another rank to this one.
@@ -121,7 +121,7 @@ class Channels:
         Raises:
             KeyError: there is no such pair.
         """
-        return _Incoming(self._edge(source, self._rank))
+        return self._edge(source, self._rank)
 
     def abort(self) -> None:
         """Give all channels up: whoever waits on one, here or on the other rank, gets a ChannelError at once.
@@ -167,15 +167,16 @@ class Channels:
         return edge
 
 
-class _Edge:
-    """The group of one pair, and what is under way on it; its payloads, once they are connected."""
+class _Edge(Outgoing, Incoming):
+    """This rank's end of one channel: the group of the pair, and what is under way on it."""
+
+    payloads: Payloads | None = None
 
     def __init__(
         self, store: dist.Store, prefix: str, pair: tuple[int, int], rank: int, options: Any, waiters: Waiters
     ) -> None:
         source, to = pair
         self.name = f"the channel from rank {source} to rank {to}"
-        self.payloads: Payloads | None = None
         self._other = 1 if rank == source else 0  # which of the two in the group
         self._given_up = False
         self._waiters = waiters
@@ -204,11 +205,16 @@ class _Edge:
         self._under_way[self._count] = work
         return _Handle(self, self._count, not sends and buffer.numel() <= _SHORT)
 
+    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self.begin(buffer, True, extra)
+
     def tell(self, buffer: Tensor) -> None:
-        """Begin to send what nobody waits for; the one before has been received."""
         if self._told is not None:
-            self._told.collect()
-        self._told = self.begin(buffer, True, False)
+            self._told.collect()  # it has been received
+        self._told = self.send(buffer)
+
+    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
+        return self.begin(buffer, False, extra)
 
     def wait(self, number: int, at_once: bool) -> None:
         """Wait for what was begun as this number. `at_once`: it has ended, or comes whole."""
@@ -266,33 +272,6 @@ class _Handle(Handle):
         if self._edge is not None:
             self._edge.wait(self._number, True)
             self._edge = None
-
-
-class _Outgoing(Outgoing):
-    def __init__(self, edge: _Edge) -> None:
-        self._edge = edge
-
-    @property
-    def payloads(self) -> Payloads | None:  # type: ignore[override]  # it is the edge's, which may get it later
-        return self._edge.payloads
-
-    def send(self, buffer: Tensor, extra: bool = False) -> Handle:
-        return self._edge.begin(buffer, True, extra)
-
-    def tell(self, buffer: Tensor) -> None:
-        self._edge.tell(buffer)
-
-
-class _Incoming(Incoming):
-    def __init__(self, edge: _Edge) -> None:
-        self._edge = edge
-
-    @property
-    def payloads(self) -> Payloads | None:  # type: ignore[override]  # as above
-        return self._edge.payloads
-
-    def post(self, buffer: Tensor, extra: bool = False) -> Handle:
-        return self._edge.begin(buffer, False, extra)
 
 
 def _at_once(works: Iterable[Callable[[], None]]) -> None:

@@ -55,13 +55,15 @@ def apart_pair() -> AbstractContextManager[Pair]:
 @contextmanager
 def _in_process(rendezvous: bool, apart: bool = False) -> Iterator[Pair]:
     channel = _Channel(rendezvous)
-    yield Pair(_Outgoing(channel, apart), _Incoming(channel, apart), channel.abort)
+    yield Pair(_End(channel, apart), _End(channel, apart), channel.abort)
     channel.abort()
 
 
 class _Transfer(Handle):
-    def __init__(self, channel: _Channel, buffer: Tensor) -> None:
-        self.buffer: Tensor | None = buffer
+    """A buffer that is sent or posted; None: it has gone, or come."""
+
+    def __init__(self, channel: _Channel, buffer: Tensor | None) -> None:
+        self.buffer = buffer
         self.wrong: str | None = None
         self._channel = channel
 
@@ -86,21 +88,21 @@ class _Channel:
         self._posted: tuple[deque[_Transfer], ...] = (deque(), deque(), deque())
 
     def send(self, buffer: Tensor, stream: int) -> Handle:
-        sent = _Transfer(self, buffer if self._rendezvous else buffer.clone())
-        self._begin(self._sent, sent, stream)
-        return sent if self._rendezvous else _Done()
+        if self._rendezvous:
+            return self._begun(self._sent, buffer, stream)
+        self._begun(self._sent, buffer.clone(), stream)
+        return _Transfer(self, None)
 
     def post(self, buffer: Tensor, stream: int) -> Handle:
-        posted = _Transfer(self, buffer)
-        self._begin(self._posted, posted, stream)
-        return posted
+        return self._begun(self._posted, buffer, stream)
 
     def abort(self) -> None:
         with self.changed:
             self.is_dead = True
             self.changed.notify_all()
 
-    def _begin(self, queues: tuple[deque[_Transfer], ...], transfer: _Transfer, stream: int) -> None:
+    def _begun(self, queues: tuple[deque[_Transfer], ...], buffer: Tensor, stream: int) -> _Transfer:
+        transfer = _Transfer(self, buffer)
         with self.changed:
             if self.is_dead:
                 raise ChannelError("the channel was given up.")
@@ -108,27 +110,26 @@ class _Channel:
             if self._sent[stream] and self._posted[stream]:
                 _transfer(self._sent[stream].popleft(), self._posted[stream].popleft(), stream == _PAYLOADS)
                 self.changed.notify_all()
+        return transfer
 
 
-class _Outgoing(Outgoing):
+class _End(Outgoing, Incoming):
+    """Either end of a channel."""
+
+    payloads: _Payloads | None
+
     def __init__(self, channel: _Channel, apart: bool) -> None:
         self._channel = channel
-        self.payloads = _PayloadsOut(channel) if apart else None
+        self.payloads = _Payloads(channel) if apart else None
 
     def send(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._channel.send(buffer, _EXTRA if extra else _STREAM)
-
-
-class _Incoming(Incoming):
-    def __init__(self, channel: _Channel, apart: bool) -> None:
-        self._channel = channel
-        self.payloads = _PayloadsIn(channel) if apart else None
 
     def post(self, buffer: Tensor, extra: bool = False) -> Handle:
         return self._channel.post(buffer, _EXTRA if extra else _STREAM)
 
 
-class _PayloadsOut(PayloadsOut):
+class _Payloads(PayloadsOut, PayloadsIn):
     device = torch.device("cpu")
 
     def __init__(self, channel: _Channel) -> None:
@@ -140,13 +141,8 @@ class _PayloadsOut(PayloadsOut):
     def send(self, buffer: Tensor) -> None:
         self._channel.send(buffer, _PAYLOADS)
 
-
-class _PayloadsIn(PayloadsIn):
-    def __init__(self, channel: _Channel) -> None:
-        self._channel = channel
-
     def post(self, nbytes: int) -> Expected:
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=_PayloadsOut.device)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return _Expected(buffer, self._channel.post(buffer, _PAYLOADS))
 
 
@@ -158,11 +154,6 @@ class _Expected(Expected):
     def take(self) -> Tensor:
         self._handle.wait()
         return self._buffer
-
-
-class _Done(Handle):
-    def wait(self) -> None:
-        """It is done: what is sent is kept until it is received."""
 
 
 def _transfer(sent: _Transfer, posted: _Transfer, exactly: bool) -> None:
