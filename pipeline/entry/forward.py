@@ -25,9 +25,9 @@ from pipeline.common.call_lock import Turn, turn
 from pipeline.data.microbatch import gather
 from pipeline.data.pytrees import Grads, Tree, versions
 from pipeline.distributed.agreement import OPTIONS
-from pipeline.entry.joined_output import JoinedOutput
+from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import Given, attach, is_batched, is_in_vmap
-from pipeline.entry.second_backward import SecondBackward, check_input
+from pipeline.entry.second_backward import SecondBackward
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Compared, Output, Pair, Verdict, joined, share_output
 from pipeline.execution.final_gradients import GradientFinalizer
@@ -59,26 +59,13 @@ def attached(call: Call, now: Turn, on_backward: Callable[[], None], everywhere:
         owners = call.owners() if any(needs_grad) else []
     if not any(needs_grad):
         return joined.build(joined.tensors)
-    return joined.build(_attach(call, now, joined, sizes, list(needs_grad), owners, on_backward, everywhere))
-
-
-def _attach(
-    call: Call,
-    now: Turn,
-    joined: Tree,
-    sizes: Sequence[tuple[int, ...]],
-    needs_grad: list[bool],
-    owners: Sequence[Tensor],
-    on_backward: Callable[[], None],
-    everywhere: bool,
-) -> Sequence[Tensor]:
     tensors = call.batch.tree.tensors
-    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-    backward = Backward(call, now, sizes, wanted, owners, on_backward, everywhere)
-    leaves = [*[tensors[index] for index in wanted], *backward.owners]
-    if not backward.owners:  # other ranks may have owners: this one takes part in the backward
+    inputs = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    forward = AttachedCall(call, now, sizes, everywhere, inputs, owners, versions(tensors))
+    leaves = forward.leaves
+    if not owners:  # other ranks may have owners: this one takes part in the backward
         leaves.append(call.communicator.topology.nothing.requires_grad_())
-    return attach(backward, joined.tensors, needs_grad, leaves)
+    return joined.build(attach(Backward(forward, on_backward), joined.tensors, list(needs_grad), leaves))
 
 
 class GiveAway(NamedTuple):
@@ -94,26 +81,19 @@ class GiveAway(NamedTuple):
 
 
 class Backward:
-    """The backward of one forward: its call, and the order of the returned gradients."""
+    """The backward of one forward.
 
-    def __init__(
-        self,
-        call: Call,
-        then: Turn,
-        sizes: Sequence[tuple[int, ...]],
-        wanted: Sequence[int],
-        owners: Sequence[Tensor],
-        on_backward: Callable[[], None],
-        everywhere: bool,
-    ) -> None:
-        self.owners = owners
+    Args:
+        forward: its call.
+        on_backward: called at its end.
+    """
+
+    def __init__(self, forward: AttachedCall, on_backward: Callable[[], None]) -> None:
+        self._forward = forward
+        self._call = forward.call
         self._on_backward = on_backward
-        self._then = then
-        self._call = call
-        self._output = JoinedOutput(sizes, call.batch.batch_dim, everywhere)
-        self._input_versions = versions(call.batch.tree.tensors)
-        self._wanted = wanted
-        self._streams = current_streams(call.execution.devices)  # autograd, too, goes back on those of the forward
+        # Autograd, too, goes back on those of the forward.
+        self._streams = current_streams(forward.call.execution.devices)
         self._is_spent = False  # a backward failed part-way
         self.give_away: GiveAway | None = None  # of the backward under way
 
@@ -125,7 +105,7 @@ class Backward:
     def __call__(self, given: Given, retain: bool) -> tuple[Tensor | None, ...]:
         """The gradients of the inputs that need one, and of the owners. `given`: those of the outputs."""
         execution = self._call.execution
-        with turn(self._then), beside(self._streams), execution.communicator.again() as communicator:
+        with turn(self._forward.then), beside(self._streams), execution.communicator.again() as communicator:
             execution.go_on_with(communicator)
             grads = given.received()
             options = {OPTIONS: f"create_graph={torch.is_grad_enabled()}"}
@@ -135,16 +115,11 @@ class Backward:
         self._on_backward()
         if self._streams != current_streams(execution.devices):
             use_here(result)
-        tensors = self._call.batch.tree.tensors
-        receivers = [*(tensors[index] for index in self._wanted), *self.owners]
-        skip_none([leaf for leaf, grad in zip(receivers, result, strict=True) if grad is None])
-        result = result if self.owners else (*result, torch.zeros(0, device="cpu"))
+        skip_none([leaf for leaf, grad in zip(self._forward.leaves, result, strict=True) if grad is None])
+        result = result if self._forward.owners else (*result, torch.zeros(0, device="cpu"))
         if given.link is None or self.is_alone:
             return result
-        second = SecondBackward(
-            self._call, self._then, self._output, self._wanted, receivers, self._input_versions, communicator, grads
-        )
-        return second.differentiable(result, grads, given.link)
+        return SecondBackward(self._forward, communicator, grads).differentiable(result, grads, given.link)
 
     def _compute(self, grads: Grads, retain: bool) -> tuple[Tensor | None, ...]:
         if self._is_spent:
@@ -159,16 +134,16 @@ class Backward:
             )
         batched = any(map(is_batched, grads))
         moved = any(stage.snapshot.buffers.moved() for stage in self._call.stages)
-        parts = self._output.parts(grads, self._call.batch.chunks) if self._call.execution.has_last else []
+        parts = self._forward.parts(grads)
         create_graph = torch.is_grad_enabled()
         if batched or moved or create_graph and (self.is_alone or self._call.communicator.averager is not None):
             self._refuse_over_ranks(batched, moved)
-            check_input(self._call, self._input_versions)
+            self._forward.check_input()
             with _outside_vmap(batched):
-                inputs, totals = self._call.differentiate(parts, self.owners, create_graph)
+                inputs, totals = self._call.differentiate(parts, self._forward.owners, create_graph)
             if not retain:
                 self._call.release()
-            return *(inputs[index] for index in self._wanted), *totals
+            return *(inputs[index] for index in self._forward.wanted), *totals
         with torch.no_grad():
             return self._gradients(parts, retain)
 
@@ -186,14 +161,15 @@ class Backward:
         sums = self._sums() if given is None else joined(given.rest())
         if not retain:
             self._call.release()
-        pairs = [sums.pop(id(owner), None) for owner in self.owners]
+        wanted, owners = self._forward.wanted, self._forward.owners
+        pairs = [sums.pop(id(owner), None) for owner in owners]
         deliver(list(sums.values()))  # of parameters missing in the graph: layers with torch's reentrant checkpoint
-        return *(inputs[index] for index in self._wanted), *(None if pair is None else pair[1] for pair in pairs)
+        return *(inputs[index] for index in wanted), *(None if pair is None else pair[1] for pair in pairs)
 
     def _compared(self, grads: Grads) -> Compared:
         """The gradients of the output, which must be the same on all ranks if all have it."""
         batched = any(is_in_vmap(grad) or is_batched(grad) for grad in grads)  # refused later
-        return Compared(output_grads=grads if self._output.is_everywhere and not batched else ())
+        return Compared(output_grads=grads if self._forward.is_everywhere and not batched else ())
 
     def _sums(self) -> dict[int, Pair]:
         """By id of the owner: (owner, whole gradient); with replicas the mean of theirs."""

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from pipeline.common.accelerators import current_streams, use_here
-from pipeline.common.call_lock import Turn, turn
+from pipeline.common.call_lock import turn
 from pipeline.common.errors import CheckpointError
 from pipeline.data.pytrees import Grads, versions
 from pipeline.distributed.agreement import OPTIONS
-from pipeline.entry.joined_output import JoinedOutput
+from pipeline.entry.attached_call import AttachedCall
 from pipeline.entry.nodes import Given, attach, is_batched, is_in_vmap
-from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Compared, Verdict
 from pipeline.stage.hooks import skip_none
 from pipeline.transports.message import Message
@@ -40,37 +39,20 @@ class SecondBackward:
     """The backward of one backward.
 
     Args:
-        call: the call whose gradients these are.
-        then: the hold of the call lock at its forward.
-        output: how its output was joined.
-        wanted: the tensors of the input that have a gradient.
-        leaves: these, and the parameters and other leaves that have one in this process.
-        input_versions: of all tensors of the input at the forward.
+        forward: the call whose gradients these are.
         first: the communicator of the first backward.
         grads: those of the output, with which the first backward began.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        then: Turn,
-        output: JoinedOutput,
-        wanted: Sequence[int],
-        leaves: Sequence[Tensor],
-        input_versions: tuple[int, ...],
-        first: Communicator,
-        grads: Grads,
-    ) -> None:
-        self._call = call
-        self._then = then
-        self._output = output
-        self._wanted = wanted
-        self._leaves = leaves
+    def __init__(self, forward: AttachedCall, first: Communicator, grads: Grads) -> None:
+        self._forward = forward
+        self._call = forward.call
+        self._leaves = forward.leaves
         self._first = first
-        has_output = output.is_everywhere or call.execution.has_last
+        has_output = forward.is_everywhere or forward.call.execution.has_last
         self._bends = [has_output and grad is not None and grad.requires_grad for grad in grads]
         self._grads = tuple([None if grad is None else grad.detach() for grad in grads])
-        self._versions = input_versions, self._versions_of_grads()
+        self._versions = self._versions_of_grads()
         self._present: list[bool] = []  # which of the leaves have a gradient
 
     def differentiable(self, result: Sequence[Tensor | None], grads: Grads, link: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,16 +73,16 @@ class SecondBackward:
     def __call__(self, given: Given, retain: bool) -> tuple[Tensor | None, ...]:
         """The derivatives by all that the gradients are functions of. `given`: the cotangents of the gradients."""
         execution, streams = self._call.execution, current_streams(self._call.execution.devices)
-        with turn(self._then), self._first.again("second backward") as communicator:
+        with turn(self._forward.then), self._first.again("second backward") as communicator:
             execution.go_on_with(communicator)
             left = iter(given.received())
             cotangents = [next(left) if is_present else None for is_present in self._present]
             batched = any([is_batched(grad) or is_in_vmap(grad) for grad in cotangents])
-            of_input = () if batched else tuple(cotangents[: len(self._wanted)])
+            of_input = () if batched else tuple(cotangents[: len(self._forward.wanted)])
             options = {OPTIONS: self._options()}
             communicator.open(lambda values: options, draws=False, tensors=Compared((), of_input, _DIFFER))
             self._refuse(batched)
-            check_input(self._call, self._versions[0])
+            self._forward.check_input()
             with torch.no_grad():
                 of_leaves, of_grads = self._compute(cotangents)
             communicator.agree(Verdict(None, None, True))
@@ -113,7 +95,7 @@ class SecondBackward:
 
     def _options(self) -> str:
         """The description on which all ranks agree."""
-        bends = f"\nloss with a curvature={self._bends}" if self._output.is_everywhere else ""
+        bends = f"\nloss with a curvature={self._bends}" if self._forward.is_everywhere else ""
         return f"create_graph={torch.is_grad_enabled()}{bends}"
 
     def _refuse(self, batched: bool) -> None:
@@ -133,7 +115,7 @@ class SecondBackward:
                 "gradients through a Pipe are differentiated a second time, but the graph of its output was freed: a "
                 "backward through it ran without retain_graph=True. Give that to each backward but the last."
             )
-        if self._versions_of_grads() != self._versions[1]:
+        if self._versions_of_grads() != self._versions:
             raise CheckpointError(
                 "a gradient of the pipe's output (grad_outputs) was changed in place between the backward that used it "
                 "and the one that differentiates this. Give torch.autograd.grad a clone."
@@ -143,18 +125,17 @@ class SecondBackward:
         return versions([grad for grad in self._grads if grad is not None])
 
     def _compute(self, cotangents: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Grads]:
-        call, count = self._call, len(self._wanted)
-        execution, communicator = call.execution, call.communicator
-        owners = self._leaves[count:]
-        pairs = zip(owners, cotangents[count:], strict=False)  # a process without owners has the leaf for nothing
+        call, wanted, owners = self._call, self._forward.wanted, self._forward.owners
+        of_those = cotangents[len(wanted) :]
+        pairs = zip(owners, of_those, strict=False)  # a process without owners has the leaf for nothing
         given = {id(owner): (owner, grad) for owner, grad in pairs if grad is not None}
-        of_owners = communicator.gradients.shared(given)
+        of_owners = call.communicator.gradients.shared(given)
         of_input: list[Tensor | None] = [None] * len(call.batch.tree.tensors)
-        for index, grad in zip(self._wanted, cotangents, strict=False):
+        for index, grad in zip(wanted, cotangents, strict=False):
             of_input[index] = grad
-        parts = self._output.parts(self._grads, call.batch.chunks) if execution.has_last else []
+        parts = self._forward.parts(self._grads)
         inputs, products, tangents = call.differentiate_gradients(parts, tuple(of_input), of_owners)
-        of_leaves = [inputs[index] for index in self._wanted]
+        of_leaves = [inputs[index] for index in wanted]
         of_leaves += [products[id(owner)][1] if id(owner) in products else None for owner in owners]
         return of_leaves, self._of_grads(tangents)
 
@@ -162,17 +143,8 @@ class SecondBackward:
         """The tangents of the output, which are the derivatives by its gradients, where these depend on anything."""
         if not any(self._bends):
             return (None,) * len(self._bends)
-        message = Message(self._output.join(tangents, self._grads)) if self._call.execution.has_last else None
-        if not self._output.is_everywhere:
+        message = Message(self._forward.join(tangents, self._grads)) if self._call.execution.has_last else None
+        if not self._forward.is_everywhere:
             assert message is not None  # gradients of a number in the output's place do not bend
             return message.tensors
         return self._call.communicator.exchange.broadcast("the tangents of the output", -1, message).tensors
-
-
-def check_input(call: Call, then: tuple[int, ...]) -> None:
-    """Raise if the input of a call was written since its forward, when its tensors had these versions."""
-    if versions(call.batch.tree.tensors) != then:
-        raise CheckpointError(
-            "the input of the pipe was changed in place between the forward and the recomputation that "
-            "create_graph=True needs. Change it after the backward, or give the pipe a clone."
-        )

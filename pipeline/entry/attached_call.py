@@ -1,0 +1,89 @@
+"""A call whose joined output is attached to autograd's graph: what its backwards, and those of them, have in common.
+
+    output     [rows of chunk 0 | rows of chunk 1 | ...]     its gradients are cut as it was joined
+    leaves     the tensors of the input that need a gradient, then the parameters of this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.common.call_lock import Turn
+from pipeline.common.errors import CheckpointError
+from pipeline.data.microbatch import row_dim
+from pipeline.data.pytrees import Grads, versions
+from pipeline.execution.call import Call
+
+
+class AttachedCall(NamedTuple):
+    """A call that has run forward, and its output in autograd's graph.
+
+    Attributes:
+        call: the call.
+        then: its hold of the call lock.
+        sizes: for each tensor of the output the number of rows from each chunk. Empty on ranks that did not compute it.
+        is_everywhere: whether all ranks have the output; else the last one, and the others a number in its place.
+        wanted: the indices of the input's tensors that need a gradient.
+        owners: the parameters, and other leaves, that have one in this process.
+        input_versions: of all tensors of the input at the forward.
+    """
+
+    call: Call
+    then: Turn
+    sizes: Sequence[tuple[int, ...]]
+    is_everywhere: bool
+    wanted: Sequence[int]
+    owners: Sequence[Tensor]
+    input_versions: tuple[int, ...]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All that has a gradient here: tensors of the input, then owners."""
+        return [*[self.call.batch.tree.tensors[index] for index in self.wanted], *self.owners]
+
+    def check_input(self) -> None:
+        """Raise if the input was written since the forward.
+
+        Raises:
+            CheckpointError: it was.
+        """
+        if versions(self.call.batch.tree.tensors) != self.input_versions:
+            raise CheckpointError(
+                "the input of the pipe was changed in place between the forward and the recomputation that "
+                "create_graph=True needs. Change it after the backward, or give the pipe a clone."
+            )
+
+    def parts(self, grads: Grads) -> list[Grads]:
+        """The gradients of each chunk's outputs. None of any chunk where the last stage is not here."""
+        if not self.call.execution.has_last:
+            return []
+        chunks = self.call.batch.chunks
+        columns = [
+            (None,) * chunks if grad is None else self._cut(grad, sizes)
+            for grad, sizes in zip(grads, self.sizes, strict=True)
+        ]
+        return [tuple(column[chunk] for column in columns) for chunk in range(chunks)]
+
+    def join(self, parts: Sequence[Grads], grads: Grads) -> Grads:
+        """From tensors for each chunk's outputs to those of the whole; None counts as zeros.
+
+        Args:
+            parts: by chunk.
+            grads: of the whole output. Where one is None, so is what is joined.
+        """
+        columns = zip(grads, self.sizes, zip(*parts, strict=True), strict=True)
+        return tuple([None if grad is None else self._joined(grad, sizes, column) for grad, sizes, column in columns])
+
+    def _cut(self, grad: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return (grad,) if len(sizes) == 1 else torch.split(grad, list(sizes), row_dim(grad, self.call.batch.batch_dim))
+
+    def _joined(self, grad: Tensor, sizes: tuple[int, ...], column: Sequence[Tensor | None]) -> Tensor | None:
+        if all([part is None for part in column]):
+            return None
+        pairs = zip(column, self._cut(grad, sizes), strict=True)
+        filled = [torch.zeros_like(piece) if part is None else part for part, piece in pairs]
+        return filled[0] if len(filled) == 1 else torch.cat(filled, row_dim(grad, self.call.batch.batch_dim))
