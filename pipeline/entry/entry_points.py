@@ -30,6 +30,7 @@ from pipeline.entry.step import LossArguments, RunWithLoss, Step
 from pipeline.entry.validation import check_holds, check_hooks, check_step, parameters_of
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator
+from pipeline.execution.execution import Execution
 from pipeline.execution.plan import plan_forward, plan_step
 from pipeline.gradients.eager import EagerUpdate
 
@@ -63,7 +64,7 @@ def forward(runtime: Runtime, input: Any, output: str) -> Any:
     with turn() as now, runtime.communicator("forward", averages=grad) as communicator:
         batch = scatter(input, settings.chunks, batch_dim=settings.batch_dim)
         request = Request(plan_forward, grad, {"output": output}, keep=True)
-        execution = runtime.execution(request, batch, communicator)
+        execution = Execution(runtime.agreed(request, batch, communicator), batch)
         return attached(Call(execution), now, runtime.history.stale.mark, everywhere=output == "all")
 
 
@@ -118,7 +119,7 @@ def _run(
         check_holds(sink.optimizer, list(runtime.module.named_parameters()), beside)
     recorder = runtime.recorder() if arguments.trace else None
     with modes:
-        execution = runtime.execution(request, batch, communicator, target, recorder)
+        execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
         made = sink.run(RunWithLoss(runtime, execution, arguments, target, sink.scaler))
     ended = perf_counter()
     for trace in execution.setup.traces:

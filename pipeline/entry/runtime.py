@@ -1,7 +1,7 @@
 """The runtime of a Pipe: all that its calls need, whether an entry point makes them or an analysis.
 
     settings, layers, history of earlier calls  -->  Runtime  --communicator(entry)-->  within it a call
-                                                             --execution(request, batch, ...)-->  on which ranks agreed
+                                                             --agreed(request, batch, ...)-->  its Setup
 
 A Runtime is made for one operation and holds nothing of it.
 """
@@ -36,7 +36,6 @@ from pipeline.entry.validation import refuse_transforms
 from pipeline.execution.call import Call
 from pipeline.execution.communicator import Communicator, Compared, Output, share_output
 from pipeline.execution.drivers import in_turns
-from pipeline.execution.execution import Execution
 from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
@@ -166,15 +165,21 @@ class Runtime:
         stages = {stage: layers for stage, layers in enumerate(self.stages()) if own.topology.has(stage)}
         return DataParallelCommunicator(own, replicas, layout_of(stages, {id(copy) for copy in tied}), entry)
 
-    def execution(
+    def setup(
+        self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
+    ) -> Setup:
+        """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
+        return self.agreed(Request(plan_step, True, options, draws=False), batch, communicator, target)
+
+    def agreed(
         self,
         request: Request,
         batch: Batch,
         communicator: Communicator,
         target: Batch | None = None,
         recorder: TraceRecorder | None = None,
-    ) -> Execution:
-        """The execution of a call, which all ranks have agreed to make.
+    ) -> Setup:
+        """The settings of a call, which all ranks have agreed to make.
 
         Args:
             request: what is asked of it.
@@ -183,22 +188,6 @@ class Runtime:
             target: the target, cut alike.
             recorder: gets its trace, beside the recorders of the Pipe.
         """
-        return Execution(self._setup(request, batch, communicator, target, recorder), batch)
-
-    def setup(
-        self, batch: Batch, target: Batch, communicator: Communicator, options: Mapping[str, object]
-    ) -> Setup:
-        """The settings of a call with gradients, which runs the order of a step, seeds nothing, and keeps nothing."""
-        return self._setup(Request(plan_step, True, options, draws=False), batch, communicator, target, None)
-
-    def _setup(
-        self,
-        request: Request,
-        batch: Batch,
-        communicator: Communicator,
-        target: Batch | None,
-        recorder: TraceRecorder | None,
-    ) -> Setup:
         settings, history = self.settings, self.history
         self.follow_model()
         settings.origin.check()

@@ -314,7 +314,7 @@ MECHANISMS = {  # functions of which a part is in place when they return
     "_before": "gpipe", "_put_back": "gpipe", "Deferred.commit": "gpipe", "waiting": "zero bubble",
     "hooks_asleep": "step", "grads_kept": "optimizer", "finish_backward": "step", "collect": "optimizer",
     "OptimizerSink.take": "optimizer", "OptimizerSink.finish": "scaler", "PerParameterOptimizer.step": "eager",
-    "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.execution": "evaluate",
+    "GradientFinalizer._begin": "eager", "Module.train": "evaluate", "Runtime.agreed": "evaluate",
     "turn": "forward", "StageRun.commit": "forward", "Buffers.as_before": "backward",
     "generators_at": "backward", "deliver": "backward", "_taking": "eager backward", "Gate.closed": "second order",
     "checkpointing.__enter__": "product", "StageRule.forward": "product",
