@@ -85,9 +85,7 @@ def _backward(loss: Tensor, leaves: Sequence[_Leaf], update: EagerUpdate) -> Non
     step = update.run(factor)
     with update.guarded(step):
         _run(loss, leaves, step, retain=False)
-        for param in update.params:  # left by a backward within the backward
-            if param.grad is not None:
-                step.take(param, _taken(param))
+        step.take_grads(update.params)  # left by a backward within the backward
         step.finish()
 
 
@@ -158,9 +156,8 @@ def _taking(loss: Tensor, leaves: Sequence[_Leaf], step: EagerStep) -> Iterator[
 
     def take(param: Tensor) -> None:
         is_outer = torch._C._current_graph_task_id() == outer[0]
-        if param.grad is None or not (is_outer or id(param) in step.updated):
-            return  # nothing arrived; or from a backward within the backward, with more to follow
-        step.take(param, _taken(param))
+        if is_outer or id(param) in step.updated:  # else it is of a backward within the backward, with more to follow
+            step.take_grads([param])
 
     def begins(*_: Any) -> None:
         outer[:] = [torch._C._current_graph_task_id()]
@@ -187,9 +184,3 @@ def _by_pipe(leaves: Sequence[_Leaf]) -> dict[Backward, set[int]]:
         if len(leaf.parents) == 1 and isinstance(first, Backward) and not leaf.tensor._backward_hooks:
             by_pipe.setdefault(first, set()).add(id(leaf.tensor))
     return by_pipe
-
-
-def _taken(param: Tensor) -> Tensor:
-    grad, param.grad = param.grad, None
-    assert grad is not None  # checked by the caller
-    return grad

@@ -14,10 +14,11 @@ A schedule's order (looped-bfs) makes the gradients of some stages whole early; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ from pipeline.execution.communicator import Pair, Verdict, joined
 from pipeline.execution.final_gradients import GradientFinalizer
 from pipeline.gradients.eager import EagerStep, EagerUpdate, check_free, factor_of
 from pipeline.stage.hooks import accumulate, grads_kept, hooked
+
+# Of a run that succeeded: the call, which still has its outputs; the loss; (leaf, gradient) for `.grad`, of leaves
+# outside the Pipe and of the input; the metrics.
+Ended: TypeAlias = tuple[Call, Tensor, list[Pair], Mapping[str, Tensor]]
 
 
 class EagerSink(Sink):
@@ -54,7 +59,7 @@ class EagerSink(Sink):
         norm: Tensor | None = None
         if update.needs_two_runs:
             norms = update.run(only_norms=True)
-            trial = EagerRun(update, norms, named).play(run).call
+            trial = EagerRun(update, norms, named).play(run)[0]
             norm = _norm(norms, trial, named)
             run.again(trial)
         step = update.run(None if norm is None else factor_of(update, norm))
@@ -69,30 +74,11 @@ class EagerSink(Sink):
         return Step(loss, None, joined, None, metrics, norm)
 
 
-class Ended(NamedTuple):
-    """A run that succeeded.
-
-    Attributes:
-        call: still has its outputs.
-        loss: of the mini-batch.
-        external: (leaf, gradient) for `.grad`: of leaves outside the Pipe, and of the input.
-        metrics: that loss_fn reported.
-    """
-
-    call: Call
-    loss: Tensor
-    external: list[Pair]
-    metrics: Mapping[str, Tensor]
-
-
 def _finish(update: EagerUpdate, step: EagerStep, external: list[Pair]) -> None:
     """Add to `.grad` of external leaves; update the parameters with which the input was computed."""
     with without_autocast(), grads_kept([*[owner for owner, _ in external], *update.params]):
         accumulate(external)
-        for param in update.params:
-            if param.grad is not None:
-                grad, param.grad = param.grad, None
-                step.take(param, grad)
+        step.take_grads(update.params)
     step.finish()
 
 
@@ -113,16 +99,13 @@ class EagerRun:
         self._update = update
         self._names = {id(param): name for name, param in named.items()}
         self._external: list[Pair] = []  # leaves outside the Pipe, whose gradients are for `.grad`
-        self._divisor: Callable[[], Tensor | None] = lambda: None
-        self._divided: list[Tensor | None] = []
 
     def play(self, run: RunWithLoss) -> Ended:
         """Run forward and backward, and take the whole gradients of this process."""
         finalizers: list[GradientFinalizer] = []
 
         def listens(call: Call, end: LossEnd, loss: Loss) -> Listener:
-            self._divisor = lambda: loss.divisor
-            finalizers.append(self._finalizer(call, end))
+            finalizers.append(self._finalizer(call, end, loss))
             return finalizers[0].settled
 
         call, loss = run.play(listens if run.execution.communicator.is_alone else None)
@@ -134,7 +117,7 @@ class EagerRun:
         inputs = input_pairs(call)
         own = loss.divisor if call.execution.has_last else None
         if finalizers:
-            pairs = self._rest(call, finalizers[0])
+            pairs = self._rest(call, finalizers[0], own)
         else:
             pairs, own = self._joined(call, own)
         reached = bool(pairs or inputs or self.step.updated or self.step.norms)
@@ -145,12 +128,16 @@ class EagerRun:
         value, _, reached, _, metrics = call.communicator.agree(verdict)
         check_reached(reached)
         assert value is not None  # the last stage's process has it
-        return Ended(call, value, self._external, metrics)
+        return call, value, self._external, metrics
 
-    def _finalizer(self, call: Call, end: LossEnd) -> GradientFinalizer:
+    def _finalizer(self, call: Call, end: LossEnd, loss: Loss) -> GradientFinalizer:
         """The finalizer that takes gradients while the backward runs."""
         by_threads, compares = call.execution.has_threads, call.execution.setup.compares
         waits = by_threads and (compares or end.compares)
+        divisor = cache(lambda: loss.divisor)  # all losses are known by then
+
+        def take(owner: Tensor, grad: Tensor) -> None:
+            self._take(owner, divide_(grad, divisor()))
 
         def ready() -> None:
             if compares:  # one thread drives all lanes then
@@ -165,7 +152,7 @@ class EagerRun:
             """The parameters whose gradients have parts from outside the stages."""
             return {*end.sums, *end.reads, *map(id, call.batch.tree.tensors)}
 
-        return GradientFinalizer(call.stages, self._take_divided, ready, late, waits)
+        return GradientFinalizer(call.stages, take, ready, late, waits)
 
     def _refuse_later_weights(self, call: Call) -> None:
         """Raise where a stage still needs a weight, past autograd, that will be updated before its backward."""
@@ -184,12 +171,6 @@ class EagerRun:
             later.update({
                 where: self._names.get(id(param), "") for where, param in own.items() if self._update.holds(param)
             })  # fmt: skip
-
-    def _take_divided(self, owner: Tensor, grad: Tensor) -> None:
-        if not self._divided:  # all losses are known by now
-            self._divided.append(self._divisor())
-        (divisor,) = self._divided
-        self._take(owner, divide_(grad, divisor))
 
     def _take(self, owner: Tensor, grad: Tensor) -> None:
         if owner._backward_hooks:
@@ -217,9 +198,8 @@ class EagerRun:
         if is_all and call.stages:
             call.execution.record_update(call.stages[-1].layers.index, start)
 
-    def _rest(self, call: Call, sums: GradientFinalizer) -> list[Pair]:
+    def _rest(self, call: Call, sums: GradientFinalizer, divisor: Tensor | None) -> list[Pair]:
         parts = [*call.parts_of_loss(), *sums.rest()]
-        divisor = self._divisor()
         return [(owner, divide_(grad, divisor)) for owner, grad in joined(parts).values()]
 
     def _joined(self, call: Call, own: Tensor | None) -> tuple[list[Pair], Tensor | None]:

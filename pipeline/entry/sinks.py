@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from pipeline.gradients.store import GradStore
 from pipeline.stage.hooks import accumulate, grads_kept, has_hooks, hooked
 
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
+Taken: TypeAlias = tuple[GradStore | None, Tensor | None]
 
 
 class Sink(ABC):
@@ -72,13 +73,6 @@ class LossSink(Sink):
         return Step(verdict.loss, None, joined, None, verdict.metrics)
 
 
-class Taken(NamedTuple):
-    """The result of taking gradients: the store that has them, if one has, and their norm, if it was asked for."""
-
-    store: GradStore | None = None
-    norm: Tensor | None = None
-
-
 class GradSink(Sink):
     """`.grad` of the parameters, to which gradients are added as backward() does."""
 
@@ -90,11 +84,11 @@ class GradSink(Sink):
                 pairs, value, hooks, metrics = collect(call, loss)
                 joined = run.joined(call)
                 call.release()
-                taken = self.take(pairs, call, run.runtime.module)
+                store, norm = self.take(pairs, call, run.runtime.module)
             self.finish(run.runtime.module)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
-        return Step(value, taken.store, joined, None, metrics, taken.norm)
+        return Step(value, store, joined, None, metrics, norm)
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
@@ -103,10 +97,13 @@ class GradSink(Sink):
             pairs: (owner, gradient) of parameters, other leaves, and tensors of the input, each once.
             call: made them.
             module: the Pipe.
+
+        Returns:
+            The store that has them, if one has, and their norm, if it was asked for.
         """
         with _grads_undone(pairs):
             accumulate(pairs)
-        return Taken()
+        return None, None
 
     def finish(self, module: nn.Module) -> None:
         """End a step that went well in this process."""
@@ -143,7 +140,7 @@ class StoreSink(GradSink):
                 grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
                 norm = call.communicator.exchange.total_norm(grads, 2.0)
                 store.scale_(clip_factor(self._max_norm, norm))
-        return Taken(store, norm)
+        return store, norm
 
 
 class OptimizerSink(GradSink):
@@ -178,7 +175,7 @@ class OptimizerSink(GradSink):
                 self.optimizer.step()
             else:
                 scaler.step(self.optimizer)
-        return Taken(norm=norm)
+        return None, norm
 
     def finish(self, module: nn.Module) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -218,26 +215,14 @@ def _grads_undone(pairs: Sequence[Pair]) -> Iterator[None]:
         yield
 
 
-class Collected(NamedTuple):
-    """The results of a step before they are handed over.
-
-    Attributes:
-        pairs: (owner, whole gradient) of the parameters and of the input's tensors, each once; hooks have run.
-        loss: of the mini-batch.
-        hooks: whether any process has hooks on these.
-        metrics: that loss_fn reported.
-    """
-
-    pairs: list[Pair]
-    loss: Tensor
-    hooks: bool
-    metrics: Mapping[str, Tensor]
-
-
-def collect(call: Call, loss: Loss) -> Collected:
+def collect(call: Call, loss: Loss) -> tuple[list[Pair], Tensor, bool, Mapping[str, Tensor]]:
     """After the run: whole gradients, and the loss, on which all processes agree.
 
     Tensor hooks are the user's code: if any process has some, all agree again after these have run.
+
+    Returns:
+        (owner, whole gradient) of the parameters and of the input's tensors, each once, whose hooks have run; the loss;
+        whether any process has hooks on these; the metrics that loss_fn reported.
     """
     inputs = input_pairs(call)
     pairs = list(call.sums().values())
@@ -259,7 +244,7 @@ def collect(call: Call, loss: Loss) -> Collected:
         if any(owner._backward_hooks for owner, _ in whole):
             whole = hooked(whole)
         call.communicator.agree(Verdict(None, None, True))
-    return Collected(whole, value, hooks, metrics)
+    return whole, value, hooks, metrics
 
 
 def input_pairs(call: Call) -> list[Pair]:

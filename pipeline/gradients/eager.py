@@ -214,6 +214,13 @@ class EagerStep:
                 )
             self._take(param, grad)
 
+    def take_grads(self, params: Iterable[Tensor]) -> None:
+        """Take the `.grad` of each that has one; it is None then."""
+        for param in params:
+            if param.grad is not None:
+                grad, param.grad = param.grad, None
+                self.take(param, grad)
+
     def note(self, param: Tensor, grad: Tensor) -> None:
         """Count a gradient in the norm, if one is needed."""
         if self.only_norms:
