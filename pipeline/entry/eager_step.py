@@ -45,7 +45,6 @@ class EagerSink(Sink):
     """An EagerUpdate, which gets each gradient as soon as it is whole."""
 
     def __init__(self, update: EagerUpdate) -> None:
-        super().__init__()
         self.optimizer: EagerUpdate = update
 
     def run(self, run: RunWithLoss) -> Step:

@@ -51,7 +51,7 @@ def sink_of(
         return EagerSink(optimizer)
     if optimizer is not None:
         return OptimizerSink(optimizer, max_norm, scaler)
-    return GradSink(scaler) if grads == "param" else StoreSink(max_norm, scaler)
+    return GradSink() if grads == "param" else StoreSink(max_norm)
 
 
 def forward(runtime: Runtime, input: Any, output: str) -> Any:
@@ -120,7 +120,7 @@ def _run(
     recorder = runtime.recorder() if arguments.trace else None
     with modes:
         execution = Execution(runtime.agreed(request, batch, communicator, target, recorder), batch)
-        made = sink.run(RunWithLoss(runtime, execution, arguments, target, sink.scaler))
+        made = sink.run(RunWithLoss(runtime, execution, arguments, target, request.scaler))
     ended = perf_counter()
     for trace in execution.setup.traces:
         trace.record_step(begun, ended)

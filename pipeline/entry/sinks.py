@@ -35,16 +35,11 @@ Taken: TypeAlias = tuple[GradStore | None, Tensor | None]
 class Sink(ABC):
     """The receiver of the final gradients of a step.
 
-    Args:
-        scaler: scales the loss, and so the gradients.
-
     Attributes:
         optimizer: that steps with them. None: none does.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        self.scaler = scaler
-        self.optimizer: Any = None
+    optimizer: Any = None
 
     @abstractmethod
     def run(self, run: RunWithLoss) -> Step:
@@ -59,7 +54,6 @@ class LossSink(Sink):
     """
 
     def __init__(self, metrics: Callable[[Loss], Mapping[str, Tensor]] = lambda loss: loss.metrics) -> None:
-        super().__init__()
         self._metrics = metrics
 
     def run(self, run: RunWithLoss) -> Step:
@@ -114,11 +108,9 @@ class StoreSink(GradSink):
 
     Args:
         max_norm: clips the gradients to this norm.
-        scaler: scales the loss.
     """
 
-    def __init__(self, max_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        super().__init__(scaler)
+    def __init__(self, max_norm: float | None) -> None:
         self._max_norm = max_norm
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
@@ -155,13 +147,13 @@ class OptimizerSink(GradSink):
     def __init__(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> None:
-        super().__init__(scaler)
         self.optimizer = optimizer
         self._max_norm = max_norm
+        self._scaler = scaler
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         norm: Tensor | None = None
-        communicator, scaler = call.communicator, self.scaler
+        communicator, scaler = call.communicator, self._scaler
         with self._undone(pairs):
             accumulate(pairs)
             if scaler is not None and (self._max_norm is not None or not communicator.is_alone):
@@ -181,13 +173,13 @@ class OptimizerSink(GradSink):
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in module.parameters():
             parameter.grad = None
-        if self.scaler is not None:
-            self.scaler.update()
+        if self._scaler is not None:
+            self._scaler.update()
 
     @contextmanager
     def _undone(self, pairs: Sequence[Pair]) -> Iterator[None]:
         """Within: a failure leaves `.grad`, and what the scaler notes of the optimizer, as they were found."""
-        scaler = self.scaler
+        scaler = self._scaler
         states = scaler._per_optimizer_states if scaler is not None and scaler.is_enabled() else {}
         key = id(self.optimizer)
         state = dict(states[key]) if key in states else None
