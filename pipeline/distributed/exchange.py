@@ -50,14 +50,21 @@ class CallMessages:
         self.finish()
         to = list(ranks)
         for rank in to:
-            self.ranks.send_one(rank, f"{self.series}/{what}", what, message)
+            sender = self.ranks.connections.sender(rank)
+            sender.begin(f"{self.series}/{what}", [what])
+            sender.send(what, message)
         self._unfinished = to
         if waits:
             self.finish()
 
     def receive(self, source: int, what: str) -> Message:
         """Wait for a message."""
-        return self.ranks.receive_one(source, f"{self.series}/{what}", what)
+        self.ranks.monitor.at = f"the end, for {what} from rank {source}"
+        receiver = self.ranks.connections.receiver(source)
+        receiver.begin(f"{self.series}/{what}", [what])
+        message = receiver.receive(what)
+        receiver.finish()
+        return message
 
     def broadcast(self, source: int, what: str, message: Message | None, waits: bool = True) -> Message:
         """A message from one rank, on all, passed on over the tree. `message`: on that rank; else None.

@@ -2,7 +2,7 @@
 
     torchrun, or group=...  -->  RankGroup: rank, size, FailureMonitor, Connections: channels, links over them
 
-    within a call   exchange: a few whole numbers from all to all        send_one, receive_one: messages
+    within a call   exchange: a few whole numbers from all to all        connections: messages
     a failure       its record first, then every channel is closed; the next call builds the next generation of them
 
 All Pipes of one process group share one. Control numbers travel on the same channels as messages, before and after
@@ -30,17 +30,17 @@ from pipeline.common.arguments import check_group
 from pipeline.common.interrupts import Deferral
 from pipeline.distributed.connections import Connections, Pairs
 from pipeline.distributed.failure.errors import Failure, RankError, exception_of, of_exception, silence
+from pipeline.distributed.failure.heartbeat import in_words
 from pipeline.distributed.failure.monitor import FailureMonitor
 from pipeline.distributed.rendezvous import AbortableRendezvous
 from pipeline.distributed.tree import TreePlace, all_to_all, place_in_tree, tree_pairs
 from pipeline.transports.channel import ChannelError
 from pipeline.transports.distributed import Channels
-from pipeline.transports.message import Message
 from pipeline.transports.nccl import nccl_of
 from scheduler import Action
 
 _LATER = 60.0  # seconds after `timeout`, when the monitor has decided, until torch itself ends a wait
-_GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
+GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 
 
 class RankGroup:
@@ -114,25 +114,10 @@ class RankGroup:
             able = [(one, other) for one, other in new if "" != places[one] != places[other] != ""]
             self.connections.carry(new, able)
 
-    def send_one(self, to: int, series: str, what: str, message: Message) -> None:
-        """Send a message by itself."""
-        sender = self.connections.sender(to)
-        sender.begin(series, [what])
-        sender.send(what, message)
-
     def finish(self, to: int) -> None:
         """Wait until a rank has received all that was sent to it."""
         self.monitor.at = f"the end, for rank {to} to receive the last messages"
         self.connections.sender(to).finish()
-
-    def receive_one(self, source: int, series: str, what: str) -> Message:
-        """Receive a message that was sent by itself."""
-        self.monitor.at = f"the end, for {what} from rank {source}"
-        receiver = self.connections.receiver(source)
-        receiver.begin(series, [what])
-        message = receiver.receive(what)
-        receiver.finish()
-        return message
 
     # ----------------------------------------------------------------------------------------------------- numbers
 
@@ -216,11 +201,11 @@ class RankGroup:
     def _fail(self, error: BaseException, call: str, action: Action | None, progress: str) -> NoReturn:
         self.is_in_call = False
         is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
-        own = self._lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
-        first = self.monitor.verdict(_GRACE) if is_lost else None
+        own = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
+        first = self.monitor.verdict(GRACE) if is_lost else None
         if first is None:
             self.monitor.fail(own)
-            first = self.monitor.verdict(_GRACE) or own
+            first = self.monitor.verdict(GRACE) or own
         self.close()
         self.monitor.leave()
         shared = exception_of(first, self.rank)
@@ -234,7 +219,8 @@ class RankGroup:
             shared.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
         raise shared from shared.__cause__ or error
 
-    def _lost(self, error: BaseException, call: str) -> Failure:
+    def lost(self, error: BaseException, call: str) -> Failure:
+        """The failure of a call whose connection broke, where nobody knows the reason."""
         waited = f"rank {self.rank} waited at {in_words(self.monitor.at)}."
         return silence(self.rank, call, f"rank {self.rank} lost a connection: {error}", waited)
 
@@ -249,11 +235,6 @@ class RankGroup:
         self.monitor.stop()
         self.connections.drain(self.heartbeat)
         self.close()
-
-
-def in_words(at: object) -> str:
-    """The text of `FailureMonitor.at`: a wait or an action."""
-    return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
 
 
 def _device(group: Any) -> torch.device:

@@ -24,7 +24,7 @@ from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, 
 from pipeline.distributed.data_parallel.replicas import Replicas, members
 from pipeline.distributed.data_parallel.shards import Layout
 from pipeline.distributed.failure.errors import Failure, RankError, silence
-from pipeline.distributed.group import RankGroup, in_words
+from pipeline.distributed.group import GRACE, RankGroup
 from pipeline.execution.communicator import Communicator, Compared, Describe, Verdict
 from scheduler import Action
 
@@ -33,7 +33,6 @@ _AGREED = (
     ", after all replicas had agreed that it took place: parameters and buffers may be changed in some and not in "
     "others. Load a checkpoint before the next step"
 )
-_GRACE = 0.5  # seconds that a rank whose connection broke waits for the reason
 
 
 class DataParallelCommunicator(Communicator):
@@ -131,10 +130,7 @@ class DataParallelCommunicator(Communicator):
     def _failure_among_replicas(self, error: BaseException) -> Failure:
         """The failure that the replicas' monitor knows, described for the pipeline."""
         ranks = self._replicas.ranks
-        failure = ranks.monitor.verdict(_GRACE)
-        if failure is None:
-            waited = f"rank {ranks.rank} waited at {in_words(ranks.monitor.at)}."
-            failure = silence(ranks.rank, self._call, f"rank {ranks.rank} lost a connection: {error}", waited)
+        failure = ranks.monitor.verdict(GRACE) or ranks.lost(error, self._call)
         where = f"{_WHERE[1]}(ranks {members(ranks)} of the world, here 0 to {ranks.size - 1})"
         return _located(failure, where)
 

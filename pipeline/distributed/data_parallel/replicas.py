@@ -64,16 +64,16 @@ class Replicas:
         ranks.connections.connect(permutations(range(ranks.size), 2))
         ranks.enter(call)
         try:
-            compare(
-                ranks,
-                {
-                    "the Pipes": f"number {self.number} among the replicas",
-                    "the places in the pipeline": _place(self.pipeline),
-                    "the settings": settings,
-                    "the parameters": self.parameters,
-                    "the buffers": "\n".join(_in_words(module.named_buffers())),
-                },
-            )
+            words = {
+                "the Pipes": f"number {self.number} among the replicas",
+                "the places in the pipeline": _place(self.pipeline),
+                "the settings": settings,
+                "the parameters": self.parameters,
+                "the buffers": "\n".join(_in_words(module.named_buffers())),
+            }
+            digests = [digest(text) for text in words.values()]
+            if any(theirs != digests for theirs in ranks.exchange(digests)):
+                refuse(ranks, words)
             if self.pipeline is not None:  # else devices were given
                 ranks.refuse_shared_devices()
             self._share([*module.parameters(), *module.buffers()])
@@ -134,17 +134,6 @@ def find_replicas(given: Any, ranks: RankGroup | None, heartbeat: float, timeout
                 'group=mesh["pp"], replicas=mesh["dp"].'
             )
     return replicas
-
-
-def compare(ranks: RankGroup, words: Mapping[str, str]) -> None:
-    """Compare descriptions between the replicas.
-
-    Raises:
-        MismatchError: something does.
-    """
-    digests = [digest(text) for text in words.values()]
-    if any(theirs != digests for theirs in ranks.exchange(digests)):
-        refuse(ranks, words)
 
 
 def refuse(ranks: RankGroup, words: Mapping[str, str]) -> NoReturn:

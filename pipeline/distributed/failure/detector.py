@@ -63,6 +63,11 @@ class FailureDetector:
         """A description of where every rank but one is."""
         return "; ".join(f"rank {rank} {self._stood(rank)}" for rank in range(self._size) if rank != but) + "."
 
+    def without_store(self, own: Heartbeat, reason: str) -> Failure:
+        """The failure of this rank's call where the store, and so the others, cannot be seen any more."""
+        message = f"{reason} rank {self._rank} is {own.described()}."
+        return silence(self._rank, own.call, message, self.waits(but=self._rank))
+
     def needy(self, call: Heartbeat, serials: Mapping[int, int], now: float, patience: float) -> list[int]:
         """The ranks that may still need this one for a call that it has left.
 

@@ -74,3 +74,8 @@ class Heartbeat(NamedTuple):
         else:
             place = f"at {self.at} in {self.call}" if self.at else f"in {self.call}"
         return f"{place} when it {self.ended}" if self.ended else place
+
+
+def in_words(at: object) -> str:
+    """The text of `FailureMonitor.at`: a wait or an action."""
+    return " ".join(map(str, at)) if isinstance(at, tuple) else str(at)

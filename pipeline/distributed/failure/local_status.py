@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pipeline.distributed.failure.errors import Failure
-from pipeline.distributed.failure.heartbeat import Heartbeat
+from pipeline.distributed.failure.heartbeat import Heartbeat, in_words
 
 
 class Marks(Protocol):
@@ -120,8 +120,7 @@ class LocalStatus:
             if marks is not None:
                 self._mark = marks.at, marks.steps
             at, steps = self._mark
-            words = " ".join(map(str, at)) if isinstance(at, tuple) else str(at)
-            return Heartbeat(serial, *self._latest, self._abort is not None, words, steps, self.ended)
+            return Heartbeat(serial, *self._latest, self._abort is not None, in_words(at), steps, self.ended)
 
     def asked(self) -> int | None:
         """The generation whose failure the main thread needs and does not have."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from time import monotonic
 
 from pipeline.distributed.failure.detector import FailureDetector
-from pipeline.distributed.failure.errors import silence
 from pipeline.distributed.failure.heartbeat import Heartbeat
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.store_keys import StoreKeys
@@ -111,12 +110,12 @@ class StoreExchange:
 
     def without_store(self, reason: str) -> None:
         """The turn after the store was lost, for this reason: this rank can only judge for itself."""
-        rank, own = self._status.rank, self._status.beat(0)
+        own = self._status.beat(0)
         for generation, failure in self._status.unposted():
             self._status.posted(generation, failure)
         if self._status.asked() is not None:
-            message = f"rank {rank} lost the store of torch.distributed: {reason} rank {rank} is {own.described()}."
-            self._status.deliver(own.generation, silence(rank, own.call, message, self._detector.waits(but=rank)))
+            what = f"rank {self._status.rank} lost the store of torch.distributed: {reason}"
+            self._status.deliver(own.generation, self._detector.without_store(own, what))
         self._status.wake()
         if self._is_parting(own):
             self._status.part()

@@ -12,7 +12,6 @@ import threading
 from time import monotonic
 
 from pipeline.distributed.failure.detector import FailureDetector
-from pipeline.distributed.failure.errors import silence
 from pipeline.distributed.failure.local_status import LocalStatus
 from pipeline.distributed.failure.store_exchange import BEAT
 from pipeline.distributed.failure.thread import JOINING, MonitorThread
@@ -67,10 +66,9 @@ class StoreWatchdog:
         if self._status.ended:
             self._status.part()
         if self._status.asked() is not None:
-            rank, own = self._status.rank, self._status.beat(0)
-            message = (
-                f"the store of torch.distributed does not answer rank {rank} since {held:.1f} s "
+            reason = (
+                f"the store of torch.distributed does not answer rank {self._status.rank} since {held:.1f} s "
                 f"(heartbeat={self._heartbeat}): the process that hosts it (rank 0, or torchrun's agent) is stopped, "
-                f"swapped out or cut off. rank {rank} is {own.described()}."
+                "swapped out or cut off."
             )
-            self._status.lose(silence(rank, own.call, message, self._detector.waits(but=rank)))
+            self._status.lose(self._detector.without_store(self._status.beat(0), reason))
