@@ -92,7 +92,7 @@ class Sender:
         index = len(self._sent)
         if series is None or index == len(series.names) or series.names[index] != name:
             raise RuntimeError(self._not_next(name))
-        spec = series.predicted(index)
+        spec = series.predicted[index]
         tensors, payloads = message.tensors, self._outgoing.payloads
         fits = spec.packing.fits(tensors)
         if not fits:
@@ -153,7 +153,7 @@ class Sender:
         text = describe(message, packing, f"{series.names[index]} from {self._what}", apart)
         padded = text + bytes(-len(text) % ALIGNMENT)
         nbytes = len(padded) + (0 if apart else packing.nbytes)
-        buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted(index).beside_header))
+        buffer = _tensor_of(series.header(index, len(text), nbytes) + bytes(series.predicted[index].beside_header))
         extra = _packed(series.learn(index, text), padded, message.tensors, payloads)  # learned as the receiver does
         self._sent.append((self._outgoing.send(buffer), self._outgoing.send(extra, extra=True)))
 
@@ -248,7 +248,7 @@ class Receiver:
 
     def _post_ahead(self, series: MessageSeries) -> None:
         for index in range(self.position + len(self._posted), min(self.position + self._window, len(series.names))):
-            spec = series.predicted(index)
+            spec = series.predicted[index]
             buffer = self._buffer(HEADER.size + spec.beside_header)
             self._posted.append((buffer, self._incoming.post(buffer)))
 
@@ -261,7 +261,7 @@ class Receiver:
         index = self.position
         header = ctypes.string_at(buffer.data_ptr(), HEADER.size)
         if header == series.header(index):
-            self._arrived[index] = self._arrival(series.predicted(index), buffer, HEADER.size)
+            self._arrived[index] = self._arrival(series.predicted[index], buffer, HEADER.size)
         else:
             *_, length, nbytes = numbers = HEADER.unpack(header)
             if length <= 0 or header != series.header(index, length, nbytes):

@@ -26,7 +26,11 @@ _MAGIC = 0x6B636F74736E6550  # "Penstock"
 
 
 class MessageSeries:
-    """The messages of a phase, in order, with the last spec of each."""
+    """The messages of a phase, in order, with the last spec of each.
+
+    Attributes:
+        predicted: the spec of the next message of each index.
+    """
 
     def __init__(self, name: str, names: tuple[str, ...], what: str) -> None:
         self.name = name
@@ -37,17 +41,13 @@ class MessageSeries:
         self.call = 0
         self.digest = _digest(name, names)
         self._last = [b""] * len(names)  # the descriptions
-        self._predicted = [NOTHING] * len(names)
-
-    def predicted(self, index: int) -> MessageSpec:
-        """The predicted spec of the next message of this index."""
-        return self._predicted[index]
+        self.predicted = [NOTHING] * len(names)
 
     def learn(self, index: int, text: bytes) -> MessageSpec:
         """The spec of an announced message, from its description; it is the next prediction."""
         spec = MessageSpec.read(text)
         is_steady = self._last[index] in (b"", text)
-        self._last[index], self._predicted[index] = text, spec if is_steady else NOTHING
+        self._last[index], self.predicted[index] = text, spec if is_steady else NOTHING
         return spec
 
     def header(self, index: int, length: int = 0, extra: int = 0) -> bytes:
@@ -57,7 +57,7 @@ class MessageSeries:
             length: of the description, in bytes; 0: the message is as predicted.
             extra: the bytes on the extra stream.
         """
-        nbytes = self._predicted[index].packing.nbytes
+        nbytes = self.predicted[index].packing.nbytes
         return HEADER.pack(_MAGIC, self.call, index, self.digest, nbytes, length, extra)
 
 
@@ -89,7 +89,7 @@ class SpecCache:
         if (call, came, digest) == (series.call, index, series.digest):
             return (
                 f"{self._what}: {expected} came with {predicted} bytes of tensors, where this rank expected "
-                f"{series.predicted(index).packing.nbytes}: the two ends no longer remember the same."
+                f"{series.predicted[index].packing.nbytes}: the two ends no longer remember the same."
             )
         other = next((known for known in self._known.values() if known.digest == digest), None)
         whose = f"of {other.name!r}" if other is not None else "of a series that this rank does not know"

@@ -17,6 +17,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -48,17 +50,8 @@ def check_transport(make_pair: MakePair, seconds: float = 20.0) -> None:
 
 def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> None:
     name = check.__name__.strip("_").replace("_", " ")
-    failures: list[BaseException] = []
-
-    def run(pair: Pair) -> None:
-        try:
-            check(pair)
-        except BaseException as error:
-            failures.append(error)
-
     with make_pair() as pair:
-        thread = threading.Thread(target=run, args=(pair,), daemon=True)
-        thread.start()
+        thread = _Thread(partial(check, pair))
         thread.join(seconds)
         late = thread.is_alive()
         if late:
@@ -66,8 +59,8 @@ def _run(check: Callable[[Pair], None], make_pair: MakePair, seconds: float) -> 
             thread.join(seconds)
     if late:
         raise AssertionError(f"{name}: not done after {seconds} s.")
-    if failures:
-        raise AssertionError(f"{name}: {type(failures[0]).__name__}: {failures[0]}") from failures[0]
+    if thread.error is not None:
+        raise AssertionError(f"{name}: {type(thread.error).__name__}: {thread.error}") from thread.error
 
 
 def _buffers_arrive_in_the_order_in_which_they_were_sent(pair: Pair) -> None:
@@ -148,20 +141,16 @@ def _what_has_been_waited_for_may_change(pair: Pair) -> None:
     for buffer in posted:
         time.sleep(0.01)  # let the sender go as far as it may
         pair.incoming.post(buffer).wait()
-    thread.join()
-    assert thread.error is None, f"the sender ended with {thread.error!r}"
+    thread.end("the sender")
     _assert_same(posted, [_bytes(1000, seed) for seed in range(3)])
 
 
 def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: Pair) -> None:
     receives = [pair.incoming.post(torch.zeros(8, dtype=torch.uint8), extra=extra) for extra in (False, True)]
     threads = [_Thread(handle.wait) for handle in receives]
-    timer = threading.Timer(0.05, pair.abort)
-    timer.start()
+    _abort_soon(pair)
     for thread in threads:
-        thread.join()
-        assert isinstance(thread.error, ChannelError), f"a waiting receive ended with {thread.error!r}"
-    timer.join()
+        thread.end("a waiting receive", ChannelError)
     pair.abort()
     for begin in (pair.outgoing.send, pair.incoming.post):
         _assert_dead(begin)
@@ -170,12 +159,9 @@ def _giving_up_wakes_whoever_waits_and_refuses_the_rest(pair: Pair) -> None:
 def _giving_up_wakes_whoever_waits_for_a_send(pair: Pair) -> None:
     sends = [pair.outgoing.send(_bytes(1 << 20, seed)) for seed in range(2)]
     threads = [_Thread(handle.wait) for handle in sends]
-    timer = threading.Timer(0.05, pair.abort)
-    timer.start()
+    _abort_soon(pair)
     for thread in threads:
-        thread.join()  # a channel that keeps what is sent has done its part
-        assert thread.error is None or isinstance(thread.error, ChannelError), f"a send ended with {thread.error!r}"
-    timer.join()
+        thread.end("a send", ChannelError, NoneType)  # a channel that keeps what is sent has done its part
 
 
 def _messages_of_every_dtype_and_layout_arrive_bit_by_bit(pair: Pair) -> None:
@@ -236,8 +222,7 @@ def _a_sender_in_a_thread_of_its_own_may_be_far_ahead(pair: Pair) -> None:
         for name, message in zip(names, messages, strict=True):
             _assert_equal(receiver.receive(name), message)
         receiver.finish()
-    thread.join()
-    assert thread.error is None, f"the sender ended with {thread.error!r}"
+    thread.end("the sender")
 
 
 def _both_ends_have_payloads_or_neither_has(pair: Pair) -> None:
@@ -259,8 +244,7 @@ def _payloads_may_be_expected_before_they_are_sent(out: PayloadsOut, into: Paylo
     time.sleep(0.02)  # let whoever does not wait go wrong
     for buffer in sent:
         _send(out, buffer)
-    thread.join()
-    assert thread.error is None, f"whoever expects payloads ended with {thread.error!r}"
+    thread.end("whoever expects payloads")
     _assert_same(received, sent)
 
 
@@ -295,11 +279,8 @@ def _a_payload_need_not_be_kept_by_its_sender(out: PayloadsOut, into: PayloadsIn
 def _giving_up_ends_payloads_as_well(out: PayloadsOut, into: PayloadsIn, pair: Pair) -> None:
     first, second = into.post(8), into.post(8)
     thread = _Thread(lambda: (first.take(), None)[1])
-    timer = threading.Timer(0.05, pair.abort)
-    timer.start()
-    timer.join()
-    thread.join()  # where only a stream waits, the host has gone on
-    assert thread.error is None or isinstance(thread.error, ChannelError), f"a payload ended with {thread.error!r}"
+    _abort_soon(pair)
+    thread.end("a payload", ChannelError, NoneType)  # where only a stream waits, the host has gone on
     for name, use in (
         ("gives what was expected", second.take),
         ("expects payloads", lambda: into.post(8).take()),
@@ -379,6 +360,16 @@ class _Thread(threading.Thread):
             self._function()
         except BaseException as error:
             self.error = error
+
+    def end(self, what: str, *kinds: type) -> None:
+        """Wait for the end, which is to be an error of one of these types; without any, none."""
+        self.join()
+        assert isinstance(self.error, kinds or NoneType), f"{what} ended with {self.error!r}"
+
+
+def _abort_soon(pair: Pair) -> None:
+    time.sleep(0.05)  # until whoever waits does
+    pair.abort()
 
 
 def _wait(receives: list[Handle], sends: list[Handle]) -> None:
