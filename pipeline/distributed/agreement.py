@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
 import torch
@@ -80,6 +80,12 @@ def _in_words(tensor: Tensor) -> str:
         hashed.update(f"{part.dtype}{list(part.shape)}".encode())
         hashed.update(plain.view(torch.uint8).numpy().data)
     return f"{' '.join(map(str, begin))} ... (digest {hashed.hexdigest()})"
+
+
+def shapes_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Names, shapes and types of tensors, a line each."""
+    lines = [f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for name, tensor in named]
+    return "\n".join(lines)
 
 
 def encoded(words: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from partition.names import sequential
 from pipeline.common.cadence import Cadence
 from pipeline.common.module_tables import tables_of
 from pipeline.data.values import Values
+from pipeline.distributed.agreement import shapes_in_words
 from pipeline.distributed.assignment import StageAssignment, assign
 from pipeline.distributed.group import RankGroup
 from pipeline.distributed.remote_layer import RemoteLayer
@@ -135,7 +136,7 @@ def topology_of(
     named = {id(parameter): (name, parameter) for name, parameter in whole.named_parameters()}
     everywhere = whole.named_parameters(remove_duplicate=False)
     first_names = {name: named[id(parameter)][0] for name, parameter in everywhere}
-    lines = [f"{name}: {_words(parameter)}" for name, parameter in named.values()]
+    words = shapes_in_words(named.values())
     # Of this rank's own no weak reference: torch cannot move a parameter in place that has one (moved_in_place).
     here = {
         id(parameter): partial(table.get, name)
@@ -150,11 +151,7 @@ def topology_of(
     held = {first_names[name] for stage in assignment.own for name, _ in stages[stage].named_parameters()}
     own = frozenset(held - tied)
     nothing = nn.Parameter(torch.empty(0, device="cpu"))
-    return PipeTopology(ranks, number, assignment, pairs, "\n".join(lines), first_names, known, own, nothing)
-
-
-def _words(parameter: Tensor) -> str:
-    return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+    return PipeTopology(ranks, number, assignment, pairs, words, first_names, known, own, nothing)
 
 
 def _pairs(assignment: StageAssignment, values: Values) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.distributed.agreement import MismatchError, difference, digest, encoded
+from pipeline.distributed.agreement import MismatchError, difference, digest, encoded, shapes_in_words
 from pipeline.distributed.exchange import CallMessages
 from pipeline.distributed.group import RankGroup, ranks_of
 from pipeline.transports.message import Message
@@ -44,7 +44,7 @@ class Replicas:
         self.pipeline = pipeline
         self.number, ranks.pipes = ranks.pipes, ranks.pipes + 1
         self.index, self.count = ranks.rank, ranks.size
-        self.parameters = "\n".join(_in_words(module.named_parameters()))
+        self.parameters = shapes_in_words(module.named_parameters())
 
     def __deepcopy__(self, memo: Any) -> Replicas:
         """A copy of a Pipe has the same replicas."""
@@ -69,7 +69,7 @@ class Replicas:
                 "the places in the pipeline": _place(self.pipeline),
                 "the settings": settings,
                 "the parameters": self.parameters,
-                "the buffers": "\n".join(_in_words(module.named_buffers())),
+                "the buffers": shapes_in_words(module.named_buffers()),
             }
             digests = [digest(text) for text in words.values()]
             if any(theirs != digests for theirs in ranks.exchange(digests)):
@@ -156,11 +156,6 @@ def members(ranks: RankGroup) -> list[int]:
 
 def _place(pipeline: RankGroup | None) -> str:
     return "all stages in one process" if pipeline is None else f"rank {pipeline.rank} of {pipeline.size}"
-
-
-def _in_words(named: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    for name, tensor in named:
-        yield f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
