@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.data.pytrees import add_grads
 from pipeline.distributed.agreement import MismatchError, digest, values_in_words
-from pipeline.distributed.assignment import StageAssignment
+from pipeline.distributed.assignment import StageAssignment, TiedParameter
 from pipeline.distributed.digests import Sketches
 from pipeline.distributed.exchange import CallMessages
 from pipeline.execution.communicator import Gradients, Pair, Part, joined
@@ -70,15 +70,11 @@ class TiedGradients(Gradients):
 
     def join(self, parts: Sequence[Part]) -> dict[int, Pair]:
         self._ranks.carry(self._assignment.tied_pairs)
-        index_of = {id(copy): index for index, copy in enumerate(self.copies) if copy is not None}
-        pairs = joined([part for part in parts if id(part[1]) not in index_of])
-        by_stage: dict[int, dict[int, Tensor]] = {index: {} for index in index_of.values()}
-        for stage, owner, grad in parts:
-            if id(owner) in index_of:
-                by_stage[index_of[id(owner)]][stage] = grad
-        for index, copy in enumerate(self.copies):
+        copies = {id(copy) for copy in self.copies if copy is not None}
+        pairs = joined([part for part in parts if id(part[1]) not in copies])
+        for tied, copy in zip(self._assignment.tied_parameters, self.copies):  # not strict: none may be built yet
             if copy is not None:
-                whole = self._whole(index, by_stage[index])
+                whole = self._whole(tied, {stage: grad for stage, owner, grad in parts if owner is copy})
                 if whole is not None:
                     pairs[id(copy)] = (copy, whole)
         return pairs
@@ -109,9 +105,8 @@ class TiedGradients(Gradients):
                     )
         return {**pairs, **whole}
 
-    def _whole(self, index: int, mine: Mapping[int, Tensor]) -> Tensor | None:
+    def _whole(self, tied: TiedParameter, mine: Mapping[int, Tensor]) -> Tensor | None:
         """The whole gradient of a tied parameter: the stages' sums, added in the order of the stages."""
-        tied = self._assignment.tied_parameters[index]
         here, rank_of = self._assignment.rank, self._assignment.rank_of
         stages = (-1, *[stage for stage, _ in tied.readers])  # -1: the loss, if it reads it, on the last rank
         part, whole = f"a part of the gradient of '{tied.name}'", f"the gradient of '{tied.name}'"
