@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
 from math import isnan
 from numbers import Real
 from typing import Any
@@ -28,6 +30,17 @@ def shown(value: object) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     return text if "\n" not in text and len(text) <= _LONGEST else f"a {type(value).__name__}"
+
+
+def few(names: Collection[str]) -> str:
+    """Some names in an error: the first five, and how many more.
+
+    Example:
+        >>> few(["a", "b"]), few("abcdefg")
+        ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    first = ", ".join(islice(names, 5))
+    return f"{first} and {len(names) - 5} more" if len(names) > 5 else first
 
 
 def check_flag(name: str, value: object) -> None:

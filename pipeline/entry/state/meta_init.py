@@ -15,9 +15,8 @@ other references to them (another place, a list, an optimizer) stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from os import PathLike, fspath
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from partition.names import sequential
-from pipeline.common.arguments import shown
+from pipeline.common.arguments import few, shown
 from pipeline.entry.state.meta_tensors import Empty, Layers, MetaMemory, check_reachable, is_marked, places, survey
 from pipeline.entry.state.saved import Saved
 from pipeline.recompute.randomness import default_generators, generators_kept, layer_seed
@@ -79,7 +78,7 @@ def materialize(
     check_reachable(layers, empty)
     _add_names(empty, others)
     if not empty:
-        _check_is_for_some(state, [*layers, *others])
+        _check_is_forfew(state, [*layers, *others])
         return
     saved = None if state is None else _open(state, empty.values())
     _check_given(empty.values(), init is not None, saved)
@@ -168,7 +167,7 @@ def _add_names(empty: Mapping[int, Empty], others: Layers) -> None:
                 empty[id(tensor)].names.append(place)
 
 
-def _check_is_for_some(state: State | None, layers: Layers) -> None:
+def _check_is_forfew(state: State | None, layers: Layers) -> None:
     """Refuse a state that would be read by no rank, since all is initialised already."""
     tensors = [tensor for _, name, layer in layers for _, tensor, _ in places(name, layer)]
     if state is not None and tensors and not any(tensor.is_meta for tensor in tensors):
@@ -184,28 +183,23 @@ def _check_given(empty: Iterable[Empty], init: bool, saved: Mapping[str, Any] | 
     if saved is None:
         if not init:
             names = [meta.names[0] for meta in empty]
-            raise ValueError(f"on the meta device, so without values: {_some(names)}. {_REMEDY}")
+            raise ValueError(f"on the meta device, so without values: {few(names)}. {_REMEDY}")
         return
     lacking = [meta for meta in empty if not _has(saved, meta)]
     unsaved = [meta.names[0] for meta in lacking if not meta.saved]
     if unsaved and not init:
         raise ValueError(
-            f"buffers on the meta device that no state_dict has (persistent=False): {_some(unsaved)}. Give "
+            f"buffers on the meta device that no state_dict has (persistent=False): {few(unsaved)}. Give "
             "materialize=(callable, state), where the callable fills them, or a callable alone."
         )
     missing = [meta.names[0] for meta in lacking if meta.saved]
     if missing:
         raise ValueError(
-            f"the state in materialize= has no values for {_some(missing)}. It has {len(saved)} entries "
-            f"({_some(saved)}), which should have the plain module's names{_like(missing[0], saved)}. What a loader "
+            f"the state in materialize= has no values for {few(missing)}. It has {len(saved)} entries "
+            f"({few(saved)}), which should have the plain module's names{_like(missing[0], saved)}. What a loader "
             "renames or converts, as from_pretrained does, save once it is loaded: "
             "save_pretrained(folder, save_original_format=False)."
         )
-
-
-def _some(names: Collection[str]) -> str:
-    first = ", ".join(islice(names, 5))
-    return f"{first} and {len(names) - 5} more" if len(names) > 5 else first
 
 
 def _like(name: str, saved: Iterable[str]) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partition.names import starts
+from pipeline.common.arguments import few
 from pipeline.entry.state.saved import Saved
 
 NOT_OPTIONS = ("params", "param_names")  # of a group: its parameters, which names stand for
@@ -73,11 +74,7 @@ def optimizer_state(named_parameters: Iterable[tuple[str, Tensor]], optimizer: O
             continue
         kept = dict(flattened(own[0], packed["state"].get(number, {})))
         shown = kept or dict(flattened(own[0], _places_for(optimizer, group, param)))
-        for name in own:
-            flat.update({f"state.{name}.{key}": value for key, value in shown.items()})
-            flat[f"state_keys.{name}"] = tuple(sorted(kept))
-            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+        flat.update(entries_of(own, group, kept, shown))
     return flat
 
 
@@ -194,6 +191,28 @@ def flattened(name: str, state: Mapping[Any, Any], prefix: str = "") -> Iterator
             )
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group: all but its parameters."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def entries_of(
+    names: Iterable[str], group: Mapping[str, Any], kept: Mapping[str, Any], shown: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The entries of a parameter in a flat state, under each of its names.
+
+    Args:
+        names: all of them.
+        group: that it is in.
+        kept: what the optimizer has for it, by dotted keys.
+        shown: the same, or what only makes places.
+    """
+    for name in names:
+        yield from [(f"state.{name}.{key}", value) for key, value in shown.items()]
+        yield f"state_keys.{name}", tuple(sorted(kept))
+        yield from [(f"param_groups.{name}.{key}", value) for key, value in options_of(group).items()]
+
+
 def _places_for(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
     """The entries that an optimizer of torch.optim has for a parameter after a first step: found by one, on a copy.
 
@@ -266,9 +285,8 @@ def _entries(state: Mapping[str, Any], own: Collection[str], all_names: Iterable
         elif name in own:
             wanted[key] = kind, name, rest.removeprefix(name).removeprefix(".")
     if unknown:
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise ValueError(
-            f"entries that belong to no parameter: {', '.join(unknown[:5])}{more}. The state has the names of another "
+            f"entries that belong to no parameter: {few(unknown)}. The state has the names of another "
             "model, or was not saved by name: it should come from pipe.optimizer_state_dict(optimizer)."
         )
     values = state.read(wanted) if isinstance(state, Saved) else {key: state[key] for key in wanted}

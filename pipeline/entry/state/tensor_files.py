@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.common.arguments import few
+
 _FILE, _INDEX = ".safetensors", ".safetensors.index.json"
 
 
@@ -33,9 +35,8 @@ def tensor_file(path: Path) -> Path | None:
     files = sorted(path.glob(f"*{_INDEX}"))
     files += [file for file in sorted(path.glob(f"*{_FILE}")) if not files or _index_of(file) in files]
     if len(files) > 1:
-        more = f" and {len(files) - 5} more" if len(files) > 5 else ""
         raise ValueError(
-            f"several states in {str(path)!r}: {', '.join([file.name for file in files[:5]])}{more}. Give the path of "
+            f"several states in {str(path)!r}: {few([file.name for file in files])}. Give the path of "
             f"the file, or of the index of its shards (*{_INDEX})."
         )
     return files[0] if files else None

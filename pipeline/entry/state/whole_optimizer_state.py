@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipeline.entry.state.optimizer_state import NOT_OPTIONS, check_optimizer, flattened, numbered, same
+from pipeline.entry.state.optimizer_state import check_optimizer, entries_of, flattened, numbered, options_of, same
 
 _GROUP, _PARAMETER = "group.", "parameter."
 
@@ -37,8 +37,7 @@ def own_entries(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optim
     packed = optimizer.state_dict()
     entries: dict[str, Any] = {}
     for index, group in enumerate(packed["param_groups"]):
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        entries[f"{_GROUP}{index}.{rank}"] = options
+        entries[f"{_GROUP}{index}.{rank}"] = options_of(group)
         held = [places.get(id(param)) for param in optimizer.param_groups[index]["params"]]
         known = [place for place in held if place is not None]
         if len(known) < len(held):
@@ -124,13 +123,9 @@ def by_name(packed: Mapping[str, Any], first_names: Mapping[str, str]) -> dict[s
                 f"{len(aliases)}. Which ones is known where it has 'param_names': save "
                 "pipe.full_optimizer_state_dict(optimizer), or give the plain optimizer model.named_parameters()."
             )
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
         for number, first in zip(group["params"], names, strict=True):
             kept = dict(flattened(first, packed["state"].get(number, {})))
-            for name in aliases.get(first_names.get(first, first), [first]):
-                flat.update({f"state.{name}.{key}": value for key, value in kept.items()})
-                flat[f"state_keys.{name}"] = tuple(sorted(kept))
-                flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
+            flat.update(entries_of(aliases.get(first_names.get(first, first), [first]), group, kept, kept))
     return flat
 
 
