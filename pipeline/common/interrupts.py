@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-LATE = "this interrupt waited until {} had ended: that has taken place, on all ranks"
+_LATE = "this interrupt waited until {} had ended: that has taken place, on all ranks"
 _NUMBERS = sorted(int(number) for number in signal.valid_signals())
 MOST = 3  # the third interrupt while others wait is handled at once: something hangs
 _PACKAGE = __name__.partition(".")[0]
@@ -35,7 +35,7 @@ _calls: list[held] = []  # around the call that runs in the main thread
 
 
 class Deferral:
-    """A section within which no signal handler runs. Sections may be nested, or overlap.
+    """A section within which no signal handler runs, a context. Sections may be nested, or overlap.
 
     Handlers run in the main thread only; in any other a section changes nothing.
 
@@ -59,6 +59,12 @@ class Deferral:
         self._handlers: list[_Handler] = []  # installed in the place of others
         self.is_on = False
         self._came: list[int] = []  # the signals that came
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def begin(self) -> None:
         """From now on signals wait. Without effect if they wait already."""
@@ -107,9 +113,19 @@ class Deferral:
                 if standing is not _signal.getsignal(handler.number):  # else the user has set another one since
                     _signal.signal(handler.number, standing)
 
-    def end_with_backward(self) -> None:
-        """End with the running backward. If that succeeds, gradients are in `.grad` by then."""
-        if self.is_on:
+    def end_with_call(self, entry: str, error: BaseException | None, in_backward: bool) -> None:
+        """End with a call over ranks. Within a backward with that: if it succeeds, gradients are in `.grad` by then.
+
+        Args:
+            entry: what was called.
+            error: with which the call ends.
+            in_backward: whether the call is a part of a running backward.
+        """
+        if error is not None:
+            self.end()
+        elif not in_backward:
+            self.end(_LATE.format(entry))
+        elif self.is_on:
             torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def note(self, number: int, frame: FrameType | None) -> bool:

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from pipeline.common.interrupts import LATE, Deferral
+from pipeline.common.interrupts import Deferral
 from pipeline.data.pytrees import flatten
 from pipeline.distributed.agreement import Meeting, from_bits, optional_bits, to_bits
 from pipeline.distributed.comparison import Comparison
@@ -94,10 +94,7 @@ class DistributedCommunicator(Communicator):
                 self._ranks.pipes = self.topology.number  # there is no such Pipe; other ranks may not have begun one
             self._ranks.fail(error, self._call, self._action, self._progress)
         finally:
-            if error is None and self._is_backward:
-                self._interrupts.end_with_backward()
-            else:
-                self._interrupts.end(LATE.format(self._entry) if error is None else "")
+            self._interrupts.end_with_call(self._entry, error, self._is_backward)
 
     def open(self, words: Describe, draws: bool = True, tensors: Compared = Compared()) -> int:
         """Compare the calls of all ranks. Validating calls compare all values of the mini-batch."""

@@ -191,33 +191,27 @@ class RankGroup:
         Args:
             progress: of this rank, in words: added where another one went silent, whose progress is unknown.
         """
-        interrupts = Deferral()
-        interrupts.begin()
-        try:
-            self._fail(error, call, action, progress)
-        finally:
-            interrupts.end()
-
-    def _fail(self, error: BaseException, call: str, action: Action | None, progress: str) -> NoReturn:
-        self.is_in_call = False
-        is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
-        own = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
-        first = self.monitor.verdict(GRACE) if is_lost else None
-        if first is None:
-            self.monitor.fail(own)
-            first = self.monitor.verdict(GRACE) or own
-        self.close()
-        self.monitor.leave()
-        shared = exception_of(first, self.rank)
-        if progress and isinstance(shared, RankError) and not first.traceback:  # no rank raised: progress is unknown
-            shared.add_note(f"rank {self.rank} {progress}")
-        is_everyones = type(shared) is type(error) and str(shared) == str(error)  # all ranks made the same error
-        if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):  # Ctrl-C stays itself
-            error.add_note(f"this is rank {self.rank}, in {call}")
-            raise error
-        if not is_lost:
-            shared.add_note(f"rank {self.rank} failed, too: {own.type_name.removeprefix('builtins.')}: {own.message}")
-        raise shared from shared.__cause__ or error
+        with Deferral():
+            self.is_in_call = False
+            is_lost = isinstance(error, ChannelError)  # usually another rank knows the reason
+            own = self.lost(error, call) if is_lost else of_exception(error, self.rank, call, action)
+            first = self.monitor.verdict(GRACE) if is_lost else None
+            if first is None:
+                self.monitor.fail(own)
+                first = self.monitor.verdict(GRACE) or own
+            self.close()
+            self.monitor.leave()
+            shared = exception_of(first, self.rank)
+            if progress and isinstance(shared, RankError) and not first.traceback:
+                shared.add_note(f"rank {self.rank} {progress}")  # no rank raised: progress is unknown
+            is_everyones = type(shared) is type(error) and str(shared) == str(error)  # all ranks made the same error
+            if not is_lost and (first == own or is_everyones or not isinstance(error, Exception)):
+                error.add_note(f"this is rank {self.rank}, in {call}")
+                raise error  # Ctrl-C stays itself
+            if not is_lost:
+                kind = own.type_name.removeprefix("builtins.")
+                shared.add_note(f"rank {self.rank} failed, too: {kind}: {own.message}")
+            raise shared from shared.__cause__ or error
 
     def lost(self, error: BaseException, call: str) -> Failure:
         """The failure of a call whose connection broke, where nobody knows the reason."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from pipeline.common.interrupts import LATE, Deferral
+from pipeline.common.interrupts import Deferral
 from pipeline.distributed.communicator import DistributedCommunicator
 from pipeline.distributed.data_parallel.averager import ReplicaAverager
 from pipeline.distributed.data_parallel.gradient_means import ReplicaLostError, among_replicas
@@ -107,10 +107,7 @@ class DataParallelCommunicator(Communicator):
             else:
                 self._fail(error, self._replicas.pipeline)
         finally:
-            if error is None and self._is_backward:
-                self._interrupts.end_with_backward()
-            else:
-                self._interrupts.end(LATE.format(self._entry) if error is None else "")
+            self._interrupts.end_with_call(self._entry, error, self._is_backward)
 
     @property
     def _call(self) -> str:
