@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from partition.hardware.gpus import Unit
 
 __all__ = ["Numbering", "number_devices", "uuids_of_torch"]
+
+Entry = TypeVar("Entry")
 
 
 class Numbering(NamedTuple):
@@ -105,12 +108,7 @@ def _instance(units: Sequence[Unit], visible: str) -> Numbering:
 
 def _with_prefix(visible: str, prefix: str) -> list[str]:
     """The entries of a list up to the first of another kind; none if one stands there twice."""
-    entries: list[str] = []
-    for entry in visible.split(","):
-        if not entry.startswith(prefix):
-            break
-        entries.append(entry)
-    return entries if len(set(entries)) == len(entries) else []
+    return _if_once(list(takewhile(lambda entry: entry.startswith(prefix), visible.split(","))))
 
 
 def _places(entries: Sequence[str], names: Sequence[Sequence[str]]) -> list[int]:
@@ -122,21 +120,19 @@ def _places(entries: Sequence[str], names: Sequence[Sequence[str]]) -> list[int]
         if len(fitting) != 1:
             break
         places += fitting
-    return places if len(set(places)) == len(places) else []
+    return _if_once(places)
 
 
 def _numbers(visible: str, count: int) -> list[int]:
     """The numbers of a list up to the first that is none, as C's strtol reads them; none if one stands there twice."""
-    numbers: list[int] = []
-    for entry in visible.split(","):
-        match = re.match(r"[+]?\d+", entry.strip())
-        if match is None:
-            break
-        numbers.append(int(match[0]))
-    if len(set(numbers)) < len(numbers):
-        return []
-    beyond = next((place for place, number in enumerate(numbers) if number >= count), len(numbers))
-    return numbers[:beyond]
+    matches = (re.match(r"[+]?\d+", entry.strip()) for entry in visible.split(","))
+    numbers = _if_once([int(match[0]) for match in takewhile(bool, matches) if match])
+    return list(takewhile(lambda number: number < count, numbers))
+
+
+def _if_once(entries: list[Entry]) -> list[Entry]:
+    """The same; none if one stands there twice."""
+    return entries if len(set(entries)) == len(entries) else []
 
 
 _EQUAL = (
