@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from pipeline.common.graph import saved
 from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
+from pipeline.data.pytrees import span_of
 from pipeline.distributed.wrapped import OF_PARTS, refuse_parts
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.sinks import Sink, check_reached, input_pairs, summed
@@ -217,9 +218,8 @@ def _refuse_shared_memory(stages: Sequence[Sequence[nn.Module]], update: EagerUp
     for stage, layers in enumerate(stages):
         for param in [param for layer in layers for param in layer.parameters() if update.holds(param)]:
             if _memory(param) and param.numel():
-                last = sum([(size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)])
-                start = param.data_ptr()
-                spans.append((start, start + (last + 1) * param.element_size(), stage, param))
+                start, numbers = param.data_ptr(), span_of(param.shape, param.stride())
+                spans.append((start, start + numbers * param.element_size(), stage, param))
     spans.sort(key=lambda span: span[:3])
     for before, after in pairwise(spans):
         if after[0] < before[1] and before[2] != after[2] and before[3] is not after[3]:
