@@ -68,8 +68,8 @@ class MessageSpec(NamedTuple):
             LookupError: it names a class that this process does not know.
         """
         skeleton, plain = json.loads(text)
-        packing, needs_grad, memory, apart = decode_plain(plain)
-        return cls(Packing.from_plain(packing), decode(skeleton), needs_grad, memory, skeleton, apart)
+        specs, needs_grad, memory, apart = decode_plain(plain)
+        return cls(Packing(specs), decode(skeleton), needs_grad, memory, skeleton, apart)
 
     def says(self, message: Message) -> bool:
         """Whether a message has this spec."""
@@ -105,4 +105,4 @@ def describe(message: Message, packing: Packing, what: str, apart: bool = False)
         skeleton = encode(message.skeleton)
     except TypeError as error:
         raise TypeError(f"{what} holds {error}") from None
-    return json.dumps([skeleton, encode_plain([packing.plain(), message.needs_grad, message.memory, apart])]).encode()
+    return json.dumps([skeleton, encode_plain([packing.specs, message.needs_grad, message.memory, apart])]).encode()

@@ -13,22 +13,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.transports.tensor_spec import (
-    Strided,
-    TensorSpec,
-    built,
-    fits,
-    from_plain,
-    memories,
-    parts_of,
-    plain_of,
-    spec_of,
-)
+from pipeline.transports.tensor_spec import Strided, TensorSpec, built, fits, memories, parts_of, spec_of
 
 ALIGNMENT = 64
 _UINT8, _HOST, _ONE = torch.uint8, torch.device("cpu"), (1,)
@@ -70,15 +60,6 @@ class Packing:
     def of(cls, tensors: Sequence[Tensor | None]) -> Packing:
         """The packing of these tensors, which have been settled."""
         return cls([None if tensor is None else spec_of(tensor) for tensor in tensors])
-
-    def plain(self) -> list[tuple[Any, ...] | None]:
-        """The packing as plain values, for `pipeline.transports.plain.encode_plain`."""
-        return [None if spec is None else plain_of(spec) for spec in self.specs]
-
-    @classmethod
-    def from_plain(cls, plain: Sequence[tuple[Any, ...] | None]) -> Packing:
-        """The inverse of `plain`."""
-        return cls([None if spec is None else from_plain(spec) for spec in plain])
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these tensors look like that and can be sent as they are."""

@@ -4,6 +4,7 @@
     nan, inf, 0.0, -0.0         {"float": its 8 bytes}         {1: "a"}        {"dict": [[1, "a"]]}
     2**70                       {"int": hexadecimal}           list, Pair      {"type": "builtins:list"}
     torch.float32               {"dtype": "float32"}           [1, 2]          [1, 2]
+    the spec of a tensor        {"strided": [its fields]}
 
 A type is written as its name, and looked up in the modules that the other process has imported; nothing is imported or
 called for it.
@@ -19,11 +20,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from pipeline.transports.tensor_spec import Sparse, Strided
+
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 def encode_plain(value: Any) -> Json:
-    """None, bool, int, float, str, torch dtypes, layouts and devices, types, and tuples, lists and dicts of them."""
+    """None, bool, int, float, str, torch dtypes, layouts, devices, types, specs, and tuples, lists, dicts of them."""
     write = _WRITE.get(type(value))
     if write is not None:
         return write(value)
@@ -97,6 +100,8 @@ _WRITE: dict[type, Callable[[Any], Json]] = {
     float: write_float,
     list: lambda value: [encode_plain(item) for item in value],
     tuple: lambda value: {"tuple": [encode_plain(item) for item in value]},
+    Strided: lambda value: {"strided": [encode_plain(item) for item in value]},
+    Sparse: lambda value: {"sparse": [encode_plain(item) for item in value]},
     dict: lambda value: {"dict": [[encode_plain(key), encode_plain(item)] for key, item in value.items()]},
     torch.dtype: lambda value: {"dtype": str(value).removeprefix("torch.")},
     torch.layout: lambda value: {"layout": str(value).removeprefix("torch.")},
@@ -106,6 +111,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "int": lambda written: int(written, 16),
     "float": _read_float,
     "tuple": lambda written: tuple([decode_plain(item) for item in written]),
+    "strided": lambda written: Strided(*[decode_plain(item) for item in written]),
+    "sparse": lambda written: Sparse(*[decode_plain(item) for item in written]),
     "dict": lambda written: {decode_plain(key): decode_plain(item) for key, item in written},
     "type": _type_called,
     "dtype": lambda written: getattr(torch, written),

@@ -11,7 +11,7 @@ indices and values; one of a compressed layout (CSR, CSC, BSR, BSC) is refused, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,19 +91,6 @@ def parts_of(spec: TensorSpec) -> tuple[Strided, ...]:
     if spec is None:
         return ()
     return spec[2:] if isinstance(spec, Sparse) else (spec,)
-
-
-def plain_of(spec: Strided | Sparse) -> tuple[Any, ...]:
-    """A spec as plain values, for `pipeline.transports.plain.encode_plain`."""
-    return tuple(spec) if isinstance(spec, Strided) else (*spec[:2], *map(tuple, spec[2:]))
-
-
-def from_plain(plain: tuple[Any, ...]) -> Strided | Sparse:
-    """The inverse of `plain`."""
-    if isinstance(plain[0], torch.dtype):
-        return Strided(*plain)
-    shape, coalesced, indices, values = plain
-    return Sparse(shape, coalesced, Strided(*indices), Strided(*values))
 
 
 def memories(tensors: Sequence[Tensor | None]) -> Iterator[Tensor]:

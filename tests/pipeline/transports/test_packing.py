@@ -47,8 +47,8 @@ def over(tensors):
     packing = Packing.of(settled)
     buffer = packing.pack(HEADER, settled)
     assert len(buffer) == 64 + packing.nbytes and bytes(buffer[:64].tolist()) == HEADER
-    written = json.loads(json.dumps(encode_plain(packing.plain())))
-    return Packing.from_plain(decode_plain(written)).unpack(buffer, 64, CPU)
+    written = json.loads(json.dumps(encode_plain(packing.specs)))
+    return Packing(decode_plain(written)).unpack(buffer, 64, CPU)
 
 
 LAYOUTS = {
