@@ -10,6 +10,7 @@ Each mini-batch is a call, and so is the end: over ranks a loader that fails, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from pipeline.entry.sinks import LossSink
 from pipeline.entry.step import LossArguments, Step
 
 RULES = ("mean", "sum", "count")
+_METRIC = "metric "  # before its name
 
 
 def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) -> Step:
@@ -41,18 +43,18 @@ def evaluate(runtime: Runtime, loader: Iterable[Any], arguments: LossArguments) 
         ValueError: the loader gives no mini-batch, or something else than pairs; mini-batches differ in the names of
             their metrics or in what their loss is; a target or trace=True is given.
     """
-    total: Total | None = None
+    total: Step | None = None  # of sums
     weighing, number = Weighing(), 0
     batches = _pairs(loader, arguments)
     while (pair := _next(batches, runtime)) is not None:
         one = arguments._replace(x=pair[0], target=pair[1], outputs=False, is_part=True)
-        part = Total(entry_points.evaluate(runtime, one, LossSink(weighing)))
-        total = part if total is None else total.added(part)
+        part = entry_points.evaluate(runtime, one, LossSink(weighing))
+        total = part if total is None else _added(total, part)
         number += 1
     with turn(), runtime.communicator("evaluate") as communicator:
         communicator.open(lambda values: {MINI_BATCHES: f"none after {number}"}, draws=False)
     assert total is not None  # or `pairs` raised
-    return total.step()
+    return _divided(total)
 
 
 def _pairs(loader: Iterable[Any], arguments: LossArguments) -> Iterator[tuple[Any, Any]]:
@@ -70,55 +72,47 @@ def _next(batches: Iterator[tuple[Any, Any]], runtime: Runtime) -> tuple[Any, An
             raise
 
 
-class Total:
-    """The losses and metrics of some mini-batches.
+def _added(total: Step, part: Step) -> Step:
+    """The sums of some mini-batches, with another's added."""
+    rule, other = _rule_of(total), _rule_of(part)
+    if other != rule:
+        raise ValueError(
+            f"the loss of one mini-batch is combined by its {rule}, that of another by its {other}. "
+            "Return (sum, count) from loss_fn for every one."
+        )
+    if part.metrics.keys() != total.metrics.keys():
+        raise ValueError(
+            f"loss_fn returned metrics {_names(total)} for one mini-batch and {_names(part)} for another. Return the "
+            "same for every one; a metric without entries is (0, 0)."
+        )
+    with without_function_modes():
+        sums = {name: own + part.metrics[name].to(own.device) for name, own in total.metrics.items()}
+    return replace(total, metrics=sums)
 
-    Args:
-        part: the evaluation of one, whose metrics are a `Weighing`'s.
-    """
 
-    def __init__(self, part: Step) -> None:
-        sums = dict(part.metrics)
-        rule, weight = sums.pop("loss")
-        self._dtype = part.loss.dtype
-        with without_function_modes():
-            factor = torch.ones_like(weight) if RULES[int(rule)] == "sum" else weight
-            # Where nothing counts the loss is nan, and counts as nothing.
-            share = torch.where(weight == 0, 0.0, part.loss.double() * factor.to(part.loss.device))
-            self._sums = {"loss": torch.stack([share, weight.to(share.device)]), **sums}
-        self._rule = RULES[int(rule)]
+def _divided(total: Step) -> Step:
+    """The result for all mini-batches."""
+    rule = _rule_of(total)
+    with without_function_modes():
+        loss, weight = total.metrics[rule]
+        loss = loss if rule == "sum" else loss / weight
+        metrics = {name: divided_sum(*total.metrics[_METRIC + name]) for name in _names(total)}
+        return Step(loss.to(total.loss.dtype), metrics=metrics)
 
-    def added(self, other: Total) -> Total:
-        """This one, with another added."""
-        if other._rule != self._rule:
-            raise ValueError(
-                f"the loss of one mini-batch is combined by its {self._rule}, that of another by its {other._rule}. "
-                "Return (sum, count) from loss_fn for every one."
-            )
-        if other._sums.keys() != self._sums.keys():
-            raise ValueError(
-                f"loss_fn returned metrics {self._names} for one mini-batch and {other._names} for another. Return the "
-                "same for every one; a metric without entries is (0, 0)."
-            )
-        with without_function_modes():
-            self._sums = {name: own + other._sums[name].to(own.device) for name, own in self._sums.items()}
-        return self
 
-    def step(self) -> Step:
-        """The result for all of them."""
-        with without_function_modes():
-            total, weight = self._sums["loss"]
-            loss = total if self._rule == "sum" else total / weight
-            metrics = {name: divided_sum(*self._sums[f"metric {name}"]) for name in self._names}
-            return Step(loss.to(self._dtype), metrics=metrics)
+def _rule_of(sums: Step) -> str:
+    return next(rule for rule in RULES if rule in sums.metrics)
 
-    @property
-    def _names(self) -> list[str]:
-        return [name.removeprefix("metric ") for name in self._sums if name != "loss"]
+
+def _names(sums: Step) -> list[str]:
+    return [name.removeprefix(_METRIC) for name in sums.metrics if name.startswith(_METRIC)]
 
 
 class Weighing:
-    """The report of a mini-batch's loss: what must be known of it to add it to others."""
+    """The report of a mini-batch's loss in the place of its metrics: sums that add up to those of all mini-batches.
+
+    Under the name of its rule stands (loss times weight, weight), under that of a metric (sum, count).
+    """
 
     def __init__(self) -> None:
         self._first: Loss | None = None
@@ -131,9 +125,12 @@ class Weighing:
         self._first = self._first or loss
         if loss is not self._first and not loss.is_proven_beside(self._first):
             raise loss.unproven()
-        rule, weight = loss.weight
+        (rule, weight), value = loss.weight, loss.value
         with without_function_modes():
-            sums = {f"metric {name}": torch.stack([total, count.to(total.device)])
-                    for name, (total, count) in loss.metric_sums.items()}  # fmt: skip
-            number = torch.full_like(weight, RULES.index(rule), dtype=torch.float64)
-            return {"loss": torch.stack([number, weight.to(number)]), **sums}
+            weight = weight.to(value.device, torch.float64)
+            share = value.double() * (1.0 if rule == "sum" else weight)
+            # Where nothing counts the loss is nan, and counts as nothing.
+            sums = {rule: torch.stack([torch.where(weight == 0, 0.0, share), weight])}
+            for name, (total, count) in loss.metric_sums.items():
+                sums[_METRIC + name] = torch.stack([total, count.to(total.device)])
+            return sums
