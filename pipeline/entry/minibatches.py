@@ -10,7 +10,7 @@ chunks may differ in shape. Activations are held as the schedule says, and its b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -18,13 +18,6 @@ from torch import Tensor
 from pipeline.data.microbatch import Batch, consecutive, scatter, scatter_like
 from pipeline.entry.inputs import input_of
 from pipeline.entry.settings import Settings
-
-
-class Cut(NamedTuple):
-    """Mini-batches and their targets, cut alike."""
-
-    batch: Batch
-    target: Batch
 
 
 def is_loader(x: Any) -> bool:
@@ -52,8 +45,8 @@ def pairs(loader: Iterable[Any], target: Any, entry: str) -> Iterator[tuple[Any,
         raise ValueError("the loader gave no mini-batch. Give one that can be gone through again, or look at its data.")
 
 
-def cut(settings: Settings, x: Any, target: Any) -> Cut:
-    """Cut a mini-batch, or each of a loader's.
+def cut(settings: Settings, x: Any, target: Any) -> tuple[Batch, Batch]:
+    """Cut a mini-batch, or each of a loader's, and the targets alike.
 
     Raises:
         ValueError: mini-batches of a loader differ in structure, or require a gradient; see `pairs` and `scatter`.
@@ -61,20 +54,21 @@ def cut(settings: Settings, x: Any, target: Any) -> Cut:
     if not is_loader(x):
         return _cut(settings, x, target)
     cuts = [_cut(settings, *pair, f" of mini-batch {number}") for number, pair in enumerate(pairs(x, target, "step"))]
-    for number, one in enumerate(cuts if len(cuts) > 1 else ()):
-        if any([tensor.requires_grad for tensor in one.batch.tree.tensors]):
+    batches, targets = zip(*cuts, strict=True)
+    for number, batch in enumerate(batches if len(cuts) > 1 else ()):
+        if any([tensor.requires_grad for tensor in batch.tree.tensors]):
             raise ValueError(
                 f"x of mini-batch {number} requires a gradient, which a step over several mini-batches does not give. "
                 "Make it a parameter of the model, detach it, or take a step without an optimizer for each of them: "
                 "pipe.step(x, target, ...) adds to .grad."
             )
-    return Cut(consecutive([one.batch for one in cuts], "x"), consecutive([one.target for one in cuts], "the target"))
+    return consecutive(batches, "x"), consecutive(targets, "the target")
 
 
-def _cut(settings: Settings, x: Any, target: Any, where: str = "") -> Cut:
+def _cut(settings: Settings, x: Any, target: Any, where: str = "") -> tuple[Batch, Batch]:
     value = input_of((x,), {}, settings.takes_arguments)
     batch = scatter(value, settings.chunks, "x" + where, settings.batch_dim)
-    return Cut(batch, scatter_like(target, batch, "the target" + where))
+    return batch, scatter_like(target, batch, "the target" + where)
 
 
 def _pair(item: Any, number: int, entry: str) -> tuple[Any, Any]:

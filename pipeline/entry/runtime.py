@@ -21,7 +21,7 @@ from pipeline.common.accelerators import is_capturing
 from pipeline.common.cadence import Cadence
 from pipeline.common.profiling import named
 from pipeline.data.loss_key import LossCounts
-from pipeline.data.microbatch import Batch, described, gather
+from pipeline.data.microbatch import Batch, described
 from pipeline.distributed.agreement import MINI_BATCHES, MODES, OPTIONS, SCALES, SETTINGS, VALUES, values_in_words
 from pipeline.distributed.assignment import TiedParameter
 from pipeline.distributed.communicator import DistributedCommunicator
@@ -33,8 +33,7 @@ from pipeline.entry.plans import Planner
 from pipeline.entry.probe import Probe
 from pipeline.entry.settings import Settings, stages_of
 from pipeline.entry.validation import refuse_transforms
-from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, Compared, Output, share_output
+from pipeline.execution.communicator import Communicator, Compared
 from pipeline.execution.drivers import in_turns
 from pipeline.execution.local_communicator import LocalCommunicator
 from pipeline.execution.plan import plan_step
@@ -288,15 +287,6 @@ class Runtime:
             return None
         recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
         return recorder.timeline
-
-    def joined(self, call: Call) -> Any:
-        """The joined outputs of a call, on every rank."""
-        output = None
-        if call.execution.has_last:
-            trees = [message.tree for message in call.outputs]
-            output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
-        tree, _ = share_output(call.communicator.exchange, output)
-        return tree.build(tree.tensors)
 
 
 def _scales(scaler: torch.amp.GradScaler | None) -> list[Tensor]:

@@ -16,11 +16,12 @@ from torch import Tensor
 from pipeline.common.cadence import validates
 from pipeline.data.loss import Loss, LossFn
 from pipeline.data.loss_key import LossCount
-from pipeline.data.microbatch import Batch, describe
+from pipeline.data.microbatch import Batch, describe, gather
 from pipeline.data.pytrees import flatten
 from pipeline.entry.loss_end import LossEnd
 from pipeline.entry.runtime import Runtime
 from pipeline.execution.call import Call, Listener
+from pipeline.execution.communicator import Output, share_output
 from pipeline.execution.execution import Execution
 from pipeline.gradients.store import GradStore
 from scheduler import Timeline
@@ -145,5 +146,12 @@ class RunWithLoss:
         self.execution = call.once_more()
 
     def joined(self, call: Call) -> Any:
-        """The joined outputs, detached. None: they are not wanted."""
-        return self.runtime.joined(call) if self._arguments.outputs else None
+        """The joined outputs, detached, on every rank. None: they are not wanted."""
+        if not self._arguments.outputs:
+            return None
+        output = None
+        if call.execution.has_last:
+            trees = [message.tree for message in call.outputs]
+            output = Output(gather(trees, call.batch.rows, call.batch.batch_dim)[0], ())
+        tree, _ = share_output(call.communicator.exchange, output)
+        return tree.build(tree.tensors)

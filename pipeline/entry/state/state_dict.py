@@ -119,7 +119,7 @@ class Stateful(Layered, Enclosed, ABC):
 
     def _first_names(self) -> Mapping[str, str]:
         """For every name of a parameter of the whole model its first one, in order."""
-        return first_names_of(self) if self.runtime.topology is None else self.runtime.topology.first_names
+        return self.runtime.first_names or first_names_of(self)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load an optimizer's state, from any number of ranks.
@@ -134,8 +134,7 @@ class Stateful(Layered, Enclosed, ABC):
         """
         if is_packed(state_dict):
             state_dict = by_name(state_dict, self._first_names())
-        all_names = None if self.runtime.topology is None else self.runtime.topology.first_names
-        load_optimizer_state(self._all_places(), optimizer, state_dict, all_names)
+        load_optimizer_state(self._all_places(), optimizer, state_dict, self.runtime.first_names)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
