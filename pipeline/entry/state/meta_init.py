@@ -88,7 +88,7 @@ def materialize(
     if init is not None:
         with torch.no_grad(), generators_kept(devices):
             for position in sorted({meta.at for meta in empty.values()}):
-                _initialise(init, *layers[position], empty, position, devices, seed)
+                _initialise(init, layers, position, empty, devices, seed)
     if saved is not None:
         with torch.no_grad():
             for meta in empty.values():
@@ -224,16 +224,10 @@ def _open(state: State, empty: Iterable[Empty]) -> Mapping[str, Any]:
 
 
 def _initialise(
-    init: Init,
-    index: int,
-    name: str,
-    layer: nn.Module,
-    empty: Mapping[int, Empty],
-    position: int,
-    devices: Sequence[torch.device],
-    seed: int,
+    init: Init, layers: Layers, position: int, empty: Mapping[int, Empty], devices: Sequence[torch.device], seed: int
 ) -> None:
     """Let the callable fill a layer; tensors that were filled before keep their values."""
+    index, name, layer = layers[position]
     before = {place: tensor for place, tensor, _ in places(name, layer)}
     others = [tensor for tensor in before.values() if id(tensor) not in empty or empty[id(tensor)].at != position]
     kept = [(tensor, tensor.clone()) for tensor in others]
