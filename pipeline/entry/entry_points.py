@@ -124,7 +124,10 @@ def _run(
     ended = perf_counter()
     for trace in execution.setup.traces:
         trace.record_step(begun, ended)
-    return replace(made, timeline=runtime.timeline(recorder, communicator))
+    if recorder is None:
+        return made
+    recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
+    return replace(made, timeline=recorder.timeline)
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from pipeline.execution.plan import plan_step
 from pipeline.execution.setup import Setup
 from pipeline.execution.trace import TraceRecorder
 from pipeline.recompute.snapshot import StageTraits
-from scheduler import Timeline
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ class Runtime:
         kinds = [(kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)]
         return f"{training}, autocast {kinds or 'off'}"
 
-    # ------------------------------------------------------------------------------------------------------- results
+    # -------------------------------------------------------------------------------------------------------- traces
 
     def recorder(self) -> TraceRecorder:
         """A recorder of the lanes of this Pipe."""
@@ -280,13 +279,6 @@ class Runtime:
         alone = self.settings.processes.ranks is None  # a rank has one lane
         turns = in_turns(layout.workers, layout.places, schedule.placement.lane_of) if alone else ()
         return TraceRecorder(schedule.lanes, turns)
-
-    def timeline(self, recorder: TraceRecorder | None, communicator: Communicator) -> Timeline | None:
-        """The timeline of all processes. None: nothing was recorded."""
-        if recorder is None:
-            return None
-        recorder.join(*communicator.exchange.share_events(recorder.events, recorder.steps))
-        return recorder.timeline
 
 
 def _scales(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
