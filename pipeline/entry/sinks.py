@@ -22,7 +22,7 @@ from pipeline.common.torch_modes import without_autocast
 from pipeline.data.loss import Loss, divide_, divided
 from pipeline.entry.step import RunWithLoss, Step
 from pipeline.execution.call import Call
-from pipeline.execution.communicator import Communicator, Pair, Verdict
+from pipeline.execution.communicator import Communicator, Pair, Verdict, joined
 from pipeline.gradients.clip import clip_factor
 from pipeline.gradients.partial import shared_overflows
 from pipeline.gradients.store import GradStore
@@ -61,10 +61,10 @@ class LossSink(Sink):
         with call:
             value, metrics = (loss.value, self._metrics(loss)) if call.execution.has_last else (None, {})
             verdict = call.communicator.agree(Verdict(value, None, True, False, metrics))
-            joined = run.joined(call)
+            outputs = run.joined(call)
         call.release()
         assert verdict.loss is not None  # the last stage's process has it
-        return Step(verdict.loss, None, joined, None, verdict.metrics)
+        return Step(verdict.loss, None, outputs, None, verdict.metrics)
 
 
 class GradSink(Sink):
@@ -76,13 +76,13 @@ class GradSink(Sink):
             with call:
                 firm()
                 pairs, value, hooks, metrics = collect(call, loss)
-                joined = run.joined(call)
+                outputs = run.joined(call)
                 call.release()
                 store, norm = self.take(pairs, call, run.runtime.module)
             self.finish(run.runtime.module)
             if hooks or self.optimizer is not None or call.communicator.averager is not None:
                 call.communicator.close()
-        return Step(value, store, joined, None, metrics, norm)
+        return Step(value, store, outputs, None, metrics, norm)
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         """Take whole gradients. Empties `pairs`. A failure leaves everything that it writes as it was found.
@@ -115,8 +115,7 @@ class StoreSink(GradSink):
 
     def take(self, pairs: list[Pair], call: Call, module: nn.Module) -> Taken:
         norm: Tensor | None = None
-        named: Named = list(module.named_parameters())
-        known = {id(param): (name, param) for name, param in named}
+        known: dict[int, tuple[str, Tensor]] = {id(param): (name, param) for name, param in module.named_parameters()}
         only_inputs = {id(tensor) for tensor in call.batch.tree.tensors} - known.keys()
         of_inputs = [pair for pair in pairs if id(pair[0]) in only_inputs]
         others = [pair for pair in pairs if id(pair[0]) not in only_inputs]
@@ -128,8 +127,7 @@ class StoreSink(GradSink):
             for owner, grad in others:
                 store.add_(owner, grad)
             if self._max_norm is not None:
-                names = {id(param): name for name, param in named}
-                grads = [(names.get(id(param), ""), grad) for param, grad in store.items()]
+                grads = [(known[id(param)][0], grad) for param, grad in store.items()]
                 norm = call.communicator.exchange.total_norm(grads, 2.0)
                 store.scale_(clip_factor(self._max_norm, norm))
         return store, norm
@@ -256,11 +254,7 @@ def check_reached(reached: bool) -> None:
 
 def summed(pairs: list[Pair]) -> list[Pair]:
     """Each owner once: a parameter may be given as input too."""
-    sums: dict[int, Pair] = {}
-    for owner, grad in pairs:
-        earlier = sums.get(id(owner))
-        sums[id(owner)] = (owner, grad if earlier is None else earlier[1] + grad)
-    return list(sums.values())
+    return list(joined([(-1, owner, grad) for owner, grad in pairs]).values())  # of no stage in particular
 
 
 def clip_grads(
