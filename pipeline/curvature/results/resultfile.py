@@ -60,7 +60,7 @@ def read(path: str | PathLike[str]) -> Stored:
     try:
         if _is_json(path):
             return _stored(path.read_text(encoding="utf-8"), {}, path)
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:  # numpy leaves a damaged one open
             return _stored(str(arrays[_TEXT]), arrays, path)
     except (ResultError, FileNotFoundError, PermissionError, IsADirectoryError):
         raise
