@@ -718,6 +718,51 @@ class Nicknames(nn.Module):
         return self.output(self.last(self.inner["all"](self.embed(ids))))  # type: ignore[no-any-return]  # a Tensor
 
 
+class Repeats(Chain):
+    """Its blocks are called again and again, each time with the first hidden state mixed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = self.embed(ids)
+        for _ in range(2):
+            x = self.mix(torch.cat([x, first], -1))
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+        return x
+
+
+class Siamese(Chain):
+    """One tower, for two inputs."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * super().forward(ids.flip(1))
+
+
+class WithState(nn.Linear):
+    def forward(self, state: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        x, others = state
+        x = super().forward(x).tanh() + others["sum"]
+        return x, {"sum": others["sum"] + x.mean(-1, keepdim=True)}
+
+
+class States(Chain):
+    """Blocks hand a tuple on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WithState(4, 4) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        state = x, {"sum": x.sum(-1, keepdim=True)}
+        for block in self.blocks:
+            state = block(state)
+        return state[0] * state[1]["sum"]
+
+
 def pictured(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8), ids(rows)
 
@@ -754,19 +799,14 @@ MODELS = {
     "refers": (Refers, ids),
     "two names": (TwoNames, ids),
     "nicknames": (Nicknames, ids),
+    "repeats": (Repeats, ids),
+    "siamese": (Siamese, ids),
+    "states": (States, ids),
 }  # fmt: skip
 MIXING = {"numbers", "decides"}  # what one row computes may count for others
 
 
 # ------------------------------------------------------------------------------------------------------ not to be cut
-
-
-class Repeats(Chain):
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        return x
 
 
 class Moody(nn.Module):
@@ -948,7 +988,6 @@ class Loss(Chain):
 
 
 REFUSED = {
-    Repeats: "Repeats has no blocks: no modules that are called once in a forward and have most of its parameters. ",
     ComplexNumbers: "is called with a value that depends on the beginning of the model, and is no tensor: its arg",
     DropsSkip: "what is drawn at random is used behind block 'blocks.2', in another part of the model, and does not",
     ReadsTheRest: "what 'token' computes is used behind block 'blocks.3', in another part of the model, and does not",

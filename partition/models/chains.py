@@ -22,8 +22,9 @@ _LEAST = 0.1  # of the parameters of the largest chain: a smaller one is part of
 def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]]:
     """The blocks of a model, in ways to be tried in turn.
 
-    All chains of blocks of one type that have a good part of the parameters; each of them alone; all modules that are
-    called once with a tensor, and return one, where these have most of the parameters; those of them that have some.
+    All chains of blocks of one type that have a good part of the parameters, which may be called several times; each of
+    them alone; all modules that are called once with a tensor, and return one, where these have most of the parameters;
+    those of them that have some.
 
     Raises:
         PartitionError: there are none.
@@ -32,10 +33,11 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     runs = []
     for name, module in model.named_modules():
         children = [f"{name}.{key}" if name else key for key, _ in module.named_children()]
-        run = [once[child] for child in children if child in once]
-        is_alike = len({type(model.get_submodule(call.name)) for call in run}) == 1
-        if is_alike and len(run) == len(children) > 1 and run == sorted(run, key=_begin) and _follow(run):
-            runs.append(run)
+        run = [call for call in calls if call.name in children]
+        is_alike = len({type(module.get_submodule(call.name.removeprefix(f"{name}."))) for call in run}) == 1
+        links = _links(run)
+        if is_alike and {call.name for call in run} == set(children) and all(len(link) > 1 for link in links):
+            runs += links
     chains = [_continued(run, runs) for run in runs]
     chains.sort(key=lambda run: (-_size(model, run), -len(run)))  # layers rather than the stages that they fill
     several = chains[:1]
@@ -60,7 +62,7 @@ def named_blocks(model: nn.Module, given: str | Sequence[str], calls: Sequence[C
     """The blocks that the caller names.
 
     Raises:
-        PartitionError: there is no such module, or it is not called once.
+        PartitionError: there is no such module, or it is not called.
     """
     names = []
     known = dict(model.named_modules())
@@ -69,12 +71,10 @@ def named_blocks(model: nn.Module, given: str | Sequence[str], calls: Sequence[C
             raise PartitionError(f"blocks: {type(model).__name__} has no module {name!r}.")
         is_container = isinstance(known[name], nn.ModuleList | nn.Sequential | nn.ModuleDict)
         names += [f"{name}.{key}" for key in known[name]._modules] if is_container else [name]
-    once = _once(calls)
+    blocks = [call for call in calls if call.name in names]
     for name in names:
-        if name not in once:
-            times = sum(call.name == name for call in calls)
-            raise PartitionError(f"block {name!r} is called {times} times in a forward, and must be once.")
-    blocks = sorted([once[name] for name in dict.fromkeys(names)], key=_begin)
+        if not any(block.name == name for block in blocks):
+            raise PartitionError(f"block {name!r} is not called in a forward.")
     for one, other in zip(blocks, blocks[1:], strict=False):
         if other.begin < one.end:
             raise PartitionError(f"block {other.name!r} is called within block {one.name!r}. Name one of the two.")
@@ -83,19 +83,15 @@ def named_blocks(model: nn.Module, given: str | Sequence[str], calls: Sequence[C
 
 def broken_links(blocks: Sequence[Called], in_train_mode: Sequence[Called]) -> set[int]:
     """The numbers of blocks that are not called in train mode with what the one before returned: dropout is between."""
-    once = _once(in_train_mode)
-    pairs = enumerate(zip(blocks, blocks[1:], strict=False), 1)
-    return {
-        number for number, (one, other) in pairs
-        if one.name in once and other.name in once and not _shared(once[one.name], once[other.name])
-    }  # fmt: skip
+    found = called_again(in_train_mode, blocks)
+    return {number for number, (one, other) in enumerate(zip(found, found[1:]), 1) if not _shared(one, other)}
 
 
-def called_once(calls: Sequence[Called], blocks: Sequence[Called]) -> list[Called]:
-    """The calls of blocks in another run; none where they are not called there once each, and in this order."""
-    once = _once(calls)
-    found = [once[block.name] for block in blocks if block.name in once]
-    return found if len(found) == len(blocks) and found == sorted(found, key=_begin) else []
+def called_again(calls: Sequence[Called], blocks: Sequence[Called]) -> list[Called]:
+    """The calls of blocks in another run; none where they are not called there as often, and in this order."""
+    names = [block.name for block in blocks]
+    found = [call for call in calls if call.name in names]
+    return found if [call.name for call in found] == names else []
 
 
 def chains_of(
@@ -210,7 +206,7 @@ def _has_hidden(call: Called) -> bool:
 
 
 def _size(model: nn.Module, run: Sequence[Called]) -> int:
-    return sum(_all_size(model.get_submodule(call.name)) for call in run)
+    return sum(_all_size(model.get_submodule(name)) for name in {call.name for call in run})
 
 
 def _all_size(module: nn.Module) -> int:
@@ -221,9 +217,15 @@ def _begin(call: Called) -> int:
     return call.begin
 
 
-def _follow(run: Sequence[Called]) -> bool:
-    """Whether each is called with something that the one before returned."""
-    return all(_shared(one, other) for one, other in zip(run, run[1:], strict=False))
+def _links(run: Iterable[Called]) -> list[list[Called]]:
+    """Calls in groups, as long as each is called with something that the one before returned."""
+    links: list[list[Called]] = []
+    for call in run:
+        if links and _shared(links[-1][-1], call):
+            links[-1].append(call)
+        else:
+            links.append([call])
+    return links
 
 
 def _shared(one: Called, other: Called) -> list[tuple[int, Key]]:

@@ -97,14 +97,13 @@ class Outline(nn.Module):
         self.inputs = inputs
         self.passing = passing
         self.places = places_of(model)
-        blocks = [name for chain in chains for name in chain.blocks]
-        stand_ins = [
-            StandIn(block, number, volatile, number in shaping, hooks.get(id(block), ()))
-            for number, block in enumerate(map(model.get_submodule, blocks))
-        ]
-        replaced: dict[str, Shadow] = {
-            name: stand_ins[number] for name, number in numbers_of(model, chains).items()
+        numbers = numbers_of(model, chains)
+        blocks = {own: model.get_submodule(name) for name, own in numbers.items()}
+        stand_ins = {
+            own: StandIn(block, own, volatile, any([number in shaping for number in own]), hooks.get(id(block), ()))
+            for own, block in blocks.items()
         }
+        replaced: dict[str, Shadow] = {name: stand_ins[own] for name, own in numbers.items()}
         containers = around(model, chains)
         all_names = names_of(model)
         first_names = {name: names[0] for names in all_names.values() for name in names}
@@ -116,7 +115,7 @@ class Outline(nn.Module):
         self.first_names = {name: first_names[name] for name in (*apart, *containers)}
         for name in apart:
             absent = Absent(model.get_submodule(name), volatile, first_names[name])
-            block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            block = next((block for block in numbers if name.startswith(f"{block}.")), None)
             if block is None:
                 replaced[name] = absent
             else:  # the model calls what is within a block

@@ -122,7 +122,7 @@ class Chain(NamedTuple):
     """The way in which the blocks of a model follow each other.
 
     Attributes:
-        blocks: their names in the model.
+        blocks: their names in the model, the same where a module is called again.
         entries: which leaves of a block's arguments are the hidden state.
         returned: the leaves of what a block returns, None where there are tensors, and their tree.
         exits: which of them are the hidden state.
@@ -215,23 +215,24 @@ class Run:
         return tree_unflatten(leaves, tree)
 
     def reach(
-        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None
+        self, numbers: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any], absent: Callable[..., Any] | None
     ) -> Any:
-        """The output of the block of this number.
+        """The output of a block.
 
         Args:
-            number: of the block.
+            numbers: of the block: its calls, in order.
             args: that it is called with.
             kwargs: that it is called with.
             absent: what returns nan in the shapes of its output. None: its output is its hidden state, in the shape
                 that it is called with; or nothing but blocks sees it.
         """
-        if number != len(self.calls):
+        number = len(self.calls)
+        if number not in numbers:
             names = [*[name for chain in self._chains for name in chain.blocks], "none"]
             raise PartitionError(
-                f"block {names[number]!r} was called where {names[len(self.calls)]!r} was on the sample by which the "
-                "model was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample "
-                "that is like this call."
+                f"block {names[numbers[0]]!r} was called where {names[number]!r} was on the sample by which the model "
+                "was cut. Turn off what drops layers at random (layerdrop=0), or cut the model with a sample that is "
+                "like this call."
             )
         call = Call(args, kwargs)
         chain = chain_of(self._chains, number)
@@ -285,11 +286,14 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def numbers_of(model: nn.Module, chains: Iterable[Chain]) -> dict[str, int]:
-    """The number of each block, by all its names."""
+def numbers_of(model: nn.Module, chains: Iterable[Chain]) -> dict[str, tuple[int, ...]]:
+    """The numbers of each module that is a block, several where it is called several times, by all its names."""
     names = names_of(model)
-    blocks = enumerate([name for chain in chains for name in chain.blocks])
-    return {name: number for number, block in blocks for name in names[id(model.get_submodule(block))]}
+    numbers: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    for number, block in enumerate([name for chain in chains for name in chain.blocks]):
+        for name in names[id(model.get_submodule(block))]:
+            numbers[name] += (number,)
+    return numbers
 
 
 def around(model: nn.Module, chains: Iterable[Chain]) -> set[str]:

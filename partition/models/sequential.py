@@ -23,7 +23,7 @@ from partition.errors import PartitionError
 from partition.models.as_found import Hook
 from partition.models.calls import Called, Watched, drawn_behind, draws_matter, in_eval_mode, watched
 from partition.models.carrying import NotCarriedError, carrying, passing_of
-from partition.models.chains import broken_links, called_once, chains_of, found_blocks, named_blocks
+from partition.models.chains import broken_links, called_again, chains_of, found_blocks, named_blocks
 from partition.models.comparison import compare, compare_in_train_mode, keeps
 from partition.models.inputs import Inputs, UnreadError
 from partition.models.outline import Outline
@@ -196,11 +196,11 @@ def _divided(
     while True:
         chains = chains_of(model, blocks, seen.in_eval_mode.calls, begins)
         _check_containers(seen, chains)
-        runs = [run for run in seen.runs if called_once(run.calls, blocks)]
+        runs = [run for run in seen.runs if called_again(run.calls, blocks)]
         shares, apart = shares_of(model, chains, phases_of(model, runs, chains), seen.volatile)
         elsewhere = {*apart, *[name for share in shares for name, unit in share.items() if _is_parameter(unit)]}
         containers = around(model, chains) - {""}
-        sources = [Sources(model, run, called_once(run.calls, blocks), elsewhere, containers) for run in runs]
+        sources = [Sources(model, run, called_again(run.calls, blocks), elsewhere, containers) for run in runs]
         try:
             chains = tuple([carrying(chain, sources) for chain in chains])
             return chains, shares, apart, passing_of(chains, shares, sources)
@@ -278,7 +278,7 @@ def _shape(value: Any) -> Shape | None:
 def _layers(
     model: nn.Module, outline: Outline, shares: Sequence[Mapping[str, Any]], output: Callable[[Any], Any]
 ) -> nn.Sequential:
-    seen: set[str] = set()
+    seen, called = set[str](), set[str]()
     blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
     lent = {name for share in shares for name in share if name.startswith(blocks)}
     names = names_of(model)
@@ -296,8 +296,13 @@ def _layers(
             layers.append(End(outline, own, output))
             break
         chain = outline.chains[number]
-        for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
-            layers.append(Block(outline, index, names[id(block)], block, lent))
+        for index, name in enumerate(chain.blocks, chain.first):
+            block = model.get_submodule(name)
+            held = _sharing(block) if name in called else block
+            if name in called:
+                outline.lead(zip(block.modules(), held.modules(), strict=True))
+            called.add(name)
+            layers.append(Block(outline, index, names[id(block)], held, lent))
     return _of(model, layers)
 
 

@@ -33,9 +33,10 @@ def phases_of(model: nn.Module, runs: Iterable[Seen], chains: Sequence[Chain]) -
     """The phases in which a model used things, in some runs."""
     found = Phases(defaultdict(set), defaultdict(set))
     names = names_of(model)
+    blocks = {name for chain in chains for name in chain.blocks}
     for calls, flow, *_ in runs:
-        called = {call.name: call for call in calls}
-        ends = [time for chain in chains for time in (called[chain.blocks[0]].begin, called[chain.blocks[-1]].end)]
+        called = [call for call in calls if call.name in blocks]
+        ends = [time for chain in chains for time in (called[chain.first].begin, called[chain.last].end)]
         for call in calls:
             for name in names[id(model.get_submodule(call.name))]:
                 found.called[name].add(bisect_right(ends, call.begin))
@@ -97,7 +98,7 @@ def _called_from_without(
         id(module) for unit in units.values() if isinstance(unit, nn.Module) for module in unit.modules()
     }  # fmt: skip
     found: dict[str, nn.Module] = {}
-    for block in [block for chain in chains for block in chain.blocks]:
+    for block in dict.fromkeys(block for chain in chains for block in chain.blocks):
         for key, module in model.get_submodule(block).named_modules(prefix=block):
             is_called = any(phase % 2 == 0 for phase in phases.called.get(key, ()))
             if is_called and key != block and id(module) not in known:

@@ -54,22 +54,27 @@ class StandIn(Shadow):
 
     Args:
         block: the block.
-        number: its number.
+        numbers: its numbers, of all its calls.
         volatile: the attributes that a forward sets.
         is_shaping: whether it returns more than the hidden state, in another shape than it is called with, say.
         hooks: on what it returns, which hand that to the model's forward.
     """
 
     def __init__(
-        self, block: nn.Module, number: int, volatile: Volatile, is_shaping: bool, hooks: Iterable[Hook] = ()
+        self,
+        block: nn.Module,
+        numbers: tuple[int, ...],
+        volatile: Volatile,
+        is_shaping: bool,
+        hooks: Iterable[Hook] = (),
     ) -> None:
         super().__init__(block, volatile)
         self._hooks = tuple(hooks)
-        self._stands_for = (number, Absent(block, volatile) if is_shaping else None)  # not as a child
+        self._stands_for = (numbers, Absent(block, volatile) if is_shaping else None)  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        number, absent = self._stands_for
-        returned = this_run.get().reach(number, args, kwargs, absent)
+        numbers, absent = self._stands_for
+        returned = this_run.get().reach(numbers, args, kwargs, absent)
         for hook, takes_kwargs in self._hooks:
             other = hook(self, args, kwargs, returned) if takes_kwargs else hook(self, args, returned)
             returned = returned if other is None else other
