@@ -57,7 +57,8 @@ def test_every_stage_computes_with_its_gpu_as_the_current_one(
     monkeypatch.setattr(torch.accelerator, "device_index", gpu.entered)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: gpu.index)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(gpu, "index", index))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(device=device))
+    stream = lambda device: SimpleNamespace(device=device, query=lambda: True)  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_stream", stream)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(gpu, "index", stream.device.index))
     places = [Place(torch.device(device)) for device in devices]
     seen: dict[Action, int] = {}
