@@ -22,10 +22,11 @@ from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.identity import architecture
 from pipeline.curvature.known_bad import worked_round
 from pipeline.curvature.minibatches import MiniBatches
+from pipeline.curvature.products.matrices import FisherProduct, GaussNewtonProduct, HessianProduct
 from pipeline.curvature.products.passes import Passes
-from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace
-from pipeline.curvature.products.task import OnResult
+from pipeline.curvature.products.task import OnResult, StageChecks
 from pipeline.curvature.selection import Params, as_pipe, space_of
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import LossFn
@@ -41,12 +42,12 @@ class Operator(Analysis):
     """A matrix of second derivatives as its products with vectors. Use one of the classes below.
 
     Attributes:
-        rule: the matrix, of those below.
+        product: the matrix, as its product with one mini-batch.
         pipe: the model; a module that was given, as one stage.
         seed: of random numbers, see `__init__`.
     """
 
-    rule: Rule
+    product: type[ProductCall]
     space: ParameterSpace
 
     def __init__(
@@ -90,12 +91,12 @@ class Operator(Analysis):
             self.pipe.named_parameters(), "an operator of curvature",
             "Its vectors hold whole parameters: give the model as it was before parallelize_module."
         )
-        self.name, self.block = self.rule.value, block
+        self.name, self.block = self.product.name, block
         self.space = space_of(self.pipe, self._prefix, params)
         self.seed = self._shared_seed(seed)
         self._passes = Passes(
-            self.pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed, self.space,
-            verify
+            self.product, self.pipe, self._prefix, MiniBatches(data), loss_fn, loss_reduction, training, self.seed,
+            self.space, StageChecks(verify, set(), {})
         )
 
     def _shared_seed(self, seed: int | None) -> int:
@@ -127,7 +128,7 @@ class Operator(Analysis):
         found: list[Vec] = []
         for start in range(0, len(vectors), self.block):
             part = vectors[start : start + self.block]
-            found.extend(self._passes.run(self.rule, part, False, first=start).vectors)
+            found.extend(self._passes.run(part, False, first=start).vectors)
         return found
 
     def hvp(self, vector: Vectors) -> tuple[Any, dict[str, Tensor]]:
@@ -135,19 +136,17 @@ class Operator(Analysis):
         given, give = taken(self.space, vector)
         if len(given) != 1:
             raise ValueError(f"hvp takes one vector, not {len(given)}. Use {type(self).__name__} @ vectors.")
-        found = self._passes.run(self.rule, given, True)
+        found = self._passes.run(given, True)
         assert found.gradient is not None  # asked for
         return give(found.vectors), self.space.named(found.gradient)
 
     def gradient(self) -> dict[str, Tensor]:
         """The gradient of the loss over all data, by name."""
-        found = self._passes.run(self.rule, [], True).gradient
-        assert found is not None  # asked for
-        return self.space.named(found)
+        return self.space.named(self.gradient_at())
 
     def loss(self) -> Tensor:
         """The loss over all data."""
-        return self._passes.run(self.rule, [], True).loss
+        return self._passes.run([], True).loss
 
     # ---------------------------------------------------------------------------------------------------- by layers
 
@@ -192,7 +191,7 @@ class Operator(Analysis):
     @property
     def has_gradient(self) -> bool:
         """Whether the matrix is the derivative of the gradient."""
-        return self.rule is Rule.HESSIAN
+        return self.product is HessianProduct
 
     @property
     def captures(self) -> bool:
@@ -216,11 +215,11 @@ class Operator(Analysis):
 
     def compare_stages(self, vectors: Sequence[Vec], on_result: OnResult) -> None:
         """Compute products, and compare the rule of each stage of this process with finite differences."""
-        self._passes.run(self.rule, vectors, False, on_result=on_result)
+        self._passes.run(vectors, False, on_result=on_result)
 
-    def gradient_at(self, shift: Vec) -> Vec:
+    def gradient_at(self, shift: Vec | None = None) -> Vec:
         """The gradient at other values: with `shift` added to the parameters, which are not written."""
-        gradient = self._passes.run(self.rule, [], True, shift=shift).gradient
+        gradient = self._passes.run([], True, shift=shift).gradient
         assert gradient is not None  # asked for
         return gradient
 
@@ -238,25 +237,25 @@ class Operator(Analysis):
         tensors = [*self.pipe.parameters(), *self.pipe.buffers()]
         flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
         model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
-        text = f"{self.rule} {model} {self._passes.settings} {flags}"
+        text = f"{self.name} {model} {self._passes.settings} {flags}"
         own = torch.zeros(self.space.ranks, **HOST)
         own[self.space.rank] = digest(text) % (1 << 48)
-        return f"{self.rule.value} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self.space.sum_over(own))
+        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self.space.sum_over(own))
 
 
 class Hessian(Operator):
     """H = d2L / dw2, the matrix of second derivatives of the loss."""
 
-    rule = Rule.HESSIAN
+    product = HessianProduct
 
 
 class GaussNewton(Operator):
     """G = J^T (d2L / dy2) J with J = dy / dw: positive semi-definite where the loss is convex in the output y."""
 
-    rule = Rule.GAUSS_NEWTON
+    product = GaussNewtonProduct
 
 
 class EmpiricalFisher(Operator):
     """F = (1/c) sum_n g_n g_n^T over the rows of the output, g_n being the gradient of row n's loss."""
 
-    rule = Rule.FISHER
+    product = FisherProduct

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pipeline.curvature.products.loss_check import hessian_times
 from pipeline.curvature.products.product import ProductCall
-from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.stage_check import of_gradient, of_output
 from pipeline.data.pytrees import Grads, Tree
 from pipeline.data.tangents import Back, Inbox
@@ -27,6 +26,8 @@ from pipeline.stage.stage_rule import ProductGraph, StageRule, gradients_of
 
 class HessianProduct(ProductCall):
     """The Hessian of the loss by the parameters, times vectors."""
+
+    name = "Hessian"
 
     @property
     def sends_gradient(self) -> bool:
@@ -118,6 +119,8 @@ class FirstOrderProduct(ProductCall):
 class GaussNewtonProduct(FirstOrderProduct):
     """The generalized Gauss-Newton matrix: A is the loss's own Hessian by the output."""
 
+    name = "Gauss-Newton"
+
     def cotangents(
         self, chunk: int, tree: Tree, leaves: Sequence[Tensor], grads: Grads, tangents: Sequence[Sequence[Tensor]]
     ) -> list[Grads]:
@@ -127,6 +130,7 @@ class GaussNewtonProduct(FirstOrderProduct):
 class FisherProduct(FirstOrderProduct):
     """The empirical Fisher: A is the outer product of each row's gradient with itself."""
 
+    name = "empirical Fisher"
     is_linear = True
 
     def cotangents(
@@ -153,13 +157,6 @@ class FisherProduct(FirstOrderProduct):
                 "of the output: return tensors whose dim 0 counts them."
             )
         return counts.pop() // rows
-
-
-PRODUCTS: dict[Rule, type[ProductCall]] = {
-    Rule.HESSIAN: HessianProduct,
-    Rule.GAUSS_NEWTON: GaussNewtonProduct,
-    Rule.FISHER: FisherProduct,
-}
 
 
 def _detached(grads: Grads) -> Grads:

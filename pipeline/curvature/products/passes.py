@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,11 +23,11 @@ from pipeline.curvature.identity import identity
 from pipeline.curvature.known_bad import refuse_modules, twice_differentiable
 from pipeline.curvature.minibatches import MiniBatch, MiniBatches
 from pipeline.curvature.products.loss_end import LossProduct
-from pipeline.curvature.products.matrices import PRODUCTS
-from pipeline.curvature.products.rules import Rule
+from pipeline.curvature.products.matrices import FisherProduct
+from pipeline.curvature.products.product import ProductCall
 from pipeline.curvature.products.sharded import ParameterSpace, VectorSlice
 from pipeline.curvature.products.sums import Sums
-from pipeline.curvature.products.task import Confirmed, OnResult, Task
+from pipeline.curvature.products.task import OnResult, StageChecks, Task
 from pipeline.curvature.space import HOST, Vec
 from pipeline.data.loss import Loss, LossFn
 from pipeline.data.microbatch import Batch, scatter, scatter_like
@@ -60,6 +60,7 @@ class Passes:
     """The passes of one operator over its data.
 
     Attributes:
+        product: the matrix, as its product with one mini-batch.
         pipe: the model.
         prefix: stands before the names of its parameters, and not before those of the space.
         data: the mini-batches.
@@ -68,12 +69,12 @@ class Passes:
         training: the mode; None: as the modules are.
         seed: of the first mini-batch.
         space: where the vectors live.
-        verify: whether stages with functions of the user's are compared with finite differences.
-        confirmed: what the passes have found out so far.
+        checks: of the stages, with what the passes have found out so far.
         compares: losses: the first pass does, and those behind one that did not see them to be right.
         captures: a stage computes with a parameter past its modules, as a pass has seen.
     """
 
+    product: type[ProductCall]
     pipe: Pipe
     prefix: str
     data: MiniBatches
@@ -82,16 +83,14 @@ class Passes:
     training: bool | None
     seed: int
     space: ParameterSpace
-    verify: bool
-    confirmed: Confirmed = field(default_factory=lambda: Confirmed(set(), {}))
+    checks: StageChecks
     compares: bool = True
     captures: bool = False
 
     def of(self, pipe: Pipe | None = None, space: ParameterSpace | None = None) -> Passes:
         """The same of another Pipe with the same layers, or of fewer parameters."""
-        return replace(
-            self, pipe=pipe or self.pipe, space=space or self.space, confirmed=Confirmed(set(), {})
-        )
+        checks = StageChecks(self.checks.verify, set(), {})
+        return replace(self, pipe=pipe or self.pipe, space=space or self.space, checks=checks)
 
     @property
     def settings(self) -> str:
@@ -101,7 +100,6 @@ class Passes:
 
     def run(
         self,
-        rule: Rule,
         vectors: Sequence[Vec],
         gradient: bool,
         on_result: OnResult | None = None,
@@ -111,7 +109,6 @@ class Passes:
         """All mini-batches once.
 
         Args:
-            rule: the matrix.
             vectors: those that are multiplied.
             gradient: whether the gradient is wanted too.
             on_result: see `pipeline.curvature.products.task.Task`.
@@ -126,7 +123,7 @@ class Passes:
             shared = self._shared()
             sums = Sums(self.space, slots, len(vectors), gradient, shared)
             wanted = {id(parameter): parameter for parameter in self.parameters().values()}
-            task = Task(rule, vectors, slots, gradient, wanted, self.verify, self.confirmed, on_result, shift)
+            task = Task(vectors, slots, gradient, wanted, self.checks, on_result, shift)
             total, loss, reached = self._all(task, sums, first)
             if not reached:
                 raise RuntimeError(
@@ -178,21 +175,21 @@ class Passes:
         communicator: Communicator,
     ) -> tuple[Tensor, Loss]:
         """Run one; return what it adds to the totals, and its loss. `where` is the same on all ranks."""
-        if task.rule is Rule.FISHER and batch.batch_dim:
+        if self.product is FisherProduct and batch.batch_dim:
             raise ValueError(
                 f"EmpiricalFisher is a sum over rows, which it counts along dim 0; the Pipe's batch_dim is "
                 f"{batch.batch_dim}. Make rows the first dim of the data and the output, or use Hessian or GaussNewton."
             )
         refuse_modules(self.pipe.named_modules(), batch.chunks)
         options = {
-            "matrix": task.rule.value, "vectors": task.number, "gradient": task.gradient, **where,
+            "matrix": self.product.name, "vectors": task.number, "gradient": task.gradient, **where,
             "loss_reduction": self.reduction,
         }  # fmt: skip
         setup = replace(self.pipe.runtime.setup(batch, aim, communicator, options), seed=self.seed + number)
         execution = Execution(setup, batch)
         compares = setup.compares or self.compares
         loss_end = LossProduct(execution, self.loss_fn, self.reduction, aim, first, compares)
-        call = PRODUCTS[task.rule](execution, task, loss_end, sums)
+        call = self.product(execution, task, loss_end, sums)
         verdict = call.run()
         self.captures = self.captures or call.captures
         found = torch.zeros(3, **HOST)

@@ -37,10 +37,15 @@ class ProductCall(Product):
 
     Args:
         execution: runs it.
-        task: the matrix and the directions.
+        task: the directions.
         loss_end: the loss behind the last stage.
         sums: the products are added to them.
+
+    Attributes:
+        name: of the matrix.
     """
+
+    name: str
 
     def __init__(self, execution: Execution, task: Task, loss_end: LossProduct, sums: Sums) -> None:
         self.loss_end = loss_end
@@ -70,7 +75,7 @@ class ProductCall(Product):
         forwards = NewForwards(layers, parameters, snapshot, seeder, self._rule_check.inspect, is_cut)
         self._forwards[index] = forwards
         forward_mode = task.number == 1 and not execution.has_threads
-        along = ForwardMode(task.confirmed.forward, setup.compares) if forward_mode else None
+        along = ForwardMode(task.checks.forward, setup.compares) if forward_mode else None
         return StageRule(layers, parameters, forwards, along)
 
     # --------------------------------------------------------------------------------------------------------- run

@@ -50,8 +50,8 @@ class RuleCheck:
             ValueError: an operation has a wrong second derivative, or looks at other rows.
         """
         is_doubtful = refuse_nodes(layers.name, graph.roots, self._chunks)
-        is_confirmed = (self._task.rule, layers.index) in self._task.confirmed.rules
-        if is_doubtful and self._task.verify and (self._compares or not is_confirmed):
+        is_confirmed = layers.index in self._task.checks.confirmed
+        if is_doubtful and self._task.checks.verify and (self._compares or not is_confirmed):
             self._doubtful.setdefault(layers.index, chunk)
         return is_doubtful
 
@@ -79,9 +79,9 @@ class RuleCheck:
             output, gradient_at: see `loss_error`.
         """
         is_doubtful = refuse_nodes("loss_fn", [loss], self._chunks, [end for end in ends if end.requires_grad])
-        is_confirmed = (self._task.rule, LOSS) in self._task.confirmed.rules and not self._compares
+        is_confirmed = LOSS in self._task.checks.confirmed and not self._compares
         is_asked = chunk == 0 if self._task.on_result is not None else is_doubtful and not is_confirmed
-        if is_asked and self._task.number and (self._task.verify or self._task.on_result is not None):
+        if is_asked and self._task.number and (self._task.checks.verify or self._task.on_result is not None):
             self._judge(LOSS, "loss_fn", *loss_error(output, gradient_at))
 
     def _judge(self, index: int, name: str, error: float, most: float) -> None:
@@ -97,7 +97,7 @@ class RuleCheck:
                 "takes what autograd says."
             )
         else:
-            self._task.confirmed.rules.add((self._task.rule, index))
+            self._task.checks.confirmed.add(index)
 
 
 def error_along(

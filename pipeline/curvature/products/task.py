@@ -1,4 +1,4 @@
-"""The task of a product: the matrix, the directions, and whether the gradient is wanted too."""
+"""The task of a product: the directions, and whether the gradient is wanted too."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.curvature.products.rules import Rule
 from pipeline.curvature.products.sharded import VectorSlice
 from pipeline.curvature.space import Vec
 
 OnResult: TypeAlias = Callable[[int, str, float, float], None]  # (index, name of a stage, relative error, limit)
 
 
-class Confirmed(NamedTuple):
-    """The findings of an operator's products about the stages; each adds to them.
+class StageChecks(NamedTuple):
+    """The checks of the stages in an operator's products, and their findings, to which each product adds.
 
     Attributes:
-        rules: (matrix, stage) pairs that finite differences have confirmed.
+        verify: whether stages with an autograd.Function of the user's are compared with finite differences.
+        confirmed: stages whose derivatives finite differences have confirmed.
         forward: for stages whose tangents were computed in both modes, whether they were the same.
     """
 
-    rules: set[tuple[Rule, int]]
+    verify: bool
+    confirmed: set[int]
     forward: dict[int, bool]
 
 
@@ -31,25 +32,21 @@ class Task(NamedTuple):
     """The task of a product.
 
     Attributes:
-        rule: the matrix.
         vectors: the directions.
         slots: of the parameters of the space in this process, by id.
         gradient: whether the gradient is wanted too.
         wanted: the parameters of the space in this process, by id.
-        verify: whether stages with an autograd.Function of the user's are compared with finite differences.
-        confirmed: what earlier products have found out.
+        checks: of the stages, with what earlier products have found out.
         on_result: called for chunk 0 of each stage with the error of its rule against finite differences. None: only
             stages that must be checked are, and one that is wrong is an error.
         shift: added to the values of the parameters for this product. None: nothing.
     """
 
-    rule: Rule
     vectors: Sequence[Vec]
     slots: Mapping[int, VectorSlice]
     gradient: bool
     wanted: Mapping[int, Tensor]
-    verify: bool
-    confirmed: Confirmed
+    checks: StageChecks
     on_result: OnResult | None = None
     shift: Vec | None = None
 
