@@ -15,12 +15,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
-from pipeline.curvature.results.measured import Pairs
+from pipeline.curvature.results.measured import error_bounds, rows
 from pipeline.curvature.results.progress import Progress
+from pipeline.curvature.space import HOST
 
 if TYPE_CHECKING:
     from pipeline.curvature.operators import Operator
@@ -58,17 +61,23 @@ def per_layer(
             min(k, block.space.size), which=which, tol=tol, seed=seed, show=False, resume=resume,
             save_every=save_every
         )
-        return {"size": block.space.size, "pairs": (found.values, found.residuals, found.scale)}
+        return {"size": block.space.size, "values": found.values, "errors": error_bounds(found)}
 
-    settings = {"file": "eigenvalues by layers 1", "k": k, "which": which, "tol": tol, "seed": seed}
+    settings = {"file": "eigenvalues by layers 2", "k": k, "which": which, "tol": tol, "seed": seed}
     found = _of_each(A, "layers", layers, pairs, settings, resume, show)
     file = None if resume is None else _beside(resume, "traces")
     traces = None
     if samples is not None:
         traces = A.layer_traces(layers, samples, seed=seed, show=show, resume=file, save_every=save_every)
-    sizes = {layer: kept["size"] for layer, kept in found.items()}
-    eigenpairs = {layer: Pairs(*kept["pairs"]) for layer, kept in found.items()}
-    return LayerSpectra.of(A.name, sizes, eigenpairs, traces)
+    return LayerSpectra(
+        names=list(found),
+        sizes=[kept["size"] for kept in found.values()],
+        values=rows([kept["values"] for kept in found.values()]),
+        value_errors=rows([kept["errors"] for kept in found.values()]),
+        matrix=A.name,
+        traces=None if traces is None else torch.tensor([traces.values[name] for name in found], **HOST),
+        trace_errors=None if traces is None else torch.tensor([traces.stderr[name] for name in found], **HOST),
+    )
 
 
 def layer_densities(

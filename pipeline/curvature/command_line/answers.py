@@ -10,9 +10,6 @@ Over ranks every process computes; the eigenvectors are sharded, so each saves i
 from __future__ import annotations
 
 import importlib.util
-import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -21,14 +18,10 @@ import torch
 
 from pipeline.curvature.command_line.target import operator_of
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
-from pipeline.curvature.estimates.ritz import WHICH
 from pipeline.curvature.operators import Operator
-from pipeline.curvature.results.layers import LayerSpectra
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import with_error
 from pipeline.curvature.space import HOST
 from scheduler.command_line.running import CommandError
-from scheduler.command_line.tables import show as show_table
 
 __all__ = ["answer"]
 
@@ -60,14 +53,14 @@ def answer(options: SimpleNamespace) -> int:
             options.top, which=options.which, tol=options.tol, max_products=options.max_products, seed=seed,
             resume=options.resume, show=show,
         )
-        answers.give("top", pairs, _show_eigenvalues)
+        answers.give("top", pairs)
     if options.trace is not None:
         answers.give("trace", A.trace(options.trace, rel=options.rel, seed=seed, show=show))
     if options.layers is not None:
         blocks = A.per_layer(
             options.layers, samples=options.samples, which=options.which, tol=options.tol, seed=seed, show=show
         )
-        answers.give("layers", blocks, _show_layers)
+        answers.give("layers", blocks)
     if options.density is not None:
         spectrum = A.density(steps=options.steps, runs=options.runs, seed=seed, show=show)
         answers.give("density", spectrum)
@@ -87,14 +80,9 @@ class _Answers:
         if self._speaks:
             print(words, flush=True)
 
-    def give(self, name: str, result: Found, show: Callable[[Found], None] | None = None) -> Found:
+    def give(self, name: str, result: Found) -> Found:
         """Show a result, and save it; the result."""
-        self.say("")
-        if self._speaks and show is not None:
-            show(result)
-            sys.stdout.flush()
-        elif self._speaks:
-            print(result, flush=True)
+        self.say(f"\n{result}")
         if self._folder is not None:
             self._save(self._folder, name, result)
         return result
@@ -142,31 +130,3 @@ def _about(A: Operator) -> str:
         f"{A!r}, {A.stages} stage{'s' if A.stages > 1 else ''}{ranks}\n"
         f"loss {A.loss().item():.6g}, norm of the gradient {steepness:.3g}"
     )
-
-
-def _show_eigenvalues(pairs: Eigenpairs) -> None:
-    print(f"{len(pairs.values)} of the {pairs.matrix}'s eigenvalues, {WHICH[pairs.which]}; {pairs.products} products")
-    rows = list(zip(pairs.values.tolist(), pairs.residuals.tolist(), strict=True))
-    cells = [
-        [str(place), f"{value:+.6g}", f"{residual * pairs.scale:.1e}", f"{residual:.1e}"]
-        for place, (value, residual) in enumerate(rows, 1)
-    ]
-    show_table(["", "eigenvalue", "error at most", "relative residual"], cells,
-               ["" if residual <= pairs.tol else "dim" for _, residual in rows])
-    if not pairs.converged:
-        print(f"NOT CONVERGED: {pairs.why}")
-
-
-def _show_layers(spectra: LayerSpectra) -> None:
-    print(f"{spectra.matrix} by layers: each layer's own block")
-    heads = ["layer", "rows", *(f"eigenvalue {place + 1}" for place in range(spectra.values.shape[1]))]
-    columns = [*zip(spectra.values.T.tolist(), spectra.value_errors.T.tolist(), strict=True)]
-    if spectra.traces is not None and spectra.trace_errors is not None:
-        heads += ["trace", "mean eigenvalue"]
-        means = [value / size for value, size in zip(spectra.traces.tolist(), spectra.sizes, strict=True)]
-        columns += [(spectra.traces.tolist(), spectra.trace_errors.tolist()), (means, [math.inf] * len(means))]
-    cells = [
-        [name, f"{size:,}", *(with_error(values[row], errors[row]) for values, errors in columns)]
-        for row, (name, size) in enumerate(zip(spectra.names, spectra.sizes, strict=True))
-    ]
-    show_table(heads, cells)

@@ -11,20 +11,17 @@ Layer-wise traces and eigenvalues as a measure of sensitivity: Dong et al. 2020,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipeline.curvature.estimates.eigenpairs import Eigenpairs
-from pipeline.curvature.estimates.layer_traces import LayerTraces
-from pipeline.curvature.results.measured import Pairs, error_bounds, rows
+from pipeline.curvature.results.measured import column, curves
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import table, with_error
-from pipeline.curvature.space import HOST
+from pipeline.curvature.results.tables import table
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,43 +69,13 @@ class LayerSpectra(Result):
         if wrong := {what: length for what, length in lengths.items() if length != layers}:
             raise ValueError(f"each of the {layers} layers needs one row in {', '.join(wrong)} (rows: {wrong})")
 
-    @classmethod
-    def of(
-        cls,
-        matrix: str,
-        sizes: Mapping[str, int],
-        eigenpairs: Mapping[str, Eigenpairs] | Mapping[str, Pairs],
-        traces: LayerTraces | None = None,
-    ) -> LayerSpectra:
-        """Gathered from what was found of each layer.
-
-        Args:
-            matrix: its name.
-            sizes: layer -> rows of its block; in the order in which the layers are shown.
-            eigenpairs: layer -> anything with `values` and `residuals`, [k], and the residuals' `scale`: `Eigenpairs`.
-            traces: anything with `values` and `stderr` by the layers' names: `LayerTraces`.
-        """
-        of_layers = [eigenpairs[name] for name in sizes]
-        return cls(
-            names=list(sizes),
-            sizes=list(sizes.values()),
-            values=rows([one.values for one in of_layers]),
-            value_errors=rows([error_bounds(one) for one in of_layers]),
-            matrix=matrix,
-            traces=None if traces is None else _by_layer(sizes, traces.values),
-            trace_errors=None if traces is None else _by_layer(sizes, traces.stderr),
-        )
-
     def lines(self) -> Iterator[str]:
         yield f"{self.matrix} by layers, {sum(self.sizes):,} rows in all"
-        heads = [f"eigenvalue {place + 1}" for place in range(self.values.shape[1])]
-        cells = [["layer", "rows", *heads, *([] if self.traces is None else ["trace"])]]
-        for layer, (name, size) in enumerate(zip(self.names, self.sizes, strict=True)):
-            pairs = list(zip(self.values[layer].tolist(), self.value_errors[layer].tolist(), strict=True))
-            if self.traces is not None and self.trace_errors is not None:
-                pairs.append((float(self.traces[layer]), float(self.trace_errors[layer])))
-            cells.append([name, f"{size:,}", *(with_error(*pair) for pair in pairs)])
-        yield from table(cells)
+        columns = [["layer", *self.names], ["rows", *(f"{size:,}" for size in self.sizes)]]
+        columns += starmap(column, curves(self.values, self.value_errors, self.traces, self.trace_errors))
+        if self.traces is not None:
+            columns.append(column("mean eigenvalue", self.traces / self.traces.new_tensor(self.sizes)))
+        yield from table(list(zip(*columns, strict=True)))
 
     def draw(self, ax: Any) -> None:
         """Bars for each layer's eigenvalues, a diamond for its trace; logarithmic in both directions."""
@@ -135,7 +102,3 @@ class LayerSpectra(Result):
         """As high as the layers need; a page of a PDF holds 200 inches."""
         bars = len(self.names) * max(1, self.values.shape[1])
         return 6.4, min(200.0, max(4.8, math.ceil(1.0 + 0.15 * bars + 0.1 * len(self.names))))
-
-
-def _by_layer(layers: Iterable[str], numbers: Mapping[str, float]) -> Tensor:
-    return torch.tensor([numbers[name] for name in layers], **HOST)

@@ -1,34 +1,31 @@
-"""The numbers and units that composite results (one entry a layer, one a step) take from those they gather.
+"""The numbers, units and columns that composite results (one entry a layer, one a step) have in common.
 
     Eigenpairs    values, residuals * scale --rows--> [entries, k], nan where an entry has fewer
     Trace         value, stderr
     LayerTraces   values, stderr, by the layers' names
+
+    curves: "eigenvalue 1", values, errors; ... "trace", values, errors --column--> a column of the table
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
+from pipeline.curvature.results.tables import with_error
 from pipeline.curvature.space import HOST
 
-
-class Pairs(NamedTuple):
-    """The eigenvalues alone, as a saved run of a layer keeps them."""
-
-    values: Tensor
-    residuals: Tensor
-    scale: float
+Curve: TypeAlias = tuple[str, Tensor, Tensor]  # head, [entries], their errors
 
 
-def error_bounds(eigenvalues: Eigenpairs | Pairs) -> Tensor:
+def error_bounds(eigenpairs: Eigenpairs) -> Tensor:
     """[k], in units of eigenvalue: some eigenvalue of the matrix is no further from each value."""
-    return eigenvalues.residuals.double() * eigenvalues.scale
+    return eigenpairs.residuals.double() * eigenpairs.scale
 
 
 def rows(of: Sequence[Tensor]) -> Tensor:
@@ -37,3 +34,23 @@ def rows(of: Sequence[Tensor]) -> Tensor:
     for row, entries in zip(table, of, strict=True):
         row[: len(entries)] = entries
     return table
+
+
+def curves(
+    values: Tensor, value_errors: Tensor, traces: Tensor | None, trace_errors: Tensor | None
+) -> Iterator[Curve]:
+    """Each eigenvalue over the entries, of [entries, k]; then the trace, if it was measured."""
+    for place, (of_place, errors) in enumerate(zip(values.T, value_errors.T, strict=True)):
+        yield f"eigenvalue {place + 1}", of_place, errors
+    if traces is not None and trace_errors is not None:
+        yield "trace", traces, trace_errors
+
+
+def column(head: str, values: Tensor, errors: Tensor | None = None) -> list[str]:
+    """The head and the cells of a table's column; no errors: they are unknown.
+
+    >>> column("trace", torch.tensor([638.3, math.nan]), torch.tensor([12.04, 0.0])), column("loss", torch.ones(1))
+    (['trace', '638.3 +- 12', '-'], ['loss', '1'])
+    """
+    errors = torch.full_like(values, math.inf) if errors is None else errors
+    return [head, *map(with_error, values.tolist(), errors.tolist())]

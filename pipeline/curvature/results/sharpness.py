@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.eigenpairs import Eigenpairs
 from pipeline.curvature.estimates.trace import Trace
-from pipeline.curvature.results.measured import error_bounds, rows
+from pipeline.curvature.results.measured import Curve, column, curves, error_bounds, rows
 from pipeline.curvature.results.plots import finite, symlog
 from pipeline.curvature.results.result import Result
-from pipeline.curvature.results.tables import table, with_error
+from pipeline.curvature.results.tables import table
 from pipeline.curvature.space import HOST
 
 
@@ -114,12 +115,9 @@ class SharpnessHistory(Result):
 
     def lines(self) -> Iterator[str]:
         yield f"sharpness of {self.matrix} over training"
-        unknown = torch.full((len(self.steps),), math.inf, **HOST)
-        columns = [["step", *(str(step) for step in self.steps.tolist())]]
-        for head, values, errors in ("loss", self.losses, unknown), *self._curves(), (_EDGE, self._edge, unknown):
-            if not bool(values.isnan().all()):
-                columns.append([head, *map(with_error, values.tolist(), errors.tolist())])
-        yield from table(list(zip(*columns, strict=True)))
+        columns = [column("loss", self.losses), *starmap(column, self._curves()), column(_EDGE, self._edge)]
+        known = [cells for cells in columns if set(cells[1:]) - {"-"}]
+        yield from table(list(zip(["step", *map(str, self.steps.tolist())], *known, strict=True)))
 
     def draw(self, ax: Any) -> None:
         """Eigenvalues and traces with error bars over steps, and 2 / lr dashed. Traces make the axis logarithmic."""
@@ -138,11 +136,8 @@ class SharpnessHistory(Result):
         if ax.get_legend_handles_labels()[1]:
             ax.legend()
 
-    def _curves(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Head, values and their errors."""
-        for place in range(self.values.shape[1]):
-            yield f"eigenvalue {place + 1}", self.values[:, place], self.value_errors[:, place]
-        yield "trace", self.traces, self.trace_errors
+    def _curves(self) -> Iterator[Curve]:
+        return curves(self.values, self.value_errors, self.traces, self.trace_errors)
 
     @property
     def _edge(self) -> Tensor:

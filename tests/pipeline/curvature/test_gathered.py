@@ -46,8 +46,10 @@ def pairs(*values: float, residual: float = 0.01, scale: float = 10.0) -> Pairs:
 
 def spectra(traces: Numbers | None = None) -> LayerSpectra:
     sizes = {"0": 1200, "2.bias": 1, "4": 30}
-    found = {"4": pairs(3.0, 2.0), "2.bias": pairs(-0.5), "0": pairs(640.25, 1.0)}
-    return LayerSpectra.of("Hessian", sizes, found, traces)
+    values = torch.tensor([[640.25, 1.0], [-0.5, math.nan], [3.0, 2.0]], dtype=torch.float64)
+    by_layer = [] if traces is None else [traces.values, traces.stderr]
+    numbers = [torch.tensor([of[name] for name in sizes], dtype=torch.float64) for of in by_layer]
+    return LayerSpectra(list(sizes), list(sizes.values()), values, values * 0 + 0.1, "Hessian", *numbers)
 
 
 TRACES = Numbers({"4": 5.5, "0": 700.0, "2.bias": -0.5}, {"0": 12.34, "2.bias": 0.0, "4": math.inf})
@@ -76,10 +78,10 @@ def error_bars(ax):
 def test_spectra_of_layers_print_a_row_for_each_in_the_order_of_the_sizes():
     assert str(spectra(TRACES)) == (
         "Hessian by layers, 1,231 rows in all\n"
-        "  layer    rows   eigenvalue 1  eigenvalue 2      trace\n"
-        "  0       1,200  640.25 +- 0.1      1 +- 0.1  700 +- 12\n"
-        "  2.bias      1    -0.5 +- 0.1             -  -0.5 +- 0\n"
-        "  4          30       3 +- 0.1      2 +- 0.1        5.5"
+        "  layer    rows   eigenvalue 1  eigenvalue 2      trace  mean eigenvalue\n"
+        "  0       1,200  640.25 +- 0.1      1 +- 0.1  700 +- 12          0.58333\n"
+        "  2.bias      1    -0.5 +- 0.1             -  -0.5 +- 0             -0.5\n"
+        "  4          30       3 +- 0.1      2 +- 0.1        5.5          0.18333"
     )
     assert str(spectra()).splitlines()[1] == "  layer    rows   eigenvalue 1  eigenvalue 2"
 
@@ -87,12 +89,10 @@ def test_spectra_of_layers_print_a_row_for_each_in_the_order_of_the_sizes():
 def test_errors_of_eigenvalues_are_in_their_unit():
     eigenvalues = torch.linspace(1.0, 2000.0, 60, dtype=torch.float64) ** 1.2
     top = top_eigenpairs(DenseMap(symmetric(eigenvalues)), 3, tol=1e-2)
-    of_layer = LayerSpectra.of("dense", {"0": 60}, {"0": top})
-    of_step = SharpnessHistory("dense").with_entry(0, top)
-    for found in of_layer, of_step:
-        assert found.value_errors[0].equal(top.residuals * top.scale)
-        distance = (found.values[0][:, None] - eigenvalues).abs().min(1).values
-        assert (distance <= found.value_errors[0] + 1e-9).all()
+    found = SharpnessHistory("dense").with_entry(0, top)
+    assert found.value_errors[0].equal(top.residuals * top.scale)
+    distance = (found.values[0][:, None] - eigenvalues).abs().min(1).values
+    assert (distance <= found.value_errors[0] + 1e-9).all()
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".json"])
