@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,39 +20,6 @@ from pipeline.curvature.results.progress import Progress
 KINDS = ("rademacher", "normal")
 
 
-class Goal(NamedTuple):
-    """The standard error at which a run ends.
-
-    Args:
-        rel: times the value's magnitude.
-        abs: in the value's unit. Of two bounds the looser one holds.
-        least: draws below which nobody looks. A standard error of few draws is often far too small; ending where it
-            happens to be small would make most results look better than they are.
-
-    Example:
-        >>> import torch
-        >>> goal = Goal(rel=0.01, abs=None, least=10)
-        >>> goal.reached(torch.tensor([200.0]), torch.tensor([1.5]), draws=12)
-        True
-        >>> goal.reached(torch.tensor([200.0]), torch.tensor([1.5]), draws=9)
-        False
-    """
-
-    rel: float | None
-    abs: float | None
-    least: int
-
-    @property
-    def asked(self) -> bool:
-        return self.rel is not None or self.abs is not None
-
-    def reached(self, values: Tensor, stderrs: Tensor, draws: int) -> bool:
-        """Whether every one of the standard errors is small enough."""
-        if not self.asked or draws < self.least:
-            return False
-        return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
-
-
 @dataclass(frozen=True)
 class Sampling:
     """The number of random vectors of a mean, and its goal.
@@ -60,7 +27,10 @@ class Sampling:
     Attributes:
         A: the matrix.
         samples: the most products to spend.
-        rel, abs, min_samples: when to end before; see `Goal`.
+        rel, abs: the standard error at which to end, times the value's magnitude, and in the value's unit. Of two
+            bounds the looser one holds.
+        min_samples: draws below which nobody looks. A standard error of few draws is often far too small; ending where
+            it happens to be small would make most results look better than they are.
         seed: of the random vectors.
         show: whether to show a progress bar, on one process. None: where it goes to a terminal.
         resume: the file of a run that may be interrupted, or None.
@@ -96,20 +66,26 @@ class Sampling:
             raise ValueError(f"kind is {self.kind!r}: random vectors are of kind {' or '.join(map(repr, KINDS))}")
 
     @property
-    def goal(self) -> Goal:
-        return Goal(self.rel, self.abs, self.min_samples)
-
-    @property
     def is_exact(self) -> bool:
         """Whether the products are enough for a whole basis."""
         return self.samples >= self.A.space.size
 
+    @property
+    def has_goal(self) -> bool:
+        """Whether the run may end before all samples are spent."""
+        return not self.is_exact and (self.rel is not None or self.abs is not None)
+
+    def reached(self, values: Tensor, stderrs: Tensor, draws: int) -> bool:
+        """Whether every one of the standard errors is small enough to end."""
+        if not self.has_goal or draws < self.min_samples:
+            return False
+        return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
+
     def resumable(self, what: str, **more: Any) -> Resumable:
         """The run that estimates `what`, as it was left or from the beginning. `more`: further settings of it."""
         settings = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
-        return Resumable(
-            self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **self.goal._asdict(), **more}
-        )
+        goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
+        return Resumable(self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **goal, **more})
 
     def bar(self, what: str) -> Progress:
         """A progress bar over the products to come, for `what` of the matrix."""

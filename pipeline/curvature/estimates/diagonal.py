@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.resume import from_host, on_host
-from pipeline.curvature.estimates.sampling import Reached, Sampled, basis_products, random_products
+from pipeline.curvature.estimates.sampling import Reached, Sampled, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.tables import plus_minus, table
@@ -115,40 +115,31 @@ def diagonal(
         ([[2.0, 8.0, 18.0]], True)
     """
     sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
-    running = _Running(A)
+    running = _Running(A, sampling.is_exact)
     with sampling.resumable("diagonal") as run, sampling.bar("diagonal") as bar:
         if run.kept is not None:
             running.go_on(run.kept)
             bar.advance(running.count)
-        work = _exactly if sampling.is_exact else _draw
-        stopped = work(sampling, running, bar, run.reached)
+        stopped = _draw(sampling, running, bar, run.reached)
     return running.result(stopped)
 
 
 def _draw(sampling: Sampling, running: _Running, bar: Progress, reached: Reached) -> str:
-    goal = sampling.goal
-    for vectors, products in random_products(sampling, range(running.count, sampling.samples)):
+    """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
+    for vectors, products in sampled_products(sampling, running.count):
         running.change()
         for vec, product in zip(vectors, products, strict=True):
             running.add(_times_(product, vec))
-        values, errors = running.sizes() if goal.asked else (torch.zeros(0, device="cpu"), torch.zeros(0, device="cpu"))
-        bar.advance(len(vectors), note=f"{float(errors / values):.2g} of rms" if goal.asked and values > 0 else "")
-        if goal.reached(values, errors, running.count):
+        note, is_enough = "", False
+        if sampling.has_goal:
+            values, errors = running.sizes()
+            note = f"{float(errors / values):.2g} of rms" if values > 0 else ""
+            is_enough = sampling.reached(values, errors, running.count)
+        bar.advance(len(vectors), note=note)
+        if is_enough:
             return "tolerance"
         reached(running.count, partial(running.state, running.count))
-    return "samples"
-
-
-def _exactly(sampling: Sampling, running: _Running, bar: Progress, reached: Reached) -> str:
-    """The sum over an orthonormal basis of q * A q is the diagonal of A Q Q' = A."""
-    for vectors, products in basis_products(sampling, running.count):
-        running.change()
-        for vec, product in zip(vectors, products, strict=True):
-            add_(running.mean, _times_(product, vec))
-            running.count += 1
-        bar.advance(len(vectors))
-        reached(running.count, partial(running.state, running.count))
-    return "exact"
+    return "exact" if sampling.is_exact else "samples"
 
 
 def _times_(vec: Vec, other: Vec) -> Vec:
@@ -156,10 +147,10 @@ def _times_(vec: Vec, other: Vec) -> Vec:
 
 
 class _Running:
-    """Mean and squared deviations so far, by Welford's update, which does not cancel."""
+    """Mean and squared deviations so far, by Welford's update, which does not cancel; or the sum over a basis."""
 
-    def __init__(self, A: LinearMap) -> None:
-        self.A = A
+    def __init__(self, A: LinearMap, is_sum: bool) -> None:
+        self.A, self._is_sum = A, is_sum
         self.mean, self.squares = A.space.zeros(), A.space.zeros()
         self.count = 0
         self._changed = 0  # the count at which a change began
@@ -179,6 +170,9 @@ class _Running:
 
     def add(self, draw: Vec) -> None:
         self.count += 1
+        if self._is_sum:
+            add_(self.mean, draw)
+            return
         for mean, squares, new in zip(self.mean, self.squares, draw, strict=True):
             off = new - mean
             mean.add_(off, alpha=1.0 / self.count)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
-from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, random_products
+from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, sampled_products
 from pipeline.curvature.linear import LinearMap, finite, products_of
 from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
@@ -83,7 +83,7 @@ class _Sketch:
 
     def draw(self, sampling: Sampling, bar: Progress) -> None:
         """Make the basis: orthonormal vectors that span A times random ones."""
-        for _, products in random_products(sampling, range(self._drawn, sampling.samples)):
+        for _, products in sampled_products(sampling, self._drawn):
             for product in products:
                 append_orthonormal(self.A.space, self.basis, product)
             self._drawn += len(products)

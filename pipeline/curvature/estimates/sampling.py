@@ -64,8 +64,6 @@ def estimate(sampling: Sampling, measure: Measure, what: str, **settings: Any) -
     with sampling.resumable(what, **settings) as run, sampling.bar(what) as bar:
         values = [] if run.kept is None else [run.kept]
         bar.advance(sum(map(len, values)))
-        if sampling.is_exact:
-            return exactly(sampling, measure, bar, run.reached, values)
         return draw(sampling, measure, bar, run.reached, values)
 
 
@@ -78,44 +76,41 @@ def draw(
     first: int = 0,
     prepare: Prepare | None = None,
 ) -> Drawn:
-    """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed.
+    """The mean of a measure over random vectors `first`, `first` + 1, ... of a seed, or its sum over a basis.
 
     Args:
         reached: told after each group of products how many draws there are, and what gives their values.
         values: those of draws before.
     """
-    indices = range(first + sum(map(len, values)), first + sampling.samples)
     stopped = _stopped(sampling, values)
-    for vectors, products in random_products(sampling, indices, prepare) if not stopped else ():
+    groups = sampled_products(sampling, sum(map(len, values)), first, prepare)
+    for vectors, products in groups if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
         drawn = torch.cat(values)
-        mean, stderr = mean_and_stderr(drawn)
-        bar.advance(len(vectors), note=plus_minus(float(mean), float(stderr)) if mean.numel() == 1 else "")
+        bar.advance(len(vectors), note=_note(sampling, drawn))
         reached(len(drawn), drawn.detach)
         stopped = _stopped(sampling, values)
         if stopped:
             break
     drawn = torch.cat(values)
+    if sampling.is_exact:
+        total = drawn.sum(0)
+        return Drawn(total[None], total, torch.zeros_like(total), len(drawn), "exact")
     return Drawn(drawn, *mean_and_stderr(drawn), len(drawn), stopped or "samples")
 
 
 def _stopped(sampling: Sampling, values: Sequence[Tensor]) -> str:
     """Whether and why the draws are enough before all are spent."""
     count = sum(map(len, values))
-    return "tolerance" if count and sampling.goal.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
+    return "tolerance" if count and sampling.reached(*mean_and_stderr(torch.cat(list(values))), count) else ""
 
 
-def exactly(
-    sampling: Sampling, measure: Measure, bar: Progress, reached: Reached, values: list[Tensor]
-) -> Drawn:
-    """The sum of a measure over an orthonormal basis: `size` products, and as many vectors are held."""
-    for vectors, products in basis_products(sampling, sum(map(len, values))):
-        values.append(finite(measure(vectors, products), sampling.A.name))
-        bar.advance(len(vectors))
-        drawn = torch.cat(values)
-        reached(len(drawn), drawn.detach)
-    total = torch.cat(values).sum(0)
-    return Drawn(total[None], total, torch.zeros_like(total), sampling.A.space.size, "exact")
+def _note(sampling: Sampling, drawn: Tensor) -> str:
+    """The mean so far, of one number; parts of a basis say nothing of it."""
+    if sampling.is_exact or drawn.shape[1] != 1:
+        return ""
+    mean, stderr = mean_and_stderr(drawn)
+    return plus_minus(float(mean), float(stderr))
 
 
 def mean_and_stderr(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,27 +126,35 @@ def mean_and_stderr(values: Tensor) -> tuple[Tensor, Tensor]:
     return mean, values.std(0) / math.sqrt(len(values))
 
 
-def random_products(
-    sampling: Sampling, indices: Sequence[int], prepare: Prepare | None = None
+def sampled_products(
+    sampling: Sampling, done: int, first: int = 0, prepare: Prepare | None = None
 ) -> Iterator[tuple[list[Vec], list[Vec]]]:
-    """Random vectors (prepared) and A times each, a block at a time."""
+    """The vectors of a run and A times each, a block at a time: random ones, or those of an orthonormal basis.
+
+    Args:
+        done: how many it has had.
+        first: the number of its first random vector.
+        prepare: changes random vectors.
+    """
     A = sampling.A
-    for block in blocks(indices, A.block):
+    if sampling.is_exact:
+        yield from products_of(A, _basis(sampling)[done:])
+        return
+    for block in blocks(range(first + done, first + sampling.samples), A.block):
         vectors = [A.space.random(sampling.kind, sampling.seed, index) for index in block]
         if prepare is not None:
             vectors = prepare(vectors)
         yield vectors, A.products(vectors)
 
 
-def basis_products(sampling: Sampling, first: int = 0) -> Iterator[tuple[list[Vec], list[Vec]]]:
-    """The vectors of an orthonormal basis, from number `first` on, and A times each, a block at a time."""
-    A = sampling.A
-    basis: list[Vec] = []
-    for index in range(2 * A.space.size + 8):  # one that lies in the span of the others is as good as impossible
-        if len(basis) < A.space.size:
-            append_orthonormal(A.space, basis, A.space.random("normal", sampling.seed, index))
-    assert len(basis) == A.space.size  # random vectors span the space
-    yield from products_of(A, basis[first:])
+def _basis(sampling: Sampling) -> list[Vec]:
+    """An orthonormal basis: as many vectors as the matrix has rows are held."""
+    space, basis = sampling.A.space, list[Vec]()
+    for index in range(2 * space.size + 8):  # one that lies in the span of the others is as good as impossible
+        if len(basis) < space.size:
+            append_orthonormal(space, basis, space.random("normal", sampling.seed, index))
+    assert len(basis) == space.size  # random vectors span the space
+    return basis
 
 
 def paired_dots(space: Space, left: Sequence[Vec], right: Sequence[Vec]) -> Tensor:

@@ -43,17 +43,17 @@ def xtrace(sampling: Sampling, bar: Progress, run: Resumable) -> Drawn:
         sampling: of at least 4 samples, two for each random vector, and fewer than the matrix has entries.
         run: the state is told to it.
     """
-    goal, sketch, looked = sampling.goal, _Sketch(sampling.A, sampling.seed), 0
+    sketch, looked = _Sketch(sampling.A, sampling.seed), 0
     if run.kept is not None:
         looked = sketch.go_on(run.kept)
         bar.advance(sketch.spent)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
         bar.advance(sketch.grow(len(block)))
-        if goal.asked and sketch.count >= max(goal.least, 1.25 * looked):
+        if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * looked):
             looked = sketch.count
             drawn = sketch.drawn()
             bar.advance(0, note=plus_minus(float(drawn.mean), float(drawn.stderr)))
-            if goal.reached(drawn.mean, drawn.stderr, sketch.count):
+            if sampling.reached(drawn.mean, drawn.stderr, sketch.count):
                 return drawn._replace(stopped="tolerance")
         run.reached(sketch.spent, sketch.state(looked))
     return sketch.drawn()
