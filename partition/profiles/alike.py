@@ -37,7 +37,7 @@ class Likeness(NamedTuple):
     Attributes:
         layer: what ran: the layer, or the block of a part of a model.
         around: of what surrounds a block: its outline and its chain.
-        given: the form of the input, and of the arguments of a block.
+        given: the forms of the input, and of the arguments of a block.
         unread: attributes that differ from those of another layer, and that its run did not read.
         result: of the visit.
         made: how its output follows from its input.
@@ -45,7 +45,7 @@ class Likeness(NamedTuple):
 
     layer: nn.Module
     around: tuple[Hashable, ...]
-    given: Hashable
+    given: list[Form | None]
     unread: frozenset[Attribute]
     result: Any
     made: Form
@@ -62,7 +62,7 @@ class Memory:
         self._ran: list[Likeness] = []
         self._layer: nn.Module = nn.Identity()
         self._around: tuple[Hashable, ...] = ()
-        self._given: Hashable = None
+        self._given: list[Form | None] = [None]
         self._differs: frozenset[Attribute] = frozenset()
 
     def find(self, layer: nn.Module, copy: nn.Module, x: Any) -> Likeness | None:
@@ -73,17 +73,14 @@ class Memory:
             copy: of it, that would run.
             x: its input, of fakes.
         """
-        self._layer, self._around, self._given = layer, (), _form_of(x)
+        self._layer, self._around, self._given = layer, (), [Form.of(x)]
         if isinstance(layer, Block) and isinstance(copy, Block):
             called = copy.called(x)
-            if called is None:
-                self._given = None
-            else:
+            self._given.append(None if called is None else Form.of(called, x))
+            if called is not None:
                 self._layer, self._around = layer.block, layer.around
-                arguments = _form_of(called, x)
-                self._given = None if self._given is None or arguments is None else (self._given, arguments)
         self._differs = frozenset()
-        if self._given is None:
+        if None in self._given:
             return None
         before: Likeness
         for before in reversed(self._ran):
@@ -114,8 +111,8 @@ class Memory:
 
     def add(self, x: Any, y: Any, result: Any, read: set[Attribute]) -> None:
         """Remember the layer that was not found, once it has run."""
-        made = Form.of(x, y)
-        if self._given is not None and made is not None:
+        made = Form.of(y, x)
+        if None not in self._given and made is not None:
             unread = self._differs - read
             self._ran.append(Likeness(self._layer, self._around, self._given, unread, result, made))
 
@@ -201,35 +198,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-def _form_of(value: Any, beside: Any = None) -> Hashable:
-    """The form of a value: its tree, its plain leaves, and of its tensors all but numbers. None: it has other leaves.
-
-    Args:
-        value: a pytree.
-        beside: another, with which its tensors may share memory.
-    """
-    leaves, tree = pytree.tree_flatten(value)
-    known = [tensor for tensor in pytree.tree_leaves(beside) if isinstance(tensor, Tensor)]
-    storages = {storage_of(tensor): number for number, tensor in reversed(list(enumerate(known)))}
-    forms: list[Hashable] = [tree]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided:
-                return None
-            storage = storages.setdefault(storage_of(leaf), len(storages))
-            forms.append((type(leaf), leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device,
-                          leaf.requires_grad, storage, leaf.untyped_storage().nbytes()))  # fmt: skip
-        elif leaf is None or isinstance(leaf, _PLAIN):
-            forms.append((type(leaf), repr(leaf)))
-        else:
-            return None
-    return tuple(forms)
-
-
 class _Leaf(NamedTuple):
-    """A tensor of an output: where it lies."""
+    """A tensor of a value: all but its numbers, and where it lies."""
 
-    source: int  # the leaf of the input in whose storage it lies, or -1 - the number of a new storage
+    kind: type
+    source: int  # the leaf of the value beside in whose storage it lies, or -1 - the number of a new storage
     nbytes: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -239,53 +212,60 @@ class _Leaf(NamedTuple):
     needs_grad: bool
 
 
-class Form(NamedTuple):
-    """The form of an output, in that of an input."""
+class _Plain(NamedTuple):
+    """A leaf that is equal to those of its own type alone."""
 
-    leaves: tuple[Any, ...]
+    kind: type
+    value: Any
+
+
+class Form(NamedTuple):
+    """The form of a value, whose tensors may lie in the memory of those of another one, beside it."""
+
+    leaves: tuple[_Leaf | _Plain, ...]
     tree: pytree.TreeSpec
 
     @classmethod
-    def of(cls, x: Any, y: Any) -> Form | None:
-        """None: there are leaves that cannot be made anew."""
-        given = {storage_of(leaf): number for number, leaf in reversed(list(enumerate(pytree.tree_leaves(x))))
+    def of(cls, value: Any, beside: Any = ()) -> Form | None:
+        """None: there are leaves that cannot be made anew, or told apart."""
+        known = pytree.tree_leaves(beside)
+        given = {storage_of(leaf): number for number, leaf in reversed(list(enumerate(known)))
                  if isinstance(leaf, Tensor)}  # fmt: skip
-        leaves, tree = pytree.tree_flatten(y)
+        leaves, tree = pytree.tree_flatten(value)
         new: dict[int, tuple[int, torch.dtype]] = {}
-        made: list[Any] = []
+        made: list[_Leaf | _Plain] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = storage_of(leaf)
-                source = given.get(storage)
+                source = given.get(storage_of(leaf))
                 if source is None:
-                    number, dtype = new.setdefault(storage, (-1 - len(new), leaf.dtype))
-                    source = number
-                    if dtype is not leaf.dtype:
-                        return None
-                elif pytree.tree_leaves(x)[source].dtype is not leaf.dtype:
+                    source, dtype = new.setdefault(storage_of(leaf), (-1 - len(new), leaf.dtype))
+                else:
+                    dtype = known[source].dtype
+                if dtype is not leaf.dtype:
                     return None
-                made.append(_Leaf(source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
+                made.append(_Leaf(type(leaf), source, leaf.untyped_storage().nbytes(), leaf.size(), leaf.stride(),
                                   leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad))  # fmt: skip
             elif leaf is None or isinstance(leaf, _PLAIN):
-                made.append(leaf)
+                made.append(_Plain(type(leaf), leaf))
             else:
                 return None
         return cls(tuple(made), tree)
 
-    def build(self, given: Sequence[Any]) -> Any:
-        """An output of this form, of an input with these leaves."""
+    def build(self, beside: Sequence[Any]) -> Any:
+        """A value of this form, beside another with these leaves."""
         new: dict[int, Tensor] = {}
         leaves = []
         for leaf in self.leaves:
-            if isinstance(leaf, _Leaf):
-                if leaf.source >= 0:
-                    base = given[leaf.source].detach()
-                else:
-                    if leaf.source not in new:
-                        count = leaf.nbytes // leaf.dtype.itemsize
-                        new[leaf.source] = torch.empty(count, dtype=leaf.dtype, device=leaf.device)
-                    base = new[leaf.source]
-                made = base.as_strided(leaf.size, leaf.stride, leaf.offset).detach()
-                leaf = made.requires_grad_(leaf.needs_grad)
-            leaves.append(leaf)
+            if isinstance(leaf, _Plain):
+                leaves.append(leaf.value)
+                continue
+            if leaf.source >= 0:
+                base = beside[leaf.source].detach()
+            else:
+                if leaf.source not in new:
+                    count = leaf.nbytes // leaf.dtype.itemsize
+                    new[leaf.source] = torch.empty(count, dtype=leaf.dtype, device=leaf.device)
+                base = new[leaf.source]
+            made = base.as_strided(leaf.size, leaf.stride, leaf.offset).detach()
+            leaves.append(made.requires_grad_(leaf.needs_grad))
         return pytree.tree_unflatten(leaves, self.tree)
