@@ -139,16 +139,14 @@ def _of_each(
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
     settings = {**settings, "block": A.block, "layers": {layer: list(names) for layer, names in layers.items()}}
-    run = Resumable(A, resume, 0.0, settings)
-    done: dict[str, dict[str, Any]] = dict(run.kept or {})
-    with run, Progress(len(layers), f"{what} of the {A.name}", A.shows(show)) as bar:
-        bar.advance(len(done))
+    bar = Progress(len(layers), f"{what} of the {A.name}", A.shows(show))
+    with Resumable(A, resume, 0.0, settings, bar) as run:
+        done: dict[str, dict[str, Any]] = dict(run.kept or {})
         for layer, names in layers.items():
             if layer not in done:
                 file = None if resume is None else _beside(resume, "layer")
                 done[layer] = compute(A.restricted(frozenset(names)), file)
-                run.reached(len(done), dict(done).copy)
-                bar.advance(note=layer)
+                run.reached(len(done), dict(done).copy, layer)
     return done
 
 

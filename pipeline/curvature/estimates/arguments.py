@@ -82,15 +82,16 @@ class Sampling:
         return bool((stderrs <= (values.abs() * (self.rel or 0.0)).clamp(min=self.abs or 0.0)).all())
 
     def resumable(self, what: str, **more: Any) -> Resumable:
-        """The run that estimates `what`, as it was left or from the beginning. `more`: further settings of it."""
+        """The run that estimates `what` of the matrix, as it was left or from the beginning.
+
+        Args:
+            more: further settings of it.
+        """
         settings = {"samples": self.samples, "kind": self.kind, "seed": self.seed, "block": self.A.block}
         goal = {"rel": self.rel, "abs": self.abs, "min_samples": self.min_samples}
-        return Resumable(self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **goal, **more})
-
-    def bar(self, what: str) -> Progress:
-        """A progress bar over the products to come, for `what` of the matrix."""
         total = self.A.space.size if self.is_exact else self.samples
-        return Progress(total, f"{what} of {self.A.name}", self.A.shows(self.show))
+        bar = Progress(total, f"{what} of {self.A.name}", self.A.shows(self.show))
+        return Resumable(self.A, self.resume, self.save_every, {"file": f"{what} 1", **settings, **goal, **more}, bar)
 
 
 def check_tol(tol: float) -> None:

@@ -201,9 +201,9 @@ def density(
     """
     _check(A, steps, runs, points, sigma, margin)
     settings = {"file": "density 1", "steps": steps, "runs": runs, "seed": seed, "block": A.block}
-    lanczos = Resumable(A, resume, save_every, settings)
-    with lanczos, Progress(steps * runs, f"density of {A.name}", A.shows(show)) as bar:
-        matrices, asked = _lanczos(A, steps, runs, seed, lanczos, bar)
+    bar = Progress(steps * runs, f"density of {A.name}", A.shows(show))
+    with Resumable(A, resume, save_every, settings, bar) as run:
+        matrices, asked = _lanczos(A, steps, runs, seed, run)
     rule = stacked([gauss(alphas, betas) for alphas, betas in matrices], steps)
     least = width(rule.nodes) if sigma is None else float(sigma)
     widths = torch.hypot(rule.reach if sigma is None else torch.zeros_like(rule.reach), torch.tensor(least, **HOST))
@@ -211,17 +211,15 @@ def density(
 
 
 def _lanczos(
-    A: LinearMap, steps: int, runs: int, seed: int, lanczos: Resumable, bar: Progress
+    A: LinearMap, steps: int, runs: int, seed: int, lanczos: Resumable
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
     """Each run's tridiagonal matrix, and the products that all took."""
     kept = lanczos.kept or {"ended": [], "lanes": None, "products": 0}
     ended, lanes, asked = [tuple(pair) for pair in kept["ended"]], kept["lanes"], kept["products"]
-    bar.advance(asked)
 
     def reached(products: int, state: Callable[[], Any]) -> None:
         nonlocal asked
         asked += products
-        bar.advance(products)
         before, now = list(ended), asked
 
         def whole() -> dict[str, Any] | None:

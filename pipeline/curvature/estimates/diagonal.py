@@ -24,7 +24,6 @@ from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.resume import from_host, on_host
 from pipeline.curvature.estimates.sampling import Reached, Sampled, sampled_products
 from pipeline.curvature.linear import LinearMap, finite
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.tables import plus_minus, table
 from pipeline.curvature.space import Vec, add_
 
@@ -116,15 +115,14 @@ def diagonal(
     """
     sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
     running = _Running(A, sampling.is_exact)
-    with sampling.resumable("diagonal") as run, sampling.bar("diagonal") as bar:
+    with sampling.resumable("diagonal") as run:
         if run.kept is not None:
             running.go_on(run.kept)
-            bar.advance(running.count)
-        stopped = _draw(sampling, running, bar, run.reached)
+        stopped = _draw(sampling, running, run.reached)
     return running.result(stopped)
 
 
-def _draw(sampling: Sampling, running: _Running, bar: Progress, reached: Reached) -> str:
+def _draw(sampling: Sampling, running: _Running, reached: Reached) -> str:
     """Take all vectors, or enough; why it ended. The sum over a basis of q * A q is the diagonal of A Q Q' = A."""
     for vectors, products in sampled_products(sampling, running.count):
         running.change()
@@ -135,10 +133,9 @@ def _draw(sampling: Sampling, running: _Running, bar: Progress, reached: Reached
             values, errors = running.sizes()
             note = f"{float(errors / values):.2g} of rms" if values > 0 else ""
             is_enough = sampling.reached(values, errors, running.count)
-        bar.advance(len(vectors), note=note)
+        reached(running.count, partial(running.state, running.count), note)
         if is_enough:
             return "tolerance"
-        reached(running.count, partial(running.state, running.count))
     return "exact" if sampling.is_exact else "samples"
 
 

@@ -20,11 +20,10 @@ from pipeline.curvature.estimates.krylov import append_orthonormal, subtract_
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, draw, paired_dots, sampled_products
 from pipeline.curvature.linear import LinearMap, finite, products_of
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import Vec
 
 
-def hutchpp(sampling: Sampling, bar: Progress, run: Resumable, sketch: int | None = None) -> Drawn:
+def hutchpp(sampling: Sampling, run: Resumable, sketch: int | None = None) -> Drawn:
     """The trace by Hutch++. Each of its values is the exact part plus what one vector says of the rest.
 
     Args:
@@ -43,9 +42,8 @@ def hutchpp(sampling: Sampling, bar: Progress, run: Resumable, sketch: int | Non
             f"rest; use 1 to {(samples - 2) // 2}, or more samples"
         )
     at = _Sketch(A, run)
-    bar.advance(at.products)
-    at.draw(replace(sampling, samples=columns, kind="normal"), bar)
-    basis, caught = at.basis, at.catch(bar)
+    at.draw(replace(sampling, samples=columns, kind="normal"))
+    basis, caught = at.basis, at.catch()
 
     def deflated(vectors: list[Vec]) -> list[Vec]:
         along = A.space.dots(basis, vectors)
@@ -56,11 +54,11 @@ def hutchpp(sampling: Sampling, bar: Progress, run: Resumable, sketch: int | Non
 
     spent = columns + len(basis)
 
-    def reached(draws: int, values: Callable[[], Tensor]) -> None:
-        at.note(spent + draws, values())
+    def reached(draws: int, values: Callable[[], Tensor], note: str) -> None:
+        at.note(spent + draws, note, values())
 
     rest_of = replace(sampling, samples=samples - spent)
-    drawn = draw(rest_of, rest, bar, reached, at.values, first=columns, prepare=deflated)
+    drawn = draw(rest_of, rest, reached, at.values, first=columns, prepare=deflated)
     return drawn._replace(spent=spent + drawn.spent)
 
 
@@ -74,31 +72,28 @@ class _Sketch:
 
     def __init__(self, A: LinearMap, run: Resumable) -> None:
         self.A, self._run = A, run
-        kept = run.kept or {"basis": [], "drawn": 0, "parts": [], "values": None, "products": 0}
+        kept = run.kept or {"basis": [], "drawn": 0, "parts": [], "values": None}
         self.basis = from_host(A.space, kept["basis"])
-        self.products: int = kept["products"]
         self._drawn: int = kept["drawn"]
         self._parts: list[float] = list(kept["parts"])  # of the trace on the basis, for each vector
         self.values: list[Tensor] = [] if kept["values"] is None else [kept["values"]]
 
-    def draw(self, sampling: Sampling, bar: Progress) -> None:
+    def draw(self, sampling: Sampling) -> None:
         """Make the basis: orthonormal vectors that span A times random ones."""
         for _, products in sampled_products(sampling, self._drawn):
             for product in products:
                 append_orthonormal(self.A.space, self.basis, product)
             self._drawn += len(products)
-            bar.advance(len(products), note="sketch")
-            self.note(self._drawn)
+            self.note(self._drawn, "sketch")
 
-    def catch(self, bar: Progress) -> float:
+    def catch(self) -> float:
         """The trace of A on the span of the basis."""
         for vectors, products in products_of(self.A, self.basis[len(self._parts) :]):
             self._parts += finite(paired_dots(self.A.space, vectors, products), self.A.name)[:, 0].tolist()
-            bar.advance(len(vectors), note="exact part")
-            self.note(self._drawn + len(self._parts))
+            self.note(self._drawn + len(self._parts), "exact part")
         return sum(self._parts)
 
-    def note(self, products: int, values: Tensor | None = None) -> None:
+    def note(self, products: int, words: str, values: Tensor | None = None) -> None:
         """Tell the run how far this is. The basis only grows, and its vectors stay as they are."""
         basis, state = list(self.basis), {"drawn": self._drawn, "parts": list(self._parts), "values": values}
-        self._run.reached(products, lambda: {"basis": on_host(basis), "products": products, **state})
+        self._run.reached(products, lambda: {"basis": on_host(basis), **state}, words)

@@ -60,7 +60,7 @@ class Inverse(LinearMap):
             ConvergenceError: a system was not solved to the tolerance; the result would be another matrix.
             IndefiniteError, FloatingPointError: see `solve`.
         """
-        ends = solved(self._map, self._plan, vectors, None, False)
+        ends = solved(self._map, self._plan, vectors)
         worst = max((end.residual for end in ends), default=0.0)
         if not worst <= self._plan.tol:
             raise ConvergenceError(

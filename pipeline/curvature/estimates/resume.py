@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.space import HOST, Space, Vec
 
 Plain: TypeAlias = Any  # tensors, numbers, text, None, and lists, tuples and dicts of them
@@ -162,31 +163,40 @@ class Saves:
 
 
 class Resumable:
-    """A run of an estimator: within, its state is saved every `every` seconds, and at an exception; then removed.
+    """A run of an estimator: within, a bar shows how far it is, and its state is saved every `every` seconds, and at an
+    exception; then removed.
 
     Args:
         A: the matrix.
         path: see `Saves`; None: nothing is saved.
         every: seconds.
         settings: of the run, besides the matrix.
+        bar: counts its products.
 
     Attributes:
         kept: the state to go on from, or None.
     """
 
     def __init__(
-        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, Plain]
-    ) -> None:
+        self, A: LinearMap, path: str | os.PathLike[str] | None, every: float, settings: Mapping[str, Plain],
+        bar: Progress,
+    ) -> None:  # fmt: skip
         self._saves = None if path is None else Saves(path, A.space, {**settings_of(A), **settings}, every)
         self.kept: Plain | None = None if self._saves is None else self._saves.latest()
-        self._step = 0
+        self._bar, self._step = bar, 0
         self._state: Callable[[], Plain | None] = lambda: None
 
     def __enter__(self) -> Self:
+        self._bar.__enter__()
         return self
 
-    def reached(self, step: int, state: Callable[[], Plain | None]) -> None:
-        """Note the number of products so far, and what gives the state then: None while that is being changed."""
+    def reached(self, step: int, state: Callable[[], Plain | None], note: str = "") -> None:
+        """Note the number of products so far, and what gives the state then: None while that is being changed.
+
+        Args:
+            note: for the bar; see `Progress.advance`.
+        """
+        self._bar.advance(step - self._step, note)
         self._step, self._state = step, state
         if self._saves is not None and self._saves.due():
             self._saves.write(step, state())
@@ -194,6 +204,7 @@ class Resumable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._bar.__exit__(kind, error, trace)
         if self._saves is None:
             return
         if error is None:

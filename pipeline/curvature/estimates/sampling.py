@@ -16,13 +16,12 @@ from torch import Tensor
 from pipeline.curvature.estimates.arguments import Sampling
 from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.linear import blocks, finite, products_of
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import Space, Vec
 
 Measure: TypeAlias = Callable[[list[Vec], list[Vec]], Tensor]  # vectors, A times each -> [vectors, numbers]
-Reached: TypeAlias = Callable[[int, Callable[[], Any]], None]  # see `Resumable.reached`
+Reached: TypeAlias = Callable[[int, Callable[[], Any], str], None]  # see `Resumable.reached`
 Prepare: TypeAlias = Callable[[list[Vec]], list[Vec]]  # what A is multiplied with, from random vectors
 
 
@@ -61,16 +60,13 @@ def estimate(sampling: Sampling, measure: Measure, what: str, **settings: Any) -
         what: of the matrix is estimated, for the progress bar.
         settings: of the measure, for a run that goes on.
     """
-    with sampling.resumable(what, **settings) as run, sampling.bar(what) as bar:
-        values = [] if run.kept is None else [run.kept]
-        bar.advance(sum(map(len, values)))
-        return draw(sampling, measure, bar, run.reached, values)
+    with sampling.resumable(what, **settings) as run:
+        return draw(sampling, measure, run.reached, [] if run.kept is None else [run.kept])
 
 
 def draw(
     sampling: Sampling,
     measure: Measure,
-    bar: Progress,
     reached: Reached,
     values: list[Tensor],
     first: int = 0,
@@ -87,8 +83,7 @@ def draw(
     for vectors, products in groups if not stopped else ():
         values.append(finite(measure(vectors, products), sampling.A.name))
         drawn = torch.cat(values)
-        bar.advance(len(vectors), note=_note(sampling, drawn))
-        reached(len(drawn), drawn.detach)
+        reached(len(drawn), drawn.detach, _note(sampling, drawn))
         stopped = _stopped(sampling, values)
         if stopped:
             break

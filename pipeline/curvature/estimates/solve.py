@@ -16,6 +16,7 @@ from pipeline.curvature.estimates.recurrences import IndefiniteError
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.systems import Given, SolveSettings, fitting, planned, solved
 from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Space, Vec
 
@@ -106,8 +107,9 @@ def solve(
     plan = planned(A, damping, tol, max_products, preconditioner, method)
     vec, guess = fitting(A.space, b, "b"), None if start is None else fitting(A.space, start, "start")
     starts = [] if guess is None else [guess]
-    run = None if resume is None else Resumable(A, resume, save_every, _settings(A, plan, [vec], starts))
-    (end,) = solved(A, plan, [vec], starts or None, show, run)
+    settings = {} if resume is None else _settings(A, plan, [vec], starts)
+    bar = Progress(None, f"solve with {A.name}", A.shows(show))
+    (end,) = solved(A, plan, [vec], starts or None, Resumable(A, resume, save_every, settings, bar))
     return Solution(
         matrix=A.name,
         x={name: part.detach().cpu() for name, part in A.space.named(end.x).items()},

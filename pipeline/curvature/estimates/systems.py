@@ -92,7 +92,7 @@ class Place:
 
 
 def solved(
-    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None, show: bool | None,
+    A: LinearMap, plan: SolveSettings, bs: Sequence[Vec], starts: Sequence[Vec] | None = None,
     run: Resumable | None = None,
 ) -> list[End]:  # fmt: skip
     """The end of each system, `A.block` of them at a time. `bs` and `starts` are not changed.
@@ -101,33 +101,32 @@ def solved(
         A: the matrix.
         plan: how.
         bs, starts: the right-hand sides, and a guess for each.
-        show: see `solve`.
-        run: that may be interrupted; the state is of all systems. None: none.
+        run: that shows its progress and may be interrupted; the state is of all systems. None: one that does neither.
 
     Raises:
         IndefiniteError: by "cg", where A + damping I is not positive definite.
         FloatingPointError: a vector has entries that are not finite.
     """
-    run = Resumable(A, None, 0.0, {}) if run is None else run
+    run = Resumable(A, None, 0.0, {}, Progress(None, A.name, show=False)) if run is None else run
     kept = run.kept or {"products": 0, "places": [Place().plain() for _ in bs]}
     places, asked = [Place.of(A.space, plain) for plain in kept["places"]], kept["products"]
     ends: list[End] = []
-    with run, Progress(None, f"solve with {A.name}", A.shows(show)) as bar:
-        bar.advance(asked, "")
+    with run:
 
         def products(asks: Sequence[Product]) -> list[Vec]:
             nonlocal asked
             waits, before = True, asked
-            run.reached(before, lambda: _state(before, places) if waits else None)
+            residual = max(ask.residual for ask in asks)
+            run.reached(before, lambda: _state(before, places) if waits else None, f"residual {residual:.1e}")
             images = A.products([ask.vec for ask in asks])
             waits, asked = False, asked + len(asks)
-            bar.advance(len(asks), f"residual {max(ask.residual for ask in asks):.1e}")
             return images
 
         for first in range(0, len(bs), A.block):
             members = range(first, min(first + A.block, len(bs)))
             runs = [_refined(plan, bs[i], None if starts is None else starts[i], places[i]) for i in members]
             ends += _in_lockstep(A, plan.system.damping, runs, products)
+        run.reached(asked, lambda: _state(asked, places))
     return ends
 
 

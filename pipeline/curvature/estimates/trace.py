@@ -152,5 +152,5 @@ def _quadratic(A: LinearMap) -> Measure:
 
 
 def _sketched(sampling: Sampling, method: str, sketch: int | None) -> Drawn:
-    with sampling.resumable("trace", method=method, sketch=sketch) as run, sampling.bar("trace") as bar:
-        return xtrace(sampling, bar, run) if method == "xtrace" else hutchpp(sampling, bar, run, sketch)
+    with sampling.resumable("trace", method=method, sketch=sketch) as run:
+        return xtrace(sampling, run) if method == "xtrace" else hutchpp(sampling, run, sketch)

@@ -29,12 +29,11 @@ from pipeline.curvature.estimates.krylov import append_orthonormal
 from pipeline.curvature.estimates.resume import Resumable, from_host, on_host
 from pipeline.curvature.estimates.sampling import Drawn, mean_and_stderr, paired_dots
 from pipeline.curvature.linear import LinearMap, blocks, finite
-from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.tables import plus_minus
 from pipeline.curvature.space import HOST, Vec
 
 
-def xtrace(sampling: Sampling, bar: Progress, run: Resumable) -> Drawn:
+def xtrace(sampling: Sampling, run: Resumable) -> Drawn:
     """The trace by XTrace. Half as many vectors are held as products are spent.
 
     The error is looked at each time that there are a quarter more vectors than at the last look.
@@ -46,16 +45,17 @@ def xtrace(sampling: Sampling, bar: Progress, run: Resumable) -> Drawn:
     sketch, looked = _Sketch(sampling.A, sampling.seed), 0
     if run.kept is not None:
         looked = sketch.go_on(run.kept)
-        bar.advance(sketch.spent)
     for block in blocks(range(sketch.count, sampling.samples // 2), sampling.A.block):
-        bar.advance(sketch.grow(len(block)))
+        sketch.grow(len(block))
+        note, is_enough = "", False
         if sampling.has_goal and sketch.count >= max(sampling.min_samples, 1.25 * looked):
             looked = sketch.count
             drawn = sketch.drawn()
-            bar.advance(0, note=plus_minus(float(drawn.mean), float(drawn.stderr)))
-            if sampling.reached(drawn.mean, drawn.stderr, sketch.count):
-                return drawn._replace(stopped="tolerance")
-        run.reached(sketch.spent, sketch.state(looked))
+            note = plus_minus(float(drawn.mean), float(drawn.stderr))
+            is_enough = sampling.reached(drawn.mean, drawn.stderr, sketch.count)
+        run.reached(sketch.spent, sketch.state(looked), note)
+        if is_enough:
+            return drawn._replace(stopped="tolerance")
     return sketch.drawn()
 
 
@@ -87,9 +87,9 @@ class _Sketch:
         self.spent = state["spent"]
         return int(state["looked"])
 
-    def grow(self, more: int) -> int:
-        """By random vectors; the number of products that it took."""
-        before, known = self.spent, len(self.basis)
+    def grow(self, more: int) -> None:
+        """By random vectors."""
+        known = len(self.basis)
         vectors = self._random(range(self.count, self.count + more))
         products = self.A.products(vectors)
         self.alone.append(finite(paired_dots(self.A.space, vectors, products)[:, 0], self.A.name))
@@ -97,7 +97,6 @@ class _Sketch:
         self.columns += [append_orthonormal(self.A.space, self.basis, product) for product in products]
         self._grow_within(known)
         self.spent += more + len(self.basis) - known
-        return self.spent - before
 
     def _grow_within(self, known: int) -> None:
         if new := self.basis[known:]:

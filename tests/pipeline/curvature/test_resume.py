@@ -29,6 +29,7 @@ from pipeline.curvature.estimates.solve import solve
 from pipeline.curvature.estimates.systems import planned, solved
 from pipeline.curvature.estimates.trace import trace
 from pipeline.curvature.linear import LinearMap
+from pipeline.curvature.results.progress import Progress
 from pipeline.curvature.results.result import Result
 from pipeline.curvature.space import Vec
 
@@ -352,7 +353,8 @@ def test_systems_that_are_solved_together_go_on_where_each_of_them_was(method: s
         bs = [A.space.random("normal", 5, index) for index in range(3)]
         bs[1] = [torch.zeros_like(part) for part in bs[1]]
         plan = planned(A, 5.0, 1e-7, 60, None, method)
-        ends = solved(A, plan, bs, None, False, Resumable(A, resume, 0.0, {}))
+        run = Resumable(A, resume, 0.0, {}, Progress(None, "solve", show=False))
+        ends = solved(A, plan, bs, None, run)
         return [[end.products, end.residual, torch.cat(end.x).tolist()] for end in ends]
 
     whole = Interrupted(matrix, [], block=2)
