@@ -2,7 +2,7 @@
 
     top_eigenpairs --> Run (lanczos.py): steps until done, or until max_products --> k vectors
                    --> one more product of each: the residuals that are reported --> Eigenpairs
-                   <--> Saves (resume.py): a run that was interrupted goes on
+                   <--> Resumable (resume.py): a run that was interrupted goes on
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pipeline.curvature.estimates.arguments import check_tol
 from pipeline.curvature.estimates.lanczos import EigenpairGoal, Run
-from pipeline.curvature.estimates.resume import Saves, settings_of
+from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.estimates.ritz import WHICH, wanted
 from pipeline.curvature.linear import LinearMap, products_of
 from pipeline.curvature.results.progress import Progress
@@ -138,25 +139,14 @@ def top_eigenpairs(
     """
     goal = _goal(A, k, which, tol, max_products, seed, block, max_basis, miss)
     run = Run(A, goal)
-    saves = None if resume is None else Saves(resume, A.space, _settings(A, goal), save_every)
-    kept = None if saves is None else saves.latest()
-    if kept is not None:
-        run.go_on(kept)
-    try:
-        with Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show)) as bar:
-            bar.advance(run.at.products)
-            _advance(run, max_products, saves, bar.advance)
-            pairs = _measured(run, bar.advance)
-    except BaseException as error:
-        state = None if saves is None else run.state()
-        if saves is not None and state is not None:
-            saves.rescue(run.at.products, state, error)
-        raise
-    if saves is not None and run.at.done:
-        saves.remove()
-    elif saves is not None:
-        saves.write(run.at.products, run.state())
-    return pairs
+    bar = Progress(max_products, f"eigenpairs of the {A.name}", A.shows(show))
+    with Resumable(A, resume, save_every, {"file": "eigenpairs 2", **asdict(goal)}, bar) as saved:
+        if saved.kept is not None:
+            run.go_on(saved.kept)
+        _advance(run, max_products, saved.reached)
+        if not run.at.done:
+            saved.leave()
+        return _measured(run, bar.advance)
 
 
 def _goal(
@@ -199,19 +189,15 @@ def _goal(
     return EigenpairGoal(k, which, tol, seed, block, max_basis, miss)
 
 
-def _settings(A: LinearMap, goal: EigenpairGoal) -> dict[str, Any]:
-    """The settings that must be the same for a run to go on."""
-    return {"file": "eigenpairs 1", **settings_of(A), **asdict(goal)}
-
-
-def _advance(run: Run, most: int | None, saves: Saves | None, advance: Callable[..., None]) -> None:
+def _advance(run: Run, most: int | None, reached: Callable[..., None]) -> None:
     """Steps until the run is done, or the next one would leave too few products for the residuals."""
-    while not run.at.done and (most is None or run.at.products + run.next + run.goal.k <= most):
-        before = run.at.products
+    note = ""
+    while True:
+        reached(run.at.products, partial(run.state, run.at.products), note)
+        if run.at.done or most is not None and run.at.products + run.next + run.goal.k > most:
+            return
         run.step()
-        advance(run.at.products - before, note=f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}")
-        if saves is not None and saves.due():
-            saves.write(run.at.products, run.state())
+        note = f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}"
 
 
 def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:

@@ -79,18 +79,18 @@ class Run:
         self._turning = False
 
     def step(self) -> None:
-        """Multiply the rows that wait; then lock what has converged, or cut down a full space."""
-        if self.at.judged and not self.at.waiting:
-            self._begin_round()
-        elif self.at.judged:
-            self._multiply()
+        """Multiply the rows that wait; or after that lock what has converged, or cut down a full space."""
         if not self.at.judged:
             self._judge()
+        elif self.at.waiting:
+            self._multiply()
+        else:
+            self._begin_round()
 
     @property
     def next(self) -> int:
         """The number of products of the next step."""
-        return self.at.waiting
+        return self.at.waiting if self.at.judged else 0
 
     def best(self) -> list[Vec]:
         """New vectors: the k best approximations now, the most wanted first."""
@@ -103,9 +103,10 @@ class Run:
         known = len(self.at.locked)
         return sum(pick < known or float(pairs.residuals[pick - known]) <= self._enough() for pick in picks)
 
-    def state(self) -> dict[str, Any] | None:
-        """All that a run needs to go on; None in the moment in which rows are being overwritten."""
-        if self._turning:
+    def state(self, products: int) -> dict[str, Any] | None:
+        """All that a run needs to go on after so many products; None in the moment in which rows are being overwritten,
+        or after more."""
+        if self._turning or self.at.products != products:
             return None
         self.basis.cut(len(self.at.locked) + self.at.projection.shape[0])
         return {"place": asdict(self.at), "slabs": self.basis.slabs(), "rows": len(self.basis)}

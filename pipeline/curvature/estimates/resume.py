@@ -183,7 +183,7 @@ class Resumable:
     ) -> None:  # fmt: skip
         self._saves = None if path is None else Saves(path, A.space, {**settings_of(A), **settings}, every)
         self.kept: Plain | None = None if self._saves is None else self._saves.latest()
-        self._bar, self._step = bar, 0
+        self._bar, self._step, self._is_done = bar, 0, True
         self._state: Callable[[], Plain | None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -196,10 +196,15 @@ class Resumable:
         Args:
             note: for the bar; see `Progress.advance`.
         """
-        self._bar.advance(step - self._step, note)
+        more = step - self._step
+        self._bar.advance(more, note)
         self._step, self._state = step, state
-        if self._saves is not None and self._saves.due():
+        if self._saves is not None and more and self._saves.due():
             self._saves.write(step, state())
+
+    def leave(self) -> None:
+        """Keep the file at the end, for a call that goes on."""
+        self._is_done = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -207,10 +212,13 @@ class Resumable:
         self._bar.__exit__(kind, error, trace)
         if self._saves is None:
             return
-        if error is None:
+        if error is None and self._is_done:
             self._saves.remove()
         elif (state := self._state()) is not None:
-            self._saves.rescue(self._step, state, error)
+            if error is None:
+                self._saves.write(self._step, state)
+            else:
+                self._saves.rescue(self._step, state, error)
 
 
 def settings_of(A: LinearMap) -> dict[str, Plain]:
