@@ -92,16 +92,15 @@ def profile(
     works, unit = layer_work(module, chunk, where, timeout, loss)
     states = _states(module, saved, optimizer)
     layers = [
-        LayerProfile(name, type(layer).__name__, work, parameters, gradients, state, each.buffers,
-                     Bytes(each.inner, each.outer), each.constants, each.output, each.skips, each.waits)
-        for (name, layer), work, (parameters, gradients, state), each
-        in zip(module._modules.items(), works, states, saved)
+        LayerProfile(name, type(layer).__name__, work, *state, each.buffers, each.saved, each.constants, each.output,
+                     each.skips, each.waits)
+        for (name, layer), work, state, each in zip(module._modules.items(), works, states, saved)
     ]  # fmt: skip
     behind = None
     if loss_fn is not None:
         each, none = saved[-1], Bytes(0)
-        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, each.buffers,
-                              Bytes(each.inner, each.outer), each.constants, each.output)  # fmt: skip
+        behind = LayerProfile("loss", _kind(loss_fn), works[-1], none, none, none, each.buffers, each.saved,
+                              each.constants, each.output)  # fmt: skip
     return Profile(tuple(layers), count, unit, "meta" if where.type == "meta" else str(where), entry, behind)
 
 

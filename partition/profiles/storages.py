@@ -32,8 +32,7 @@ class Saved(NamedTuple):
     """The bytes that autograd holds of one layer for its backward, that the layer has, and that it returns.
 
     Attributes:
-        inner: of storages that are made and saved within the layer.
-        outer: (number, bytes) of saved storages that are its input or output, or a skip.
+        saved: of storages; shared are those that are its input or output, or a skip.
         constants: of storages that every forward saves again: tables that the layer keeps.
         output: of what it returns, as a message.
         skips: as messages.
@@ -43,8 +42,7 @@ class Saved(NamedTuple):
         waits: what a backward in halves holds.
     """
 
-    inner: int
-    outer: tuple[tuple[int, int], ...]
+    saved: Bytes
     constants: int
     output: int
     skips: Skips
@@ -56,7 +54,7 @@ class Saved(NamedTuple):
     @property
     def activations(self) -> int:
         """Bytes that its backward needs, of this layer alone."""
-        return self.inner + self.constants + sum(size for _, size in self.outer)
+        return self.saved.total + self.constants
 
     @property
     def held(self) -> int:
@@ -93,12 +91,12 @@ class Storages:
         own = {storage_of(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *here.aside)} | self._aside
         constants = (run.saved.keys() & first.keys()) - own - self._numbers.keys()
         own |= constants
-        inner, outer = self._sorted({key: size for key, size in run.saved.items() if key not in own})
+        saved = self._bytes({key: size for key, size in run.saved.items() if key not in own})
         waits = {key: size for key, size in run.first_half(layer, here).items() if key not in own}
-        inputs = Bytes(*self._sorted({key: waits[key] for key in waits.keys() & run.saved.keys()}))
+        inputs = self._bytes({key: waits[key] for key in waits.keys() & run.saved.keys()})
         gradients = sum(waits[key] for key in waits.keys() - run.saved.keys())
         result = Saved(
-            inner, outer, sum(run.saved[key] for key in constants), _message(y),
+            saved, sum(run.saved[key] for key in constants), _message(y),
             Skips(tuple([self._skips[key] for key in here.stashes]), popped),
             [torch.empty_like(parameter, device="meta") for _, parameter in _parameters(layer)],
             sum(buffer.nbytes for buffer in layer.buffers()), self._leaves(x, y),
@@ -107,11 +105,11 @@ class Storages:
         self._forget(y)
         return result, y
 
-    def _sorted(self, saved: Mapping[int, int]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def _bytes(self, saved: Mapping[int, int]) -> Bytes:
         """The bytes of storages: of those within the layer, and of others by number."""
         inner = sum(size for storage, size in saved.items() if storage not in self._numbers)
         outer = [(self._numbers[storage], size) for storage, size in saved.items() if storage in self._numbers]
-        return inner, tuple(sorted(outer))
+        return Bytes(inner, tuple(sorted(outer)))
 
     def again(self, before: Saved, x: Any, y: Any) -> Saved:
         """The bytes of a layer that is like one that ran: the same, in storages of its own."""
@@ -120,12 +118,11 @@ class Storages:
         number = dict(zip(before.leaves, leaves, strict=True))
         self._forget(y)
 
-        def renumbered(outer: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-            return tuple(sorted((number[old], size) for old, size in outer))
+        def renumbered(amount: Bytes) -> Bytes:
+            return amount._replace(shared=tuple(sorted((number[old], size) for old, size in amount.shared)))
 
-        inputs = before.waits.inputs
-        waits = before.waits._replace(inputs=inputs._replace(shared=renumbered(inputs.shared)))
-        return before._replace(outer=renumbered(before.outer), waits=waits, leaves=leaves)
+        waits = before.waits._replace(inputs=renumbered(before.waits.inputs))
+        return before._replace(saved=renumbered(before.saved), waits=waits, leaves=leaves)
 
     def _leaves(self, x: Any, y: Any) -> tuple[int, ...]:
         return tuple([self._numbers[storage_of(tensor)] for tensor in tensors_of([x, y])])
