@@ -3,18 +3,15 @@
     with Progress(100, "trace of Hessian", show) as bar:
         bar.advance(4, note="638 +- 12")       trace of Hessian:  4%|4    | 4/100 [00:02<00:48, 638 +- 12]
 
-tqdm draws the bar. Without it a plain line comes every few seconds. All of it goes to stderr.
+tqdm draws the bar, on stderr. Without it there is none.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-import time
 from types import TracebackType
-from typing import Any, Self, TextIO
-
-_SECONDS = 5.0  # between two plain lines
+from typing import Any, Self
 
 
 class Progress:
@@ -58,26 +55,5 @@ def _bar(total: int | None, what: str) -> Any:
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
-        return _PlainLines(total, what, sys.stderr)
+        return None
     return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True)
-
-
-class _PlainLines:
-    """tqdm's methods that we call. A line each few seconds and one at the end."""
-
-    def __init__(self, total: int | None, what: str, stream: TextIO) -> None:
-        self._of = "" if total is None else f"/{total}"
-        self._what, self._stream, self._note = what, stream, ""
-        self._done, self._last = 0, time.monotonic()
-
-    def set_postfix_str(self, note: str, refresh: bool = True) -> None:
-        self._note = f"  {note}"
-
-    def update(self, n: int) -> None:
-        self._done += n
-        if time.monotonic() - self._last >= _SECONDS:
-            self.close()
-
-    def close(self) -> None:
-        print(f"{self._what}: {self._done}{self._of}{self._note}", file=self._stream, flush=True)
-        self._last = time.monotonic()
