@@ -19,7 +19,7 @@ from typing import Literal
 
 from scheduler import schedules
 from scheduler.costs import Costs
-from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, refuse_unless_cost, refuse_unless_whole
 from scheduler.placement import Placement
 from scheduler.simulation import simulate
 from scheduler.split_costs import of_stages
@@ -62,14 +62,12 @@ class Row:
         Raises:
             ScheduleError: `cap` has not one number for each lane, or one that is no size.
         """
-        caps = list(cap) if isinstance(cap, Sequence) else [cap] * len(self.memory)
-        for most in caps:
+        for most in cap if isinstance(cap, Sequence) else [cap]:
             refuse_unless_cost("memory", most)
-        if not self.reason and len(caps) != len(self.memory):
-            raise ScheduleError(
-                f"memory lists {len(caps)} caps but there are {len(self.memory)} lanes (memory: {cap}). List one each."
-            )
-        return not self.reason and all(peak <= most * _ROUNDED for peak, most in zip(self.memory, caps))
+        if self.reason:
+            return False
+        caps = one_each("memory", cap, len(self.memory), "caps")
+        return all(peak <= most * _ROUNDED for peak, most in zip(self.memory, caps))
 
 
 def compare(

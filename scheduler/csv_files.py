@@ -12,9 +12,8 @@ are read off: a stage is on the lane in whose row its actions stand, and the lar
 
 import csv
 import re
-from collections.abc import Iterator
 from io import StringIO
-from itertools import chain, count
+from itertools import count
 
 from scheduler.action import Action
 from scheduler.errors import ScheduleError
@@ -39,10 +38,7 @@ def to_csv(schedule: Schedule) -> str:
     1F0,1B0,1F1,1B1
     """
     table = StringIO()
-    csv.writer(table, lineterminator="\n").writerows(
-        _written(order, {position for row, position in schedule.blocks if row == lane})
-        for lane, order in enumerate(schedule.orders)
-    )
+    csv.writer(table, lineterminator="\n").writerows(map(_written, row) for row in schedule.cells())
     return table.getvalue()
 
 
@@ -75,24 +71,18 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, c
     """
     table = [[_read(cell, lane, column) for column, cell in enumerate(row)] for lane, row in enumerate(_rows(text))]
     table += [[]] * (placement.lanes - len(table) if placement else 0)
-    orders = tuple(tuple(chain.from_iterable(row)) for row in table)
     if placement is None or chunks is None:
-        _refuse_if_empty(orders)
-    return Schedule(
+        _refuse_if_empty(table)
+    return Schedule.of_cells(
         name,
         _placement(table) if placement is None else placement,
-        1 + max(action.chunk for order in orders for action in order) if chunks is None else chunks,
-        orders,
-        frozenset(_blocks(table)),
+        1 + max(action.chunk for row in table for cell in row for action in cell) if chunks is None else chunks,
+        table,
     )
 
 
-def _written(order: Order, blocks: set[int]) -> Iterator[str]:
-    for position, action in enumerate(order):
-        if position in blocks:
-            yield f"({action};{order[position + 1]})OVERLAP_F_B"
-        elif position - 1 not in blocks:
-            yield str(action)
+def _written(cell: Order) -> str:
+    return f"({';'.join(map(str, cell))})OVERLAP_F_B" if len(cell) > 1 else str(*cell)
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -106,7 +96,7 @@ def _rows(text: str) -> list[list[str]]:
     return rows
 
 
-def _read(cell: str, lane: int, column: int) -> tuple[Action, ...]:
+def _read(cell: str, lane: int, column: int) -> Order:
     """The actions of one cell: none where it is idle or does not compute, two where it is a block."""
     if not cell or _NO_WORK.fullmatch(cell):
         return ()
@@ -118,12 +108,12 @@ def _read(cell: str, lane: int, column: int) -> tuple[Action, ...]:
         raise ScheduleError(f"{_place(lane, column)}: {short!r} is not an action. {_ALLOWED}") from None
 
 
-def _refuse_if_empty(orders: tuple[Order, ...]) -> None:
-    if not any(orders):
+def _refuse_if_empty(table: list[list[Order]]) -> None:
+    if not any(cell for row in table for cell in row):
         raise ScheduleError(f"there is no action in the table. {_ALLOWED} Or say placement= and chunks=.")
 
 
-def _placement(table: list[list[tuple[Action, ...]]]) -> Placement:
+def _placement(table: list[list[Order]]) -> Placement:
     seen: dict[int, tuple[int, int]] = {}
     for lane, row in enumerate(table):
         for column, cell in enumerate(row):
@@ -141,15 +131,6 @@ def _placement(table: list[list[tuple[Action, ...]]]) -> Placement:
             "Number the stages from 0 without a gap, or say placement=."
         )
     return Placement(tuple(seen[stage][0] for stage in range(len(seen))))
-
-
-def _blocks(table: list[list[tuple[Action, ...]]]) -> Iterator[tuple[int, int]]:
-    for lane, row in enumerate(table):
-        position = 0
-        for cell in row:
-            if len(cell) == 2:
-                yield lane, position
-            position += len(cell)
 
 
 def _place(lane: int, column: int) -> str:

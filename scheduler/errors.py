@@ -6,10 +6,11 @@ A fault inside a schedule also has a place, so `faults.py` adds the grid with th
 """
 
 import sys
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = ["ScheduleError", "refuse_unless_cost", "refuse_unless_whole"]
+__all__ = ["ScheduleError", "one_each", "refuse_unless_cost", "refuse_unless_whole"]
 
 
 class ScheduleError(ValueError):
@@ -62,6 +63,29 @@ Give forward as a number, one for each place, or a function that returns one.
         )
     if above and not number:
         raise ScheduleError(f"{what} is 0, but nothing would ever end. Give {what} as a number above 0.")
+
+
+def one_each(what: str, given: Any, lanes: int, kind: str = "numbers") -> list[Any]:
+    """The value of each lane, which is given once for all, or in a list.
+
+    Args:
+        what: the name that the caller knows it by
+        given: what is given
+        lanes: how many lanes there are
+        kind: what such a list is of
+
+    Raises:
+        ScheduleError: the list is for another number of lanes.
+
+    >>> one_each("cap", 4, lanes=2), one_each("cap", (4, 3), lanes=2)
+    ([4, 4], [4, 3])
+    """
+    listed = list(given) if isinstance(given, Sequence) else [given] * lanes
+    if len(listed) != lanes:
+        raise ScheduleError(
+            f"{what} lists {len(listed)} {kind} but there are {lanes} lanes ({what}: {given}). List {lanes}."
+        )
+    return listed
 
 
 def _is_between(number: Any) -> bool:

@@ -10,7 +10,7 @@ is a Schedule too, or nobody could draw what is wrong with it.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -89,11 +89,43 @@ class Schedule(Placed):
             ScheduleError: a line is none of these, or the schedule it makes is refused.
         """
         name, chunks, placement, cells = read("schedule", text)
-        orders = tuple(tuple(Action.parse(text) for cell in row for text in cell.split("+")) for row in cells)
-        return cls(name, placement, chunks, orders, frozenset(_blocks_in(cells)))
+        rows = [[tuple(map(Action.parse, cell.split("+"))) for cell in row] for row in cells]
+        return cls.of_cells(name, placement, chunks, rows)
+
+    @classmethod
+    def of_cells(
+        cls, name: str, placement: Placement, chunks: int, rows: Iterable[Iterable[Sequence[Action]]]
+    ) -> "Schedule":
+        """A schedule from a table.
+
+        Args:
+            name, placement, chunks: as of the class
+            rows: for each lane its cells: an action, the two of a block, or nothing
+        """
+        orders: list[Order] = []
+        blocks: set[tuple[int, int]] = set()
+        for lane, row in enumerate(rows):
+            order: list[Action] = []
+            for cell in row:
+                order += cell
+                blocks.update((lane, at) for at in range(len(order) - len(cell), len(order) - 1))
+            orders.append(tuple(order))
+        return cls(name, placement, chunks, tuple(orders), frozenset(blocks))
+
+    def cells(self) -> list[list[Order]]:
+        """The rows that `of_cells` takes: for each lane its actions, the two of a block together."""
+        rows: list[list[Order]] = [[] for _ in self.orders]
+        for lane, order in enumerate(self.orders):
+            for at, action in enumerate(order):
+                if (lane, at - 1) in self.blocks:
+                    rows[lane][-1] += (action,)
+                else:
+                    rows[lane].append((action,))
+        return rows
 
     def __str__(self) -> str:
-        return written("schedule", self.name, self.chunks, self.placement, map(self._row, range(self.lanes)))
+        rows = (" ".join("+".join(map(str, cell)) for cell in row) for row in self.cells())
+        return written("schedule", self.name, self.chunks, self.placement, rows)
 
     def _repr_svg_(self) -> str | None:
         from scheduler.summary import picture  # which draws schedules, so it imports this file
@@ -150,10 +182,6 @@ class Schedule(Placed):
         )
         return Schedule(self.name, self.placement, chunks, orders, blocks)
 
-    def _row(self, lane: int) -> str:
-        words = [f"{action}{'+' if (lane, at) in self.blocks else ' '}" for at, action in enumerate(self.orders[lane])]
-        return "".join(words)
-
     def _refuse_unless_blocks(self) -> None:
         for lane, at in sorted(self.blocks):
             if not (0 <= lane < self.lanes and 0 <= at < len(self.orders[lane]) - 1) or (lane, at + 1) in self.blocks:
@@ -182,13 +210,3 @@ def _is_order(order: object) -> bool:
         return False
     kinds = {action.kind for action in order}
     return kinds <= set(COMPUTE) and set(map(type, kinds)) <= {Kind}
-
-
-def _blocks_in(cells: list[list[str]]) -> Iterator[tuple[int, int]]:
-    for lane, row in enumerate(cells):
-        at = 0
-        for cell in row:
-            for _ in range(cell.count("+")):
-                yield lane, at
-                at += 1
-            at += 1

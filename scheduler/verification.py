@@ -17,7 +17,7 @@ import numpy
 from scheduler.action import COMPUTE, Action, Kind
 from scheduler.collecting import no_collecting
 from scheduler.columns import KINDS, Booleans, Columns, Numbers
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import one_each, refuse_unless_whole
 from scheduler.faults import Fault, refusal
 from scheduler.programs.message_checks import message_faults
 from scheduler.programs.program import Program
@@ -147,9 +147,7 @@ def _fit(columns: Columns, caps: Sequence[int]) -> Iterator[Fault]:
 def _cap_of_lanes(cap: int | Sequence[int] | None, lanes: int) -> Sequence[int]:
     if cap is None:
         return ()
-    caps = cap if isinstance(cap, Sequence) else [cap] * lanes
-    if len(caps) != lanes:
-        raise ScheduleError(f"cap lists {len(caps)} numbers but there are {lanes} lanes (cap: {cap}). List {lanes}.")
+    caps = one_each("cap", cap, lanes)
     for number in caps:
         refuse_unless_whole("cap", number, least=1)
     return caps

@@ -15,7 +15,6 @@ chunk.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 
 from scheduler.action import Action, Kind
 from scheduler.errors import ScheduleError
@@ -40,9 +39,8 @@ def build(lanes: int, chunks: int) -> Schedule:
             f"dualpipev fills its warm-up and its cool-down with 2 chunks a lane, but there are {chunks} chunks for "
             f"{lanes} lanes. Use chunks={2 * lanes} or more, or zb-v, which takes any number."
         )
-    words = [_words(lane, lanes, chunks) for lane in range(lanes)]
-    orders = tuple(tuple(_actions(row, (lane, 2 * lanes - 1 - lane))) for lane, row in enumerate(words))
-    return Schedule("dualpipev", Placement.vee(lanes), chunks, orders, frozenset(_blocks(words)))
+    rows = [_cells(_words(lane, lanes, chunks), (lane, 2 * lanes - 1 - lane)) for lane in range(lanes)]
+    return Schedule.of_cells("dualpipev", Placement.vee(lanes), chunks, rows)
 
 
 def _words(lane: int, lanes: int, chunks: int) -> list[str]:
@@ -64,29 +62,22 @@ def _words(lane: int, lanes: int, chunks: int) -> list[str]:
     ]
 
 
-def _actions(words: list[str], stages: tuple[int, int]) -> Iterator[Action]:
+def _cells(words: list[str], stages: tuple[int, int]) -> list[list[Action]]:
     """Chunks ascend, for each stage and direction."""
     chunks: Counter[tuple[int, bool]] = Counter()
     waiting: deque[Action] = deque()
-    for word in "+".join(words).split("+"):
+
+    def action_of(word: str) -> Action:
         if word == "W":
-            yield waiting.popleft()._replace(kind=Kind.W)
-            continue
+            return waiting.popleft()._replace(kind=Kind.W)
         kind, stage = Kind(word[0]), stages[int(word[1])]
         action = Action(stage, kind, chunks[stage, kind.is_backward])
         chunks[stage, kind.is_backward] += 1
         if kind is Kind.I:
             waiting.append(action)
-        yield action
+        return action
 
-
-def _blocks(words: list[list[str]]) -> Iterator[tuple[int, int]]:
-    for lane, row in enumerate(words):
-        at = 0
-        for word in row:
-            if "+" in word:
-                yield lane, at
-            at += 1 + word.count("+")
+    return [list(map(action_of, word.split("+"))) for word in words]
 
 
 BUILDERS = {"dualpipev": build}

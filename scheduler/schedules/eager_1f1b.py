@@ -17,7 +17,7 @@ is memory: lane r holds that many chunks, about twice as many as in 1F1B.
 
 from collections.abc import Sequence
 
-from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, refuse_unless_whole
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 from scheduler.schedules._in_turns import in_turns
@@ -51,11 +51,7 @@ def build(lanes: int, chunks: int, warmup: int | Sequence[int] | None = None) ->
 def _warmups(lanes: int, chunks: int, warmup: int | Sequence[int] | None) -> list[int]:
     if warmup is None:
         return [2 * (lanes - 1 - lane) + 1 for lane in range(lanes)]
-    listed = list(warmup) if isinstance(warmup, Sequence) else [warmup] * lanes
-    if len(listed) != lanes:
-        raise ScheduleError(
-            f"warmup lists {len(listed)} numbers but there are {lanes} lanes (warmup: {warmup}). List {lanes}."
-        )
+    listed = one_each("warmup", warmup, lanes)
     for lane, number in enumerate(listed):
         refuse_unless_whole(f"warmup[{lane}]", number, least=1)
     capped = [min(number, chunks) for number in listed]

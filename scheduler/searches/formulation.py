@@ -12,7 +12,7 @@ from math import inf
 from scheduler.action import Action, Kind
 from scheduler.costs import Costs
 from scheduler.dependencies import requires
-from scheduler.errors import ScheduleError, refuse_unless_cost, refuse_unless_whole
+from scheduler.errors import ScheduleError, one_each, refuse_unless_cost, refuse_unless_whole
 from scheduler.memory_model import Held
 from scheduler.placement import Placement
 from scheduler.searches.problem import Messages, Objective, Problem, Times
@@ -116,11 +116,7 @@ def _times(
 
 
 def _caps(memory: Memory, placement: Placement, held: Sequence[Held]) -> tuple[float, ...]:
-    caps = list(memory) if isinstance(memory, Sequence) else [memory] * placement.lanes
-    if len(caps) != placement.lanes:
-        raise ScheduleError(
-            f"memory lists {len(caps)} caps but there are {placement.lanes} lanes (memory: {memory}). List one each."
-        )
+    caps = one_each("memory", memory, placement.lanes, "caps")
     for lane, cap in enumerate(caps):
         least = alone(placement.stages_of(lane), held)
         if cap is None or cap == inf:
