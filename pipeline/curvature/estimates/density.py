@@ -81,12 +81,11 @@ class Density(Result):
         """
         if power < 0 or power != int(power):
             raise ValueError(f"power must be a whole number from 0 on (power: {power})")
-        mean, error = _over_runs((self.weights * self.nodes**power).sum(1))
-        return float(mean), None if error is None else float(error)
+        return self._mean(self.nodes**power)
 
     def trace(self) -> tuple[float, float | None]:
         """The sum of all eigenvalues and its standard error over the runs, None for one run."""
-        return self._of_all(*self.moment(1))
+        return self._mean(self.nodes, self.size)
 
     def count(self, low: float, high: float) -> tuple[float, float | None]:
         """About how many eigenvalues are in [low, high].
@@ -99,7 +98,7 @@ class Density(Result):
         """
         if not low <= high:
             raise ValueError(f"low must not be above high (low: {low}, high: {high})")
-        return self._of_all(*self._share(low, high))
+        return self._mean(self._within(low, high), self.size)
 
     def integrated(self) -> IntegratedDensity:
         """The share of eigenvalues below each point of the grid, with a band that tells what few steps miss, too.
@@ -122,9 +121,9 @@ class Density(Result):
             "largest node": (float(self.nodes.max()), None),
             "trace": self.trace(),
             "mean eigenvalue": self.moment(1),
-            "share below -sigma": self._share(-math.inf, below),
-            "share around 0": self._share(-self.sigma, self.sigma),
-            "share above sigma": self._share(above, math.inf),
+            "share below -sigma": self._mean(self._within(-math.inf, below)),
+            "share around 0": self._mean(self._within(-self.sigma, self.sigma)),
+            "share above sigma": self._mean(self._within(above, math.inf)),
             "sigma": (self.sigma, None),
         }
         errors = {name: "" if error is None else f"+- {error:.2g}" for name, (_, error) in numbers.items()}
@@ -143,12 +142,13 @@ class Density(Result):
         ax.set_ylabel("share of eigenvalues per unit")
         ax.legend()
 
-    def _share(self, low: float, high: float) -> tuple[float, float | None]:
-        mean, error = _over_runs((self.weights * ((self.nodes >= low) & (self.nodes <= high))).sum(1))
-        return float(mean), None if error is None else float(error)
+    def _within(self, low: float, high: float) -> Tensor:
+        return (self.nodes >= low) & (self.nodes <= high)
 
-    def _of_all(self, share: float, error: float | None) -> tuple[float, float | None]:
-        return self.size * share, None if error is None else self.size * error
+    def _mean(self, of_nodes: Tensor, times: float = 1.0) -> tuple[float, float | None]:
+        """The mean over the eigenvalues of a function, [runs, steps] at the nodes, and its standard error; scaled."""
+        mean, error = _over_runs((self.weights * of_nodes).sum(1))
+        return times * float(mean), None if error is None else times * float(error)
 
 
 def density(
