@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from scheduler.costs import Costs
-from scheduler.errors import ScheduleError
 from scheduler.schedule import Schedule
-from scheduler.schedules import by_name, names
+from scheduler.schedules import for_placement
 from scheduler.simulation import simulate
 from scheduler.timeline import Timeline, in_flight
 
@@ -92,17 +91,12 @@ def advice(job: Job, balance: Sequence[int] | None, slowest: int) -> tuple[Chang
 
 def known_name(schedule: Schedule) -> str:
     """The name of the named schedule with these orders; "" if there is none."""
-    for several in (None, schedule.stages // schedule.lanes):  # first as by_name takes it
-        for name in names():
-            made = _made(name, schedule.lanes, schedule.chunks, several)
-            if made is not None and made.orders == schedule.orders:
-                return name
-    return ""
+    made = for_placement(schedule.placement, schedule.chunks)
+    return next((name for name, _, named in made if named.orders == schedule.orders), "")
 
 
 def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[tuple[str, Job]]:
     schedule, costs = job.schedule, job.costs
-    several = schedule.stages // schedule.lanes
     stages = range(schedule.stages)
     for beside in (slowest - 1, slowest + 1):
         if balance is not None and balance[slowest] > 1 and beside in stages:
@@ -115,7 +109,8 @@ def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[
     if name:
         halved: dict[str, Any] = {what: [time / 2 for time in cost] for what, cost in _of_actions(costs)}
         pairs = frozenset((stage, 2 * chunk + half) for stage, chunk in job.recomputed for half in (0, 1))
-        twice = _made(name, schedule.lanes, 2 * schedule.chunks, several)
+        made = for_placement(schedule.placement, 2 * schedule.chunks)
+        twice = next((named for other, _, named in made if other == name), None)
         if twice is not None:
             what = f"{twice.chunks} chunks, where half a chunk takes half the time"
             yield what, replace(job, schedule=twice, costs=replace(costs, **halved), recomputed=pairs)
@@ -123,11 +118,10 @@ def _changes(job: Job, balance: Sequence[int] | None, slowest: int) -> Iterator[
         yield "keep all activations: checkpoint='never'", replace(job, recomputed=frozenset())
     yield "links that take no time", replace(job, costs=replace(costs, link=0))
     tried = {schedule.orders}
-    for other in names():
-        made = _made(other, schedule.lanes, schedule.chunks, None)  # as a Pipe takes it by this name
-        if made is not None and made.placement == schedule.placement and made.orders not in tried:
-            tried.add(made.orders)
-            yield f"schedule={other!r}{_more_held(made, schedule)}", replace(job, schedule=made)
+    for other, options, named in for_placement(schedule.placement, schedule.chunks):
+        if not options and named.orders not in tried:  # as a Pipe takes it by this name
+            tried.add(named.orders)
+            yield f"schedule={other!r}{_more_held(named, schedule)}", replace(job, schedule=named)
 
 
 def _more_held(schedule: Schedule, now: Schedule) -> str:
@@ -162,19 +156,6 @@ def _moved(cost: Sequence[float], source: int, to: int, layers: int) -> list[flo
     changed[source] -= cost[source] / layers
     changed[to] += cost[source] / layers
     return changed
-
-
-def _made(name: str, lanes: int, chunks: int, several: int | None) -> Schedule | None:
-    """A named schedule, with so many stages a lane if that is said; None where there is none for these sizes."""
-    choices: list[dict[str, int]] = [{}] if several is None else [{}, {"stages_per_lane": several}]
-    for options in choices:
-        try:
-            schedule = by_name(name, lanes, chunks, **options)
-        except ScheduleError:  # it takes no such option, or is not defined for these
-            continue
-        if several is None or schedule.stages == several * lanes:
-            return schedule
-    return None
 
 
 _WORTH = 0.005

@@ -9,7 +9,7 @@ The files are found by looking into this folder, so that no list has to be kept;
 schedules of its own, but what several of them share. An option is a keyword of the builder, and has a default.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import import_module
@@ -18,9 +18,10 @@ from pkgutil import iter_modules
 
 from scheduler.collecting import no_collecting
 from scheduler.errors import ScheduleError, refuse_unless_whole
+from scheduler.placement import Placement
 from scheduler.schedule import Schedule
 
-__all__ = ["by_name", "names"]
+__all__ = ["by_name", "for_placement", "names"]
 
 Builder = Callable[..., Schedule]
 
@@ -65,6 +66,25 @@ def names() -> tuple[str, ...]:
     True
     """
     return tuple(sorted(_builders()))
+
+
+def for_placement(placement: Placement, chunks: int) -> Iterator[tuple[str, dict[str, object], Schedule]]:
+    """The named schedules with this placement, with their options: first those that need none, then with so many stages
+    a lane.
+
+    >>> from scheduler.placement import Placement
+    >>> [(name, options) for name, options, _ in for_placement(Placement.loop(2, 6), chunks=4)][0]
+    ('interleaved', {'stages_per_lane': 3})
+    """
+    choices: tuple[dict[str, object], ...] = ({}, {"stages_per_lane": placement.stages // placement.lanes})
+    for options in choices:
+        for name in names():
+            try:
+                schedule = by_name(name, placement.lanes, chunks, **options)
+            except ScheduleError:  # not for so few chunks, or without this option
+                continue
+            if schedule.placement == placement:
+                yield name, options, schedule
 
 
 @lru_cache(maxsize=64)

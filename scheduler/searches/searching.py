@@ -35,7 +35,7 @@ from scheduler.errors import ScheduleError, refuse_unless_whole
 from scheduler.notebook import Shown
 from scheduler.placement import Placement
 from scheduler.schedule import Schedule
-from scheduler.schedules import by_name, names
+from scheduler.schedules import for_placement
 from scheduler.searches.annealing import anneal
 from scheduler.searches.bounds import LowerBound
 from scheduler.searches.dispatching import dispatch
@@ -174,17 +174,12 @@ class _Candidate(NamedTuple):
 
 def _named(problem: Problem, costs: Costs) -> Iterator[_Candidate]:
     """The named schedules for the same stages that fit."""
-    for options in ({}, {"stages_per_lane": problem.stages // problem.lanes}):
-        for name in names():
-            try:
-                schedule = by_name(name, problem.lanes, problem.chunks, **options)
-                verify(schedule)
-            except ScheduleError:  # not for so few chunks, or without this option
-                continue
-            if schedule.placement == problem.placement and (problem.kinds == 3 or not schedule.split):
-                candidate = _Candidate.of(schedule, costs, problem.objective)
-                if candidate.fits(problem):
-                    yield candidate
+    for _, _, schedule in for_placement(problem.placement, problem.chunks):
+        verify(schedule)
+        if problem.kinds == 3 or not schedule.split:
+            candidate = _Candidate.of(schedule, costs, problem.objective)
+            if candidate.fits(problem):
+                yield candidate
 
 
 def _starts(problem: Problem, named: list[_Candidate]) -> Iterator[LaneOrders]:
