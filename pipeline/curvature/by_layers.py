@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.curvature.estimates.layer_traces import agreed_names, by_module
+from pipeline.curvature.estimates.layer_traces import layers_of
 from pipeline.curvature.estimates.resume import Resumable
 from pipeline.curvature.results.layer_densities import LayerDensities
 from pipeline.curvature.results.layers import LayerSpectra
@@ -54,7 +54,7 @@ def per_layer(
         show: a progress bar, on one process. None: where it goes to a terminal.
         resume, save_every: a file from which an interrupted run goes on, and seconds; see `top_eigenpairs`.
     """
-    layers = _layers(A, groups)
+    layers = layers_of(A.space, groups)
 
     def pairs(block: Operator, resume: Path | None) -> dict[str, Any]:
         found = block.top_eigenpairs(
@@ -120,25 +120,21 @@ def layer_densities(
         return {field.name: getattr(found, field.name) for field in fields(found)}
 
     settings = {"file": "densities by layers 1", "steps": steps, "runs": runs, "seed": seed}
-    found = _of_each(A, "densities of layers", _layers(A, groups), density, settings, resume, show)
+    found = _of_each(A, "densities of layers", layers_of(A.space, groups), density, settings, resume, show)
     return LayerDensities(A.name, found)
-
-
-def _layers(A: Operator, groups: Mapping[str, Sequence[str]] | None) -> Mapping[str, Sequence[str]]:
-    return by_module(agreed_names(A.space, A.counted_names)) if groups is None else groups
 
 
 def _of_each(
     A: Operator,
     what: str,
-    layers: Mapping[str, Sequence[str]],
+    layers: Mapping[str, list[str]],
     compute: Callable[[Operator, Path | None], dict[str, Any]],
     settings: Mapping[str, Any],
     resume: str | os.PathLike[str] | None,
     show: bool | None,
 ) -> dict[str, dict[str, Any]]:
     """By layer what is computed of its block. What is done is saved after each layer."""
-    settings = {**settings, "block": A.block, "layers": {layer: list(names) for layer, names in layers.items()}}
+    settings = {**settings, "block": A.block, "layers": layers}
     bar = Progress(len(layers), f"{what} of the {A.name}", A.shows(show))
     with Resumable(A, resume, 0.0, settings, bar) as run:
         done: dict[str, dict[str, Any]] = dict(run.kept or {})

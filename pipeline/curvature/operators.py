@@ -159,11 +159,6 @@ class Operator(Analysis):
         space = space_of(self.pipe, self._prefix, lambda name, _: name in names)
         return self._twin(space=space, _passes=self._passes.of(space=space))
 
-    @property
-    def counted_names(self) -> list[str]:
-        """Of the parameters whose entries count in this process."""
-        return [member.name for member in self.space.members if member.counts]
-
     def _twin(self, **others: Any) -> Self:
         """One like this, but for some attributes."""
         twin = object.__new__(type(self))

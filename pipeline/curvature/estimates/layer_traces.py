@@ -112,16 +112,13 @@ def layer_traces(
           front  4 +- 0        2                2
     """
     sampling = Sampling(A, samples, rel, abs, min_samples, seed, show, resume, save_every)
-    here = _counted_entries(A.space)
-    names = agreed_names(A.space, list(here))
-    names_of = by_module(names) if groups is None else _checked_groups(A.space, groups, names)
+    here, names_of = _counted_entries(A.space), layers_of(A.space, groups)
 
     def by_layer(vectors: list[Vec], products: list[Vec]) -> Tensor:
         local = [_local_sums(A.space, names_of, vec, product) for vec, product in zip(vectors, products, strict=True)]
         return A.space.sum_over(torch.stack(local))
 
-    lists = {layer: list(group) for layer, group in names_of.items()}
-    drawn = estimate(sampling, by_layer, "traces of layers", groups=lists)
+    drawn = estimate(sampling, by_layer, "traces of layers", groups=names_of)
     sizes = A.space.sum_over(torch.tensor([_size(group, here) for group in names_of.values()], **HOST))
     return LayerTraces(
         dict(zip(names_of, drawn.mean.tolist(), strict=True)),
@@ -153,7 +150,17 @@ def _size(group: Sequence[str], here: Mapping[str, int]) -> int:
     return sum(here.get(name, 0) for name in group)
 
 
-def agreed_names(space: Space, names: Sequence[str]) -> list[str]:
+def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
+    """The names of the parameters of each layer, of all processes; of each module if no groups are given.
+
+    Raises:
+        ValueError: a group is empty or has a name that no process has, or the processes were given different groups.
+    """
+    names = _agreed_names(space, list(_counted_entries(space)))
+    return by_module(names) if groups is None else _checked_groups(space, groups, names)
+
+
+def _agreed_names(space: Space, names: Sequence[str]) -> list[str]:
     """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
     own = torch.tensor(list("\n".join(names).encode()), **HOST)
     lengths = torch.zeros(space.ranks, **HOST)

@@ -65,6 +65,12 @@ def test_groups_are_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("what", ["layer_densities", "per_layer"])
+def test_groups_with_a_name_that_is_none_of_a_parameter_are_refused(what: str) -> None:
+    with pytest.raises(ValueError, match=r"no process has parameters named \['4.weights'\] that count"):
+        getattr(hessian(), what)(groups={"last": ["4.weights", "4.bias"]})
+
+
+@pytest.mark.parametrize("what", ["layer_densities", "per_layer"])
 def test_a_run_over_layers_that_is_interrupted_goes_on_to_the_same_bits(what: str, tmp_path: Path) -> None:
     options = {"steps": 6, "runs": 2} if what == "layer_densities" else {"k": 2, "tol": 1e-8, "samples": 8}
     Interrupted.calls[:] = 0, 0
