@@ -233,9 +233,8 @@ class Operator(Analysis):
         flags = "" if self._passes.training is not None else str([m.training for m in self.pipe.modules()])
         model = f"{architecture(self.pipe)} {values_in_words(tensors)} by {list(self._passes.parameters())}"
         text = f"{self.name} {model} {self._passes.settings} {flags}"
-        own = torch.zeros(self.space.ranks, **HOST)
-        own[self.space.rank] = digest(text) % (1 << 48)
-        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in self.space.sum_over(own))
+        digests = self.space.gathered([digest(text) % (1 << 48)])
+        return f"{self.name} {self.shape[0]} " + " ".join(f"{int(each):x}" for each in digests[:, 0])
 
 
 class Hessian(Operator):

@@ -95,6 +95,12 @@ class Space(ABC):
                 total += torch.stack([_dot(one[shard], other[shard]) for one, other in pairs]).to("cpu")
         return total
 
+    def gathered(self, own: Sequence[float]) -> Tensor:
+        """Some numbers of each process, as many of each: [ranks, numbers], the same on every process."""
+        table = torch.zeros(self.ranks, len(own), **HOST)
+        table[self.rank] = torch.tensor(own, **HOST)
+        return self.sum_over(table)
+
     def norm(self, vec: Vec) -> float:
         """The Euclidean norm."""
         return float(self.dots([vec], [vec]).clamp(min=0.0).sqrt())

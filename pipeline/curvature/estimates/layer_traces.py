@@ -163,9 +163,7 @@ def layers_of(space: Space, groups: Mapping[str, Sequence[str]] | None) -> dict[
 def _agreed_names(space: Space, names: Sequence[str]) -> list[str]:
     """The names of all processes, in the processes' order: their bytes, summed, each process's at its own place."""
     own = torch.tensor(list("\n".join(names).encode()), **HOST)
-    lengths = torch.zeros(space.ranks, **HOST)
-    lengths[space.rank] = len(own)
-    ends = space.sum_over(lengths).long().cumsum(0).tolist()
+    ends = space.gathered([len(own)])[:, 0].long().cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     text = torch.zeros(ends[-1], **HOST)
     text[starts[space.rank] : ends[space.rank]] = own
@@ -188,9 +186,8 @@ def by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _checked_groups(space: Space, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
-    digests = torch.zeros(space.ranks, **HOST)
-    digests[space.rank] = crc32(repr([(layer, list(group)) for layer, group in groups.items()]).encode())
-    if len(set(space.sum_over(digests).tolist())) > 1:
+    digest = crc32(repr([(layer, list(group)) for layer, group in groups.items()]).encode())
+    if len(space.gathered([digest]).unique()) > 1:
         raise ValueError(f"the processes were given different groups, here {list(groups)}: give each the same")
     if not groups:
         raise ValueError("groups is empty: give layer -> names of its parameters, or None for a group for each module")

@@ -140,9 +140,7 @@ class Saves:
 
     def _agreed(self, mine: list[int], refusal: ResumeError | None) -> set[int]:
         """The steps that all processes have; all raise if one has to."""
-        table = torch.full((self._space.ranks, 3), 0.0, **HOST)
-        table[self._space.rank] = torch.tensor([refusal is not None, *(step + 1 for step in mine), 0, 0][:3], **HOST)
-        table = self._space.sum_over(table)
+        table = self._space.gathered([refusal is not None, *(step + 1 for step in mine), 0, 0][:3])
         if refusal is not None:
             raise refusal
         if bool(table[:, 0].any()):
