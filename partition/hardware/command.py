@@ -73,7 +73,7 @@ def devices(count: int | None, margin: float, as_variable: bool, as_json: bool) 
 def _show_devices(found: Devices) -> None:
     head, *rows = device_table(found.visible, found.hidden)
     if rows:
-        show(head, rows, [""] * len(found) + ["dim"] * len(found.hidden))
+        show(head, rows, dim=[False] * len(found) + [True] * len(found.hidden))
         print()
     if found.links:
         head, *rows = link_table([*found.visible, *found.hidden], found.links)

@@ -150,7 +150,7 @@ def compare(
     columns += [] if memory is None else [f"fits {_listed(memory)}"]
     cells = [[*_cells(row), *([] if memory is None else [_YES_NO[fit]])] for row, fit in defined]
     if defined:
-        show(columns, cells, ["" if fit else "dim" for _, fit in defined])
+        show(columns, cells, dim=[not fit for _, fit in defined])
     for row in rows[len(defined):]:
         print(f"{row.name}: {row.reason}")
     if to_csv is not None:

@@ -1,22 +1,21 @@
-"""A table of words, printed by rich: in styles on a terminal, as plain text into a pipe."""
+"""A table of words: some rows dim on a terminal, as plain text into a pipe."""
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
+
+from scheduler.aligning import aligned
 
 __all__ = ["show"]
 
 
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]], dim: Sequence[bool] = ()) -> None:
     """Prints a table: words to the left in the first column, numbers to the right in the others.
 
     Args:
         columns: the head of each
         rows: the cells of each row
-        styles: of each row, in rich's words ("bold", "dim", "")
+        dim: for each row whether it is dim; none is, where nothing is given
 
     >>> show(["schedule", "step", "bubble"], [["zb-h1", "27", "11.1%"], ["1f1b", "33", "27.3%"]])
     schedule  step  bubble
@@ -24,14 +23,8 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence
     zb-h1       27   11.1%
     1f1b        33   27.3%
     """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if number else "left", no_wrap=True)
-    for row, style in zip(rows, [*styles, *[""] * (len(rows) - len(styles))]):
-        table.add_row(*map(Text, row), style=style)
-    console = Console(width=_WIDE)
-    console.width = console.measure(table).maximum  # rather two lines of a narrow terminal for a row than half a number
-    console.print(table)
-
-
-_WIDE = 10_000
+    head, *lines = aligned([columns, *rows])
+    click.echo(head)
+    click.echo("─" * max(map(len, [head, *lines])))
+    for line, is_dim in zip(lines, dim or [False] * len(lines)):
+        click.echo(click.style(line, dim=True) if is_dim else line)
