@@ -196,8 +196,8 @@ def _advance(run: Run, most: int | None, reached: Callable[..., None]) -> None:
         reached(run.at.products, partial(run.state, run.at.products), note)
         if run.at.done or most is not None and run.at.products + run.next + run.goal.k > most:
             return
-        run.step()
         note = f"{run.converged()} of {run.goal.k}, largest {run.at.largest:.4g}"
+        run.step()  # and noted at once, so that an interrupt finds a state of these products
 
 
 def _measured(run: Run, advance: Callable[..., None]) -> Eigenpairs:

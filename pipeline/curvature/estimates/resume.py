@@ -195,8 +195,8 @@ class Resumable:
             note: for the bar; see `Progress.advance`.
         """
         more = step - self._step
-        self._bar.advance(more, note)
         self._step, self._state = step, state
+        self._bar.advance(more, note)
         if self._saves is not None and more and self._saves.due():
             self._saves.write(step, state())
 
