@@ -13,7 +13,7 @@ Finite differences find what torch's derivatives are wrong for; the last finds w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,15 +122,12 @@ def _apart(space: Space, one: Vec, other: Vec) -> float:
 
 def _stages(op: Operator, v: Vec) -> list[tuple[str, float, float]]:
     """The rule of each stage, of all ranks, against finite differences of that stage; behind them the loss's."""
-    largest: dict[int, tuple[float, float]] = {}  # by stage, -1 for the loss: (relative error, limit)
+    table = torch.zeros(op.stages + 1, 3, **HOST)  # by stage, the last for the loss: is it there, error, limit
 
-    def note(index: int, name: str, error: float, most: float) -> None:
-        largest[index] = max((error, most), largest.get(index, (0.0, most)), key=lambda pair: pair[0])
+    def note(index: int, error: float, most: float) -> None:
+        table[index] = torch.maximum(table[index], torch.tensor([1.0, error, most], **HOST))  # nan, where one is
 
     op.compare_stages([v], note)
-    table = torch.zeros(op.stages + 1, 3, **HOST)
-    for index, (error, most) in largest.items():
-        table[index] = torch.tensor([1.0, error, most], device="cpu")
     rows = op.space.sum_over(table).tolist()
     return [
         (f"finite differences of {op.stage_name(index) if index < op.stages else 'loss_fn'}", error, most)
@@ -152,13 +149,3 @@ def _differences(op: Operator, v: Vec, Hv: Vec) -> float:
         return space.norm(add_(expected, Hv, -1.0)) / size, rounding / size
 
     return least(error_at, precision ** (1 / 3) * max(space.norm(op.point()), 1e-3), limit(space.dtype))
-
-
-def names_of(sizes: Sequence[int]) -> list[str]:
-    """The stages of a balance in words, as errors name them."""
-    found, first = [], 0
-    for index, size in enumerate(sizes):
-        last = first + size - 1
-        found.append(f"stage {index} (layer {first})" if size == 1 else f"stage {index} (layers {first}..{last})")
-        first += size
-    return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.curvature.analysis import Analysis
-from pipeline.curvature.checking import Report, check, names_of
+from pipeline.curvature.checking import Report, check
 from pipeline.curvature.forms import Vectors, taken
 from pipeline.curvature.identity import architecture
 from pipeline.curvature.known_bad import worked_round
@@ -201,7 +201,9 @@ class Operator(Analysis):
 
     def stage_name(self, index: int) -> str:
         """A stage with its layers, in words."""
-        return names_of(self.pipe.balance)[index]
+        first, size = sum(self.pipe.balance[:index]), self.pipe.balance[index]
+        layers = f"layer {first}" if size == 1 else f"layers {first}..{first + size - 1}"
+        return f"stage {index} ({layers})"
 
     def point(self) -> Vec:
         """The parameters as a vector."""

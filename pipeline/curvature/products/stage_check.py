@@ -87,7 +87,7 @@ class RuleCheck:
     def _judge(self, index: int, name: str, error: float, most: float) -> None:
         """Report the error of a stage's derivative, or of the loss's; raise ValueError if it is wrong."""
         if self._task.on_result is not None:
-            self._task.on_result(index, name, error, most)
+            self._task.on_result(index, error, most)
         elif not error <= most:
             raise ValueError(
                 f"{name} has an autograd.Function of its own, and its second derivative differs from "

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.curvature.products.sharded import VectorSlice
 from pipeline.curvature.space import Vec
 
-OnResult: TypeAlias = Callable[[int, str, float, float], None]  # (index, name of a stage, relative error, limit)
+OnResult: TypeAlias = Callable[[int, float, float], None]  # (index of a stage, relative error, limit)
 
 
 class StageChecks(NamedTuple):

@@ -182,6 +182,17 @@ def test_what_is_worked_round_is_said() -> None:
     assert any("math kernel" in what for what in named.workarounds) and named.check().ok
 
 
+def test_an_error_that_is_no_number_is_not_lost_behind_another(monkeypatch) -> None:
+    def compare(self, vectors, on_result) -> None:
+        for error in (float("nan"), 0.0):
+            on_result(0, error, 1.0)
+
+    op = operator()
+    assert op.check().ok
+    monkeypatch.setattr(type(op), "compare_stages", compare)
+    assert not op.check().ok
+
+
 def test_a_report_is_saved_and_loaded(tmp_path) -> None:
     report = operator().check()
     report.save(tmp_path / "check.json")
