@@ -170,9 +170,10 @@ def _locks(places: Sequence[Place], layers: Sequence[Sequence[nn.Module]]) -> li
 def _thread_like_this(
     ambient: Ambient, places: Sequence[Place], own: int
 ) -> Callable[[int], AbstractContextManager[object]]:
-    """Give a group's thread the switches, grad mode and streams of this one. `own`: the group of this thread."""
+    """Give a group's thread the switches, grad mode, streams and device of this one. `own`: this thread's group."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     streams = current_streams([place.device for place in places])
+    device = torch.accelerator.current_device_index() if streams else -1
 
     @contextmanager
     def enter(number: int) -> Iterator[None]:
@@ -183,6 +184,7 @@ def _thread_like_this(
                 if streams:
                     stack.enter_context(entered_streams(*streams))
                     bind(streams)
+                    torch.accelerator.set_device_index(device)  # a stream is current with its device
                 if any([enabled for _, enabled, _ in ambient.autocast]):
                     torch.autocast_increment_nesting()  # as in the caller: autocast's cache is emptied by the last exit
                     stack.callback(torch.autocast_decrement_nesting)
