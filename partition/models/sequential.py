@@ -64,8 +64,8 @@ def to_sequential(
 
     Args:
         model: any module that calls modules one after the other: blocks, each on what the one before returned, once or
-            again and again, or a U-Net, or with something computed between them. Models of Hugging Face's transformers are called with
-            `use_cache=False`.
+            again and again, or a U-Net, or with something computed between them. Models of Hugging Face's transformers
+            are called with `use_cache=False`.
         sample: what it is called with: a dict of keyword arguments, a tuple of positional ones, or a tensor; rows along
             dim 0. Afterwards the nn.Sequential, or a Pipe, is called with one such value.
         blocks: the names of the blocks, or of containers whose children they are. None: the longest chain of blocks of
