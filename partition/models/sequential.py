@@ -278,7 +278,7 @@ def _shape(value: Any) -> Shape | None:
 def _layers(
     model: nn.Module, outline: Outline, shares: Sequence[Mapping[str, Any]], output: Callable[[Any], Any]
 ) -> nn.Sequential:
-    seen, called = set[str](), set[str]()
+    seen: set[str] = set()
     blocks = tuple([f"{block}." for chain in outline.chains for block in chain.blocks])
     lent = {name for share in shares for name in share if name.startswith(blocks)}
     names = names_of(model)
@@ -298,11 +298,7 @@ def _layers(
         chain = outline.chains[number]
         for index, name in enumerate(chain.blocks, chain.first):
             block = model.get_submodule(name)
-            held = _sharing(block) if name in called else block
-            if name in called:
-                outline.lead(zip(block.modules(), held.modules(), strict=True))
-            called.add(name)
-            layers.append(Block(outline, index, names[id(block)], held, lent))
+            layers.append(Block(outline, index, names[id(block)], block, lent))
     return _of(model, layers)
 
 
