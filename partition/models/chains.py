@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
@@ -24,7 +24,7 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
 
     All chains of blocks of one type that have a good part of the parameters, which may be called several times; each of
     them alone; all modules that are called once with a tensor, and return one, where these have most of the parameters;
-    those of them that have some.
+    those of them that have some; the same with those that are called several times.
 
     Raises:
         PartitionError: there are none.
@@ -46,14 +46,15 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
         if is_apart and _size(model, run) > _LEAST * _size(model, chains[0]):
             several.append(run)
     ways = [sorted([call for run in several for call in run], key=_begin), *several] if several[1:] else several
-    named = [once[name] for name in _units(model, "", once)]
-    units = _apart(sorted([call for call in named if _has_hidden(call)], key=_begin))
-    if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
-        ways += [units, _with_parameters(model, units)]
+    for some in (sorted(once.values(), key=_begin), calls):
+        names = set(_units(model, "", {call.name for call in some}))
+        units = _apart([call for call in some if call.name in names and _has_hidden(call)])
+        if len(units) > 1 and 2 * _size(model, units) > _all_size(model):
+            ways += [way for way in (units, _with_parameters(model, units)) if way not in ways]
     if not ways:
         raise PartitionError(
-            f"{type(model).__name__} has no blocks: no modules that are called once in a forward and have most of its "
-            "parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
+            f"{type(model).__name__} has no blocks: no modules that are called with a tensor in a forward and have most "
+            "of its parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
         )
     return ways
 
@@ -166,14 +167,14 @@ def _chain(run: Sequence[Called]) -> Chain:
     return Chain(names, tuple(entries), returned, tree, tuple(exits), none, dtypes)
 
 
-def _units(model: nn.Module, name: str, once: Mapping[str, Called]) -> Iterator[str]:
-    """The modules that are called once, as large as can be; of one with most of the parameters its children."""
+def _units(model: nn.Module, name: str, called: Container[str]) -> Iterator[str]:
+    """The modules that are called, as large as can be; of one with most of the parameters its children."""
     for key, child in model.get_submodule(name).named_children():
         path = f"{name}.{key}" if name else key
-        if path in once and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
+        if path in called and (2 * _all_size(child) < _all_size(model) or not list(child.children())):
             yield path
         else:
-            yield from _units(model, path, once)
+            yield from _units(model, path, called)
 
 
 def _apart(calls: Iterable[Called]) -> list[Called]:

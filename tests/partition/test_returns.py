@@ -63,7 +63,7 @@ class Both(Apart):
 
 def test_of_a_module_that_is_called_twice_nothing_travels():
     with pytest.raises(PartitionError, match="what 'extra' computes is used .*or from a module that is called once"):
-        cut(Both(), torch.arange(8).view(2, 4))
+        to_sequential(Both(), torch.arange(8).view(2, 4), blocks="blocks")
 
 
 def test_a_module_that_is_called_another_number_of_times_than_on_the_sample_is_named():

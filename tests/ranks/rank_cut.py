@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from block_models import MODELS, Moods, doubled
+from block_models import MIXING, MODELS, Moods, doubled
 from families import of_family
 from one_and_many import Found, Make, state_of
 from rank_models import even
@@ -29,7 +29,8 @@ def trained(make: Make, name: str, stages: int, schedule: str, checkpoint: str) 
     layers = to_sequential(model, sample)
     with torch.no_grad():
         targets = [torch.randn_like(tree_leaves(layers(batch))[0]) for batch in batches]
-    pipe = make(layers, even(len(layers), stages), 3, schedule=schedule, checkpoint=checkpoint)
+    options = {"schedule": schedule, "checkpoint": checkpoint, "mixes_rows": name in MIXING}
+    pipe = make(layers, even(len(layers), stages), 3, **options)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     found: Found = {}
     for turn, (batch, target) in enumerate(zip(batches, targets, strict=True)):
