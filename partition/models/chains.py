@@ -53,8 +53,8 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
             ways += [way for way in (units, _with_parameters(model, units)) if way not in ways]
     if not ways:
         raise PartitionError(
-            f"{type(model).__name__} has no blocks: no modules that are called with a tensor in a forward and have most "
-            "of its parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
+            f"{type(model).__name__} has no blocks: no modules that are called with a tensor and have most of its "
+            "parameters. Name them, blocks=[...], or write the model as an nn.Sequential."
         )
     return ways
 
