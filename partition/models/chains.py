@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -29,14 +29,14 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
     Raises:
         PartitionError: there are none.
     """
-    once = _once(calls)
+    once, within = _once(calls), defaultdict[str, list[Called]](list)
+    for call in calls:
+        within[call.name.rpartition(".")[0]].append(call)
     runs = []
-    for name, module in model.named_modules():
-        children = [f"{name}.{key}" if name else key for key, _ in module.named_children()]
-        run = [call for call in calls if call.name in children]
-        is_alike = len({type(module.get_submodule(call.name.removeprefix(f"{name}."))) for call in run}) == 1
-        links = _links(run)
-        if is_alike and {call.name for call in run} == set(children) and all(len(link) > 1 for link in links):
+    for name, of_children in within.items():
+        children = {child for _, child in model.get_submodule(name).named_children()}
+        called, links = {model.get_submodule(call.name) for call in of_children}, _links(of_children)
+        if called == children and len(set(map(type, called))) == 1 and all(len(link) > 1 for link in links):
             runs += links
     chains = [_continued(run, runs) for run in runs]
     chains.sort(key=lambda run: (-_size(model, run), -len(run)))  # layers rather than the stages that they fill
