@@ -1,6 +1,6 @@
 """Law: a model that was cut computes in any later call what it computes, or the call is refused.
 
-    a model   -> steps before its blocks, what these are called with and return, steps between and behind them
+    a model   -> steps before its blocks, which may be called twice, what these are called with and return, steps behind
     later     -> another length, a mask or none, other scales; numbers, weights and modes that are set meanwhile
     the law   -> outputs, gradients and buffers of the parts are the model's; PartitionError; or nan, which shows
 
@@ -106,11 +106,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, before: list[str], given: str, kind: str, between: str, behind: list[str]) -> None:
+    def __init__(
+        self, before: list[str], given: str, kind: str, between: str, behind: list[str], loops: int = 1
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.steps = [BEFORE[each] for each in before], GIVEN[given], [BEHIND[each] for each in behind]
-        self.kind, self.between, self.factor = kind, between, 0.7
+        self.kind, self.between, self.loops, self.factor = kind, between, loops, 0.7
         self.embed, self.condition, self.head = nn.Linear(2, WIDTH), nn.Linear(2, WIDTH), nn.Linear(WIDTH, 3)
         self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
         self.shift, self.drop, self.waves = nn.Parameter(torch.randn(9, WIDTH)), nn.Dropout(0.2), Waves()
@@ -127,7 +129,7 @@ class Model(nn.Module):
         v.beside = others.get("other") if isinstance(others.get("other"), Tensor) else None
         states = {"pair": (v.h, v.h.mean(-1, keepdim=True)), "dict": {"h": v.h, "n": torch.zeros(()).to(v.h)}}
         state: Any = states.get(self.kind, v.h)
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate([*self.blocks] * self.loops):
             returned = block(state, **others)
             state = returned[0] if self.kind == "also" else returned
             v.collected += [returned[1]] if self.kind == "also" else []
@@ -169,7 +171,7 @@ def batch(length: int, scale: float, is_masked: bool, rows: int = 4) -> tuple[Te
 MODELS = st.tuples(
     st.lists(st.sampled_from(sorted(BEFORE)), max_size=3, unique=True), st.sampled_from(sorted(GIVEN)),
     st.sampled_from(KINDS), st.sampled_from(BETWEEN),
-    st.lists(st.sampled_from(sorted(BEHIND)), max_size=3, unique=True),
+    st.lists(st.sampled_from(sorted(BEHIND)), max_size=3, unique=True), st.sampled_from([1, 1, 2]),
 )  # fmt: skip
 BATCHES = st.tuples(st.sampled_from([2, 3, 5, 8]), st.sampled_from([1.0, 0.1, 3.0, -2.0]), st.booleans())
 CALLS = st.lists(st.tuples(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2), BATCHES), min_size=1, max_size=3)
@@ -218,7 +220,7 @@ def check(model: nn.Module, parts: nn.Module, x: tuple[Tensor, Tensor | None], w
 
 def is_known(words: str, kind: Any) -> bool:
     """Whether words say of a model what is known to stand in its way."""
-    before, given, _, between, behind = kind
+    before, given, _, between, behind, _ = kind
     reads = {*before, given, *behind}
     return (
         given == "mode"  # blocks' arguments are made in eval mode
