@@ -39,7 +39,8 @@ def found_blocks(model: nn.Module, calls: Sequence[Called]) -> list[list[Called]
         if called == children and len(set(map(type, called))) == 1 and all(len(link) > 1 for link in links):
             runs += links
     chains = [_continued(run, runs) for run in runs]
-    chains.sort(key=lambda run: (-_size(model, run), -len(run)))  # layers rather than the stages that they fill
+    # Rather what is called once; and layers rather than the stages that they fill.
+    chains.sort(key=lambda run: (any(call.name not in once for call in run), -_size(model, run), -len(run)))
     several = chains[:1]
     for run in chains[1:]:
         is_apart = all(run[0].begin > other[-1].end or run[-1].end < other[0].begin for other in several)
