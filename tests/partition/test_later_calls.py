@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cover import examples
+from cover import either
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -177,7 +177,7 @@ BATCHES = st.tuples(st.sampled_from([2, 3, 5, 8]), st.sampled_from([1.0, 0.1, 3.
 CALLS = st.lists(st.tuples(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2), BATCHES), min_size=1, max_size=3)
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=either(20, 600), deadline=None)
 @given(MODELS, BATCHES, CALLS, st.sampled_from(["layers", "copy", "pipe"]))
 def test_later_calls_compute_what_the_model_computes_or_are_refused(
     kind: Any, sample: Any, calls: Any, way: str
