@@ -175,7 +175,8 @@ class Outline(nn.Module):
             put_in(copies[name], references, copies[""])
         there = [*copies.items(), *own.items()]
         modules = [(self.first_names[name], each) for name, each in there if name in self.first_names]
-        run.spare([*own.values(), *leaves])
+        absent = [each for name in self.settings for each in copies[name]._parameters.values()]
+        run.spare([*own.values(), *leaves, *absent])
         versions = self._versions(copies)
         args, kwargs = self.inputs.called(leaves)
         token = this_run.set(run)

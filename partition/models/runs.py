@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from partition.contents import storage_of
 from partition.errors import PartitionError
 from partition.models.inputs import Leaves
 from partition.models.shapes import is_without_memory, lost
@@ -196,13 +197,19 @@ class Run:
         self._told = told
         self._known = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
         self._written = written
+        self._spared: set[int] = set()  # storages
         self._resume = resume
         self._rewind = rewind
         self._handed: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
 
     def spare(self, own: Iterable[Any]) -> None:
-        """Write into none of these: what a part has is there, and inputs are the caller's."""
+        """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
+        own = list(own)
         self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
+        if self._written:
+            modules = [each for each in own if isinstance(each, nn.Module)]
+            tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
+            self._spared.update([storage_of(each) for each in (*own, *tensors) if isinstance(each, Tensor)])
 
     def as_told(self, name: str, returned: Any) -> Any:
         """The output of a module, with what another part computed of it."""
@@ -245,7 +252,8 @@ class Run:
         for key, tensor in written.items():
             there = call[key]
             are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
-            if are and _is_computed(there) and self._known.isdisjoint((id(there), id(there._base))):
+            is_known = not are or not self._known.isdisjoint((id(there), id(there._base)))
+            if not (is_known or is_without_memory(there) or storage_of(there) in self._spared):
                 _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
@@ -325,9 +333,3 @@ def _overwrite(there: Tensor, tensor: Tensor) -> None:
     place = owner.as_strided(there.size(), there.stride(), there.storage_offset())  # `there` may not know of that yet
     own = tuple([slice(None) if stride else slice(1) for stride in there.stride()])  # an expanded one has each once
     place[own].copy_(tensor[own])
-
-
-def _is_computed(tensor: Tensor) -> bool:
-    """Whether it was computed in this run: it is no parameter, be it there or absent, which is no part's to write."""
-    is_leaf = isinstance(tensor, nn.Parameter) or tensor.is_leaf and tensor.requires_grad
-    return not is_without_memory(tensor) and not is_leaf

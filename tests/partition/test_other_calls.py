@@ -273,6 +273,37 @@ def test_a_module_that_several_parts_call_follows_what_is_set_on_it(cut):
     assert {each.negative_slope for each in own} == {0.3} and len(own) == 2
 
 
+class Steps(Base):
+    """Blocks are called again and again, each time with a row of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Embedding(4, WIDE)
+
+    def forward(self, x, other=None):
+        h = self.embed(x)
+        for number in range(3):
+            for block in self.blocks:
+                h = block(h, self.steps.weight[number])
+        return self.head(h)
+
+
+@WAYS
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_blocks_are_called_with_rows_of_a_parameter(cut, is_frozen):
+    model, x = Steps(), rows()
+    model.steps.requires_grad_(not is_frozen)
+    version = model.steps.weight._version
+    parts = cut(model, x)
+    found = []
+    for module in (parts, model):
+        model.zero_grad()
+        module(x).square().sum().backward()
+        found.append([each.grad for each in model.parameters() if each.requires_grad])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert model.steps.weight._version == version
+
+
 def test_copies_of_parts_begin_in_the_modes_that_the_model_was_told():
     class Drops(Base):
         def forward(self, x, other=None):
