@@ -156,6 +156,13 @@ class Reached(BaseException):
     """The end of a run at a block. It is no error, and the model does not catch it."""
 
 
+class _Known(NamedTuple):
+    """The tensors that are there before a run, by id; and the storages of those into which it writes nothing."""
+
+    ids: set[int]
+    storages: set[int]
+
+
 class Run:
     """One run of an outline.
 
@@ -195,9 +202,9 @@ class Run:
         self._chains = chains
         self._end = end
         self._told = told
-        self._known = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
+        there = {id(leaf) for leaves in (*told.values(), *returns.values()) for leaf in leaves.values()}
+        self._known = _Known(there, set())
         self._written = written
-        self._spared: set[int] = set()  # storages
         self._resume = resume
         self._rewind = rewind
         self._handed: list[tuple[Any, int]] = []  # by the last block that was reached: its hidden state, and versions
@@ -205,11 +212,11 @@ class Run:
     def spare(self, own: Iterable[Any]) -> None:
         """Write into none of these, modules and tensors: what a part has is there, and inputs are the caller's."""
         own = list(own)
-        self._known.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
+        self._known.ids.update([id(tensor) for tensor in own if isinstance(tensor, Tensor)])
         if self._written:
             modules = [each for each in own if isinstance(each, nn.Module)]
             tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
-            self._spared.update([storage_of(each) for each in (*own, *tensors) if isinstance(each, Tensor)])
+            self._known.storages.update([storage_of(each) for each in (*own, *tensors) if isinstance(each, Tensor)])
 
     def as_told(self, name: str, returned: Any) -> Any:
         """The output of a module, with what another part computed of it."""
@@ -252,8 +259,8 @@ class Run:
         for key, tensor in written.items():
             there = call[key]
             are = isinstance(there, Tensor) and isinstance(tensor, Tensor)  # None where it was decided otherwise
-            is_known = not are or not self._known.isdisjoint((id(there), id(there._base)))
-            if not (is_known or is_without_memory(there) or storage_of(there) in self._spared):
+            is_known = not are or not self._known.ids.isdisjoint((id(there), id(there._base)))
+            if not (is_known or is_without_memory(there) or storage_of(there) in self._known.storages):
                 _overwrite(there, tensor)
         if number == self._resume:
             self._rewind()
@@ -277,7 +284,7 @@ class Run:
             PartitionError: the model computes something between the two, which it did not on the sample.
         """
         for (handed, version), there in zip(self._handed, hidden, strict=True):
-            if id(there) not in self._known and (there is not handed or _version(there) != version):
+            if id(there) not in self._known.ids and (there is not handed or _version(there) != version):
                 names = [name for chain in self._chains for name in chain.blocks]
                 raise PartitionError(
                     f"block {names[number]!r} is not called with what block {names[number - 1]!r} returned, as it was "
