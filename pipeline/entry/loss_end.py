@@ -112,7 +112,7 @@ class LossEnd(ChunkLosses):
             self._is_checked = True
             self.check_all()
             now = _buffers_of(self.loss.loss_fn) if self._state else {}
-            written = [name for name, state in self._state.items() if now.get(name) != state]
+            written = [name for name, then in self._state.items() if not _is_as_before(then, now.get(name))]
             if written:
                 raise RuntimeError(
                     f"loss_fn wrote its buffers {written}. Over ranks only the last one computes the loss, so the "
@@ -122,11 +122,15 @@ class LossEnd(ChunkLosses):
                 )
 
 
-def _buffers_of(loss_fn: object) -> dict[str, tuple[int, ...]]:
-    """The identity and the version of each buffer of a loss, where it is a module."""
+def _buffers_of(loss_fn: object) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """The buffers of a loss, where it is a module, and their versions. They are held: no other gets the id of one."""
     if not isinstance(loss_fn, nn.Module):
         return {}
-    return {name: (id(buffer), *versions([buffer])) for name, buffer in loss_fn.named_buffers()}
+    return {name: (buffer, versions([buffer])) for name, buffer in loss_fn.named_buffers()}
+
+
+def _is_as_before(then: tuple[Tensor, tuple[int, ...]], now: tuple[Tensor, tuple[int, ...]] | None) -> bool:
+    return now is not None and now[0] is then[0] and now[1] == then[1]
 
 
 def _is_written(clone: Tensor, tensor: Tensor) -> bool:
