@@ -68,13 +68,15 @@ class Call:
 
     def __getitem__(self, key: Key) -> Any:
         argument, place = key
-        value = self.kwargs[argument] if isinstance(argument, str) else self.args[argument]
+        value = self._argument(argument)
         return value if isinstance(value, Tensor) else _leaves_of(argument, value, place)[0][place]
 
     def is_argument(self, key: Key) -> bool:
         """Whether a key leads to an argument itself, and not to a part of one."""
-        argument, _ = key
-        return self[key] is (self.kwargs[argument] if isinstance(argument, str) else self.args[argument])
+        return self[key] is self._argument(key[0])
+
+    def _argument(self, name: int | str) -> Any:
+        return self.kwargs[name] if isinstance(name, str) else self.args[name]
 
     @property
     def leaves(self) -> dict[Key, Any]:

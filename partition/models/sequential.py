@@ -296,8 +296,7 @@ def _layers(
             layers.append(End(outline, own, output))
             break
         chain = outline.chains[number]
-        for index, name in enumerate(chain.blocks, chain.first):
-            block = model.get_submodule(name)
+        for index, block in enumerate(map(model.get_submodule, chain.blocks), chain.first):
             layers.append(Block(outline, index, names[id(block)], block, lent))
     return _of(model, layers)
 
