@@ -18,8 +18,8 @@ OTHERS = [pytest.param(name, marks=pytest.mark.soak) for name in RECIPES if name
 
 @pytest.mark.parametrize("name", [LLAMA, *OTHERS])
 def test_a_recipe_gives_the_same_over_ranks(name: str, crew2: Crew) -> None:
-    printed = crew2.run("recipe_scripts:ran", name, init=False)
-    assert printed == [ran(name), "" if name == LLAMA else printed[0]]
+    first, second = crew2.run("recipe_scripts:ran", name, init=False)
+    assert first == ran(name) and second in ("", first)  # some print on rank 0 alone
 
 
 def test_the_trainer_of_transformers_gives_the_same_over_ranks_and_saves_the_same(crew2: Crew, tmp_path: Path) -> None:
